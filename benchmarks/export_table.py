@@ -28,9 +28,8 @@ from segpipe.cli.main import main as segpipe
 from segpipe.data.samples import open_samples
 from segpipe.export.artifact.manifest import describe
 from segpipe.export.artifact.origin import Origin
-from segpipe.export.artifact.outcome import ExportReport
-from segpipe.export.dataset import check_images
-from segpipe.export.gates.check_set import Check, check_set
+from segpipe.export.convert import convert
+from segpipe.export.dataset import Check, check_images, check_set
 from segpipe.export.gates.comparison import (
     Candidate,
     as_trained,
@@ -40,9 +39,9 @@ from segpipe.export.gates.comparison import (
     gate_preprocessing,
 )
 from segpipe.export.gates.limits import LIMITS
+from segpipe.export.gates.outcome import ExportReport
 from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.network import deploy_model, run_eager
-from segpipe.export.produce import produce
 from segpipe.models import MODELS
 from segpipe.native import one_thread
 from segpipe.train.checkpoint import TrainedNetwork, load_network
@@ -76,7 +75,7 @@ def rows(trained: TrainedNetwork, checks: Sequence[Check]) -> list[dict[str, Any
             folder.mkdir()
         model = deploy_model(trained)
         result = ExportReport(folders[0], describe(trained, model, size, Origin(), {}))
-        subjects = produce(result, model, size, folders, KINDS, [])
+        subjects = convert(result, model, size, folders, KINDS, [])
         eager = run_eager(model)
         candidates = []
         for subject in subjects:

@@ -83,14 +83,13 @@ MODULES: dict[
     "segpipe/export/gates/limits.py": GATES,
     "segpipe/export/gates/comparison.py": GATES,
     "segpipe/export/gates/judge.py": JUDGE,
-    "segpipe/export/gates/check_set.py": JUDGE,
+    "segpipe/export/dataset.py": JUDGE,
     "segpipe/export/gates/controls.py": GATES,
-    "segpipe/export/gates/quality.py": GATES,
-    "segpipe/export/gates/latency.py": GATES,
-    "segpipe/export/gates/temperature.py": (
+    "segpipe/export/gates/quality.py": (
+        *GATES,
         "tests/export/test_temperature.py",
-        "tests/export/test_gates.py",
     ),
+    "segpipe/export/gates/latency.py": GATES,
 }
 PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torchvision", "cv2", "albumentations", "hydra", "onnx",
              "onnxruntime", "pytest", "psutil", "rich")  # fmt: skip

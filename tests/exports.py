@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -16,10 +17,14 @@ from torch import nn
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import ClassTable
 from segpipe.data.samples import open_samples
+from segpipe.export import publish
+from segpipe.export.dataset import GateInputs, check_set
+from segpipe.export.gates.outcome import ExportReport
 from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, to_mapping
+from segpipe.settings.groups import ExportConfig
 from segpipe.train import checkpoint
 from segpipe.train.checkpoint import TrainedNetwork
 
@@ -149,6 +154,24 @@ def write_run(
         json.dumps({"git": {"commit": "0123456789abcdef", "dirty": False}})
     )
     return folder
+
+
+def export_run(
+    trained: TrainedNetwork,
+    images: Sequence[np.ndarray],
+    out_dir: Path,
+    formats: Sequence[str] = BOTH,
+    *,
+    names: Sequence[str] = (),
+    labelled: Any = None,
+    settings: ExportConfig | None = None,
+    **given: Any,
+) -> ExportReport:
+    """The export of these images, called image_000000 and so on without names."""
+    settings = replace(settings or ExportConfig(), formats=list(formats))
+    names = names or [f"image_{index:06d}" for index in range(len(images))]
+    inputs = GateInputs(check_set(images, names), labelled, settings)
+    return publish.export_run(trained, inputs, out_dir, **given)
 
 
 FEW = ("export.images=2", "export.quality_images=4")

@@ -11,7 +11,6 @@ import json
 import os
 import pickle
 import re
-import shutil
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from segpipe.data.samples import open_samples
 from segpipe.export.artifact.frame_statistics import unknown_frames
 from segpipe.export.artifact.manifest import in_file
 from segpipe.export.artifact.place import write_sums
-from segpipe.export.artifact.sidecars import write_sidecars
+from segpipe.export.artifact.verify_report import write_sidecars
 from segpipe.export.graph.profiles import manifest_text
 
 Change = Callable[[Path], object]
@@ -264,6 +263,12 @@ def third_output(model: onnx.ModelProto) -> None:
     model.graph.output.append(onnx.ValueInfoProto(name="logits"))
 
 
+def logits_renamed(model: onnx.ModelProto) -> None:
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = ["x" if name == "logits" else name for name in names]
+
+
 def input_renamed(model: onnx.ModelProto) -> None:
     model.graph.input[0].name = "images"
     for node in model.graph.node:
@@ -311,11 +316,6 @@ def file_added(folder: Path) -> None:
     (folder / "model.onnx.data").write_bytes(b"weights")
 
 
-def file_added_and_signed(folder: Path) -> None:
-    (folder / "setup.py").write_text("print('a robot would import this')")
-    sign(folder)
-
-
 def file_under_another_name(folder: Path) -> None:
     def change(manifest: dict[str, Any]) -> None:
         manifest["files"]["./model.onnx"] = manifest["files"].pop("model.onnx")
@@ -345,15 +345,6 @@ def rewrite(folder: Path, name: str, old: str, new: str) -> None:
 
 def labels_swapped(folder: Path) -> None:
     rewrite(folder, "ros/labels.yaml", "class_id: 1,", "class_id: 2,")
-
-
-def triton_type_changed(folder: Path) -> None:
-    rewrite(folder, "triton/config.pbtxt", "TYPE_UINT8", "TYPE_FP32")
-
-
-def triton_missing(folder: Path) -> None:
-    (folder / "triton" / "config.pbtxt").unlink()
-    sign(folder)
 
 
 def another_miou_on_the_card(folder: Path) -> None:
@@ -405,17 +396,6 @@ def frame_limits_of_no_images(folder: Path) -> None:
     retold(folder, lambda manifest: manifest.update(unknown_frames()))
 
 
-def name_twice(folder: Path) -> None:
-    """Python takes the second value, and a reader that stops at the first the other one."""
-    path = folder / "manifest.json"
-    path.write_text(
-        path.read_text().replace(
-            "{", '{\n "golden": {\n  "image_agreement": 0.0\n },', 1
-        )
-    )
-    write_sums(folder)
-
-
 def size_claimed(folder: Path) -> None:
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -438,7 +418,6 @@ def half_alone(folder: Path) -> None:
 
 def no_model(folder: Path) -> None:
     (folder / "model.onnx").unlink()
-    shutil.rmtree(folder / "triton")
     path = folder / "manifest.json"
     manifest = {**json.loads(path.read_text()), "files": {}}
     path.write_text(manifest_text(manifest))
@@ -561,7 +540,6 @@ def sums_lead_out(folder: Path) -> None:
     path.write_text(path.read_text() + f"{'0' * 64}  ../secret\n")
 
 
-RUNS_TEXT = "torch runs text of a pt2 file when it loads it"
 PASSED, REFUSED = "verified by the first gates", "refused by the first gates"
 
 
@@ -570,37 +548,30 @@ class Plant:
     """A fault, and the words with which G1 refuses it (exit code 7) where the folder can be compared with a conversion.
 
     before: what the first gates said; "" for a fault that was not tried on them. answers: exit code and words where
-    other versions allow to compare answers alone; 0 where nothing but the conversion tells. listed: words of the list
-    of what a conversion needs, which then stands before the answers. all_files: besides model.onnx, planted where
-    fp16, int8, TorchScript and pt2 files lie too.
+    other versions allow to compare answers alone; None where nothing but the conversion tells. name: the file in which
+    it is planted, beside all formats and precisions; "" where model.onnx is alone.
     """
 
     change: Change
     told: str
     before: str = ""
     answers: tuple[int, str] | None = None
-    listed: str = ""
-    all_files: bool = False
+    name: str = ""
 
 
-def _graph(
-    fault: Fault, told: str, before: str, *answers: Any, listed: str = ""
-) -> Plant:
+def _graph(fault: Fault, told: str, before: str, *answers: Any) -> Plant:
     return Plant(
         in_file_of("model.onnx", fault),
         f"converts to: {told}",
         before,
         (answers[0], answers[1]) if answers else None,
-        listed,
     )
 
 
-def _other(
-    name: str, fault: Any, told: str, before: str = "", listed: str = ""
-) -> Plant:
+def _other(name: str, fault: Any, told: str, before: str = "") -> Plant:
     plant = in_file_of if name.endswith(".onnx") else in_archive
     told = f"{name} is not what the checkpoint converts to: {told}"
-    return Plant(plant(name, fault), told, before, listed=listed, all_files=True)
+    return Plant(plant(name, fault), told, before, name=name)
 
 
 def _as_it_is(change: Change, told: str, before: str = "") -> Plant:
@@ -624,7 +595,7 @@ PLANTS: dict[str, Plant] = {
         align_corners, "node", REFUSED, 4, "G2 logits differ by"
     ),
     "another opset": _graph(
-        opset, "its opsets are others", REFUSED, 7, "G1 integrity: opsets"
+        opset, "opset_import differ", REFUSED, 7, "G1 integrity: opsets"
     ),
     "BGR for RGB": _graph(bgr, "", REFUSED, 4, "G4 preprocessing differs by"),
     "scale of one in a thousand": _graph(
@@ -645,80 +616,77 @@ PLANTS: dict[str, Plant] = {
         REFUSED,
         4,
         "G3 confidence differs by",
-        listed="ReduceMin",
     ),
-    "one frame of the split": _graph(
-        backdoor, "", REFUSED, 11, "G5 quality: mIoU", listed="Slice"
-    ),
-    "class 0 in the dark": _graph(
-        black_road, "", PASSED, 4, "G3 mask agreement", listed="Less"
-    ),
+    "one frame of the split": _graph(backdoor, "", REFUSED, 11, "G5 quality: mIoU"),
+    "class 0 in the dark": _graph(black_road, "", PASSED, 4, "G3 mask agreement"),
     "four classes never win": _graph(
         classes_dropped, "", PASSED, 4, "G3 mask agreement"
     ),
     "one filter": _graph(filters_zeroed, "tensor", "", 4, "G2 logits differ by"),
     "NaN in a tensor": _graph(one_tensor(lambda values: values * np.nan), "tensor", ""),
     "a tensor of another shape": _graph(
-        one_tensor(lambda values: values[:1]), "tensor", ""
+        one_tensor(lambda values: values[:1]), "initializer differ", ""
     ),
-    "a giant shape": _graph(giant, "cannot be compared", ""),
+    "a giant shape": _graph(giant, "it cannot be compared", ""),
     "weights outside the file": _graph(
-        outside, "tensor", "", listed="stored outside the file"
+        outside,
+        "it cannot be compared (ValueError: tensor",
+        "",
+        7,
+        "external TensorProto",
+    ),
+    "no logits inside": _graph(
+        logits_renamed, "node", "", 7, "cannot be looked into (the graph has no tensor"
     ),
     "a function": _graph(
         lambda model: model.functions.add(name="f", domain="d"),
-        "it holds functions",
+        "functions differ",
         "",
-        listed="functions",
     ),
-    "a graph in an attribute": _graph(subgraph, "node", "", listed="holds a graph"),
-    "a third output": _graph(third_output, "its outputs are others", ""),
+    "a graph in an attribute": _graph(subgraph, "node", ""),
+    "a third output": _graph(third_output, "output differ", ""),
     "another name of the input": _graph(input_renamed, "", "", 7, "G1 integrity"),
     # Other files
     "the least likely class, fp16": _other(
-        FP16, confidence_of_another_class, "node", PASSED, listed="ReduceMin"
+        FP16, confidence_of_another_class, "node", PASSED
     ),
     "one filter in sixteen, int8": _other(INT8, filters_zeroed, "tensor", PASSED),
     "a scale, int8": _other(INT8, int8_scale, "tensor", REFUSED),
     "a pickle in pt2": _other(
         PT2,
         records(lambda _, data: data, {"data/weights/evil.pkl": EVIL}),
-        "record",
+        "its bytes",
         PASSED,
-        RUNS_TEXT,
     ),
     "a pickle as example, pt2": _other(
-        PT2, instead("sample_inputs/model.pt", EVIL), "record", "", RUNS_TEXT
+        PT2, instead("sample_inputs/model.pt", EVIL), "its bytes"
     ),
     "weights to be unpickled, pt2": _other(
         PT2,
         in_record("weights_config.json", b'"use_pickle": false', b'"use_pickle": true'),
-        "record",
+        "its bytes",
         "",
-        RUNS_TEXT,
     ),
     "an operator, pt2": _other(
         PT2,
         in_record("model.json", b"aten.relu.default", b"evil.run.default"),
-        "record",
+        "its bytes",
         "",
-        RUNS_TEXT,
     ),
     "code in a guard, pt2": _other(
         PT2,
         in_record("model.json", b'"guards_code": [', b'"guards_code": ["evil()"'),
-        "record",
+        "its bytes",
         "",
-        RUNS_TEXT,
     ),
     "an operator that writes files": _other(
-        TORCHSCRIPT, in_code(b"torch.relu(", b"torch.save("), "record", PASSED, "save"
+        TORCHSCRIPT, in_code(b"torch.relu(", b"torch.save("), "its bytes", PASSED
     ),
     "an operator with a space": _other(
-        TORCHSCRIPT, in_code(b"torch.relu(", b"torch . save ("), "record", "", "save"
+        TORCHSCRIPT, in_code(b"torch.relu(", b"torch . save ("), "its bytes", ""
     ),
     "another namespace": _other(
-        TORCHSCRIPT, in_code(b"torch.relu(", b"ops.evil.run("), "record", "", "evil"
+        TORCHSCRIPT, in_code(b"torch.relu(", b"ops.evil.run("), "its bytes", ""
     ),
     "an operator as a method": _other(
         TORCHSCRIPT,
@@ -729,40 +697,36 @@ PLANTS: dict[str, Plant] = {
                 else data
             )
         ),
-        "record",
+        "its bytes",
         "",
-        "neg",
     ),
     "an operator by its name": _other(
         TORCHSCRIPT,
         in_code(b"torch.relu(", b'getattr(torch, "neg")('),
-        "record",
+        "its bytes",
         "",
-        "neg",
     ),
     "a class in a pickle": _other(
-        TORCHSCRIPT, instead("constants.pkl", EVIL), "record", "", "STACK_GLOBAL"
+        TORCHSCRIPT, instead("constants.pkl", EVIL), "its bytes", ""
     ),
     "a class in an older pickle": _other(
         TORCHSCRIPT,
         instead("constants.pkl", pickle.dumps(os.mkdir, 0)),
-        "record",
+        "its bytes",
         "",
-        "mkdir",
     ),
     "a megabyte more": _other(
         TORCHSCRIPT,
         records(lambda _, data: data, {"data/99999": bytes(10**6)}),
-        "record",
+        "its bytes",
         "",
-        "bytes, and the conversion",
     ),
     "a bit of a weight": _other(
         TORCHSCRIPT,
         records(
             lambda name, data: data[:-1] + b"\x01" if name.endswith("/data/0") else data
         ),
-        "record",
+        "its bytes",
         REFUSED,
     ),
     # The folder
@@ -779,9 +743,6 @@ PLANTS: dict[str, Plant] = {
     "a file more": _as_it_is(
         file_added, "model.onnx.data is not in SHA256SUMS", REFUSED
     ),
-    "a file more, signed": _as_it_is(
-        file_added_and_signed, "setup.py is no file that manifest.json tells of"
-    ),
     "a file under another name": _as_it_is(file_under_another_name, "G1 integrity"),
     "a file less": _as_it_is(file_missing, "golden/logits.npy is missing", REFUSED),
     "a link": _as_it_is(
@@ -794,28 +755,26 @@ PLANTS: dict[str, Plant] = {
     ),
     "a name that leads out": _as_it_is(sums_lead_out, "SHA256SUMS"),
     # The manifest
-    "names permuted": _as_it_is(
-        names_permuted, "manifest.json and the checkpoint differ in classes", REFUSED
-    ),
+    "names permuted": _as_it_is(names_permuted, "classes[0].name = ", REFUSED),
     "another color": _as_it_is(
         in_manifest(lambda manifest: manifest["classes"][1].update(color=[1, 2, 3])),
-        "differ in classes",
+        "classes[1].color[0] = 1",
     ),
     "other weights": _as_it_is(
         in_manifest(lambda manifest: manifest["source"].update(weights_digest="00")),
-        "differ in source.weights_digest",
+        "source.weights_digest = ",
         REFUSED,
     ),
     "temperature times 20": _as_it_is(
         in_manifest(lambda manifest: manifest["calibration"].update(temperature=5.0)),
-        "calibration.temperature = 5.0, but the 4 labelled images give 0.25",
+        "calibration.temperature = 5.0",
         PASSED,
     ),
     "a temperature of other images": _as_it_is(
         in_manifest(
             lambda manifest: manifest["calibration"].update(temperature=5.0, images=5)
         ),
-        "calibration.temperature = 5.0, but the 4 labelled images give 0.25",
+        "calibration.temperature = 5.0",
     ),
     "no temperature": _as_it_is(
         in_manifest(
@@ -823,55 +782,49 @@ PLANTS: dict[str, Plant] = {
                 calibration={"method": "none", "temperature": 1.0}
             )
         ),
-        "calibration.method = none, but the labelled images give 0.25",
+        'calibration.method = "none"',
     ),
     "a better calibration": _as_it_is(
         in_manifest(lambda manifest: manifest["calibration"].update(ece_after=0.0)),
-        "calibration.ece_after = 0.0, but the labelled images give 0.1",
+        "calibration.ece_after = 0.0, but the checkpoint and the data give 0.1",
     ),
     "NaN as a limit": _as_it_is(nan_limit, "NaN is not a JSON number", PASSED),
     "another stride": _as_it_is(
         in_manifest(lambda manifest: manifest["io"]["outputs"][0].update(stride=2)),
-        "differ in io",
+        "io.outputs[0].stride = 2",
     ),
     "an older onnxruntime": _as_it_is(
         in_manifest(lambda manifest: manifest["requires"].update(onnxruntime="1.0")),
-        "differ in requires",
+        "requires.onnxruntime = ",
     ),
     "a later reader": Plant(
         in_file_of("model.onnx", lambda model: setattr(model, "ir_version", 10)),
-        "its ir_version is another",
+        "ir_version differ",
         answers=(7, "IR version = 10, but 8 was needed"),
     ),
     "a second note in the file": Plant(
         in_file_of(
             "model.onnx", lambda model: model.metadata_props.add(key="note", value="x")
         ),
-        "its metadata_props is another",
-        answers=(7, "metadata_props do not hold"),
+        "metadata_props differ",
+        answers=(7, "metadata_props"),
     ),
     "golden limits off": _as_it_is(
-        golden_limit_taken_away, "golden.image_agreement = 0.0, but 0.999 is required"
+        golden_limit_taken_away, "golden.image_agreement = 0.0"
     ),
-    "frame limits off": _as_it_is(
-        frame_limits_taken_away, "frame_limits are not those of the train images"
-    ),
+    "frame limits off": _as_it_is(frame_limits_taken_away, "frame_limits.m"),
     "frame limits of no images": _as_it_is(
         frame_limits_of_no_images,
-        "frame_statistics.source = none, but the export had images",
+        "frame_limits.max_bright_share = 0.99",
     ),
     "nothing left to verify": _as_it_is(
         in_manifest(lambda manifest: manifest.update(unverified=[])), "unverified"
-    ),
-    "a name twice": _as_it_is(
-        name_twice,
-        "manifest.json cannot be read (it is not written as an export writes it)",
     ),
     "another size": _as_it_is(
         size_claimed, "model.onnx has another size or sha256 than in manifest.json"
     ),
     "fp16 of nothing": _as_it_is(
-        half_alone, "model.fp16.onnx cannot be of fp16: it is made from model.onnx only"
+        half_alone, "model.fp16.onnx is not what the checkpoint converts to"
     ),
     "a shape without its axes": _as_it_is(
         in_manifest(
@@ -879,20 +832,14 @@ PLANTS: dict[str, Plant] = {
                 shape=[1, "height", "width", 3]
             )
         ),
-        "io.inputs has no size (KeyError",
+        "manifest.json cannot be read (KeyError",
     ),
     "no model": _as_it_is(no_model, "manifest.files"),
-    "another mIoU": _as_it_is(miou_claimed, "metrics are not those of the run"),
+    "another mIoU": _as_it_is(miou_claimed, "metrics.miou = 0.99"),
     # What lies beside the models
-    "labels swapped": _as_it_is(labels_swapped, "ros/labels.yaml is not what segpipe"),
-    "another type for Triton": _as_it_is(
-        triton_type_changed, "triton/config.pbtxt is not what segpipe"
-    ),
-    "no file for Triton": _as_it_is(
-        triton_missing, "triton/config.pbtxt is not what segpipe"
-    ),
+    "labels swapped": _as_it_is(labels_swapped, "ros/labels.yaml is not what"),
     "another mIoU on the card": _as_it_is(
-        another_miou_on_the_card, "model_card.md is not what segpipe"
+        another_miou_on_the_card, "model_card.md is not what"
     ),
     "golden logits": _as_it_is(
         golden_logits_changed, "golden/logits.npy differs from what the trained network"

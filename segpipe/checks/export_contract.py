@@ -12,6 +12,7 @@ import numpy as np
 
 from segpipe.checks.clause import NOTE
 from segpipe.data.catalog import ClassTable
+from segpipe.export.dataset import GateInputs, check_set
 from segpipe.export.publish import export_run
 from segpipe.models.preprocess import Preprocess
 from segpipe.train.checkpoint import TrainedNetwork
@@ -57,5 +58,6 @@ def exported(
     images = [*draws.integers(0, 256, shape, np.uint8)]
     with tempfile.TemporaryDirectory(prefix="segpipe-contract-") as folder:
         out = Path(folder, "export")
-        export_run(trained, images, out, settings.formats, {}, settings=settings)
+        names = [f"image_{index:06d}" for index in range(NUM_IMAGES)]
+        export_run(trained, GateInputs(check_set(images, names), None, settings), out)
     return f"{NOTE}{', '.join(settings.formats)}"

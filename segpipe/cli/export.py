@@ -9,9 +9,10 @@ from typing import Any
 from rich.console import Console
 
 from segpipe.export.artifact.origin import every_tensor_used
-from segpipe.export.artifact.outcome import NOT_EXPORTED
+from segpipe.export.artifact.place import sums_line
 from segpipe.export.artifact.verify_report import table
 from segpipe.export.dataset import training_images, validation_samples
+from segpipe.export.gates.outcome import NOT_EXPORTED
 from segpipe.export.publish import export_checkpoint
 from segpipe.settings.arguments import with_settings
 from segpipe.train.checkpoint import load_network
@@ -23,15 +24,17 @@ def main(given: dict[str, Any]) -> int:
     with every_tensor_used(NOT_EXPORTED):
         trained = load_network(run, given["which"])
     config = with_settings(trained.config, given)
-    validation, training = (
-        validation_samples(config, trained.classes),
-        training_images(config),
-    )
     report = export_checkpoint(
-        run, given["which"], trained, config, validation=validation, training=training
+        run,
+        given["which"],
+        trained,
+        config,
+        validation=validation_samples(config, trained.classes),
+        training=training_images(config),
     )
     Console(emoji=False).print(table(report))
     for warning in report.manifest.get("warnings", []):
         print(f"warning: {warning}.", file=sys.stderr)
+    print(sums_line(report.folder))
     print(report.line("EXPORT"))
     return 0

@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Any
 from segpipe.errors import ConfigError
 from segpipe.export.artifact import verify_report
 from segpipe.export.artifact.frame_statistics import frames_of
-from segpipe.export.artifact.golden import golden_entry, golden_figures, write_golden
+from segpipe.export.artifact.golden import (
+    golden_checks,
+    golden_entry,
+    golden_figures,
+    write_golden,
+)
 from segpipe.export.artifact.manifest import describe, require_schema
 from segpipe.export.artifact.origin import Origin, origin_of
-from segpipe.export.artifact.outcome import NOT_EXPORTED, ExportReport, refusal
 from segpipe.export.artifact.place import (
     beside,
     check_place,
@@ -26,12 +30,12 @@ from segpipe.export.artifact.place import (
     write_sums,
     writing,
 )
-from segpipe.export.artifact.sidecars import write_sidecars
-from segpipe.export.dataset import gather
-from segpipe.export.gates.check_set import Check, check_set, trials
-from segpipe.export.gates.judge import GateInputs, judge, load_as_robot, require_engines
+from segpipe.export.convert import convert
+from segpipe.export.dataset import Check, GateInputs, gather, trials
+from segpipe.export.gates.judge import judge, load_as_robot, require_engines
 from segpipe.export.gates.limits import MAX_CLASSES
-from segpipe.export.gates.temperature import calibration_entry
+from segpipe.export.gates.outcome import NOT_EXPORTED, ExportReport, refusal
+from segpipe.export.gates.quality import calibration_entry
 from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.network import DeployModel, deploy_model
 from segpipe.export.graph.profiles import (
@@ -43,7 +47,6 @@ from segpipe.export.graph.profiles import (
     free_lengths,
     manifest_text,
 )
-from segpipe.export.produce import produce
 from segpipe.ledger.inputs import changed_since
 from segpipe.native import one_thread
 from segpipe.runtime.artifact import MANIFEST
@@ -52,9 +55,9 @@ from segpipe.settings.groups import ExportConfig
 
 if TYPE_CHECKING:
     from segpipe.data.samples import Samples
-    from segpipe.export.dataset import Labelled
     from segpipe.export.gates.comparison import ImageComparison
     from segpipe.settings.config import Config
+    from segpipe.settings.groups import ExportConfig
     from segpipe.train.checkpoint import TrainedNetwork
 
 
@@ -72,108 +75,77 @@ def export_checkpoint(
     validation: the split to check on, or None with `export.allow_unverified`. training: images of the training split,
     for frame limits and int8. Raises what `export_run` and `gather` raise.
     """
-    export, found, origin = (
-        config.export,
-        gather(validation, config),
-        origin_of(run, which, trained),
-    )
-    changed = (
-        changed_since(run, trained.config.data, config.data)
-        if validation is not None
-        else ""
-    )
-    if changed:
-        text = f"{changed}; the gates and the temperature are on the changed images"
-        origin = replace(origin, warnings=(*origin.warnings, text))
+    export, origin = config.export, origin_of(run, which, trained)
+    inputs = gather(validation, config)
+    if validation is not None:
+        changed = changed_since(run, trained.config.data, config.data)
+        if changed:
+            text = f"{changed}; the gates and the temperature are on the changed images"
+            origin = replace(origin, warnings=(*origin.warnings, text))
     return export_run(
         trained,
-        found.images,
+        inputs,
         Path(export.dir or run / "export"),
-        export.formats,
-        {},
-        names=found.names,
         origin=origin,
         train_images=training,
-        labelled=found.labelled,
-        settings=export,
     )
 
 
 def export_run(
     trained: TrainedNetwork,
-    images: Sequence[Image],
+    inputs: GateInputs,
     out_dir: Path,
-    formats: Sequence[str],
-    extra_manifest: Mapping[str, Any],
     *,
-    names: Sequence[str] | None = None,
     origin: Origin | None = None,
     train_images: Iterable[Image] | None = None,
-    labelled: Labelled | None = None,
-    settings: ExportConfig | None = None,
 ) -> ExportReport:
     """Report of the export that is now in `out_dir`: model files, and the files that describe and check them.
 
-    images: uint8 (H, W, 3) RGB of the validation split, all of one size, which becomes the size of the files; none
-    with `settings.allow_unverified`, `height` and `width`. origin: result of `origin_of`. train_images: any sizes;
-    frame limits come from them (else from `images`), and int8 is calibrated on those of the files' size. labelled: for
-    G5 and the temperature, which are skipped without it. settings: everything else except the formats.
+    inputs: images of one size, which becomes the size of the files; real ones unless `allow_unverified` is set. Without
+    labelled images, G5 and the temperature are skipped. train_images: any sizes; frame limits come from them (else from
+    the check images), and int8 is calibrated on those of the files' size.
 
-    An earlier export in `out_dir` is replaced in one rename. When a gate fails, the report and the worst images go to
-    `out_dir` + ".rejected", no model file is left, an earlier export stays, and ExportMismatch or its subclass
-    IntegrityError, QualityError or LatencyError is raised. Raises ExportError when torch cannot convert, ConfigError
-    for unusable images, formats, settings or folder.
+    An earlier export in `out_dir` is replaced in one rename. A file of reduced precision that fails a gate is left out,
+    and the report says why. When another gate fails, the report and the worst images go to `out_dir` + ".rejected", no
+    model file is left, an earlier export stays, and ExportMismatch or its subclass IntegrityError, QualityError or
+    LatencyError is raised. Raises ExportError when torch cannot convert, ConfigError for unusable images, settings or
+    folder.
     """
-    out_dir = Path(out_dir)
-    settings = settings if settings is not None else ExportConfig()
-    names = (
-        names
-        if names is not None
-        else [f"image_{index:06d}" for index in range(len(images))]
-    )
-    asked = (
-        (settings.height, settings.width)
-        if settings.allow_unverified and settings.height
-        else None
-    )
-    inputs = GateInputs(check_set(images, names, asked), labelled, settings)
-    _check_request(trained, out_dir, formats, settings, _size(inputs.checks))
+    checks, settings, size = inputs.checks, inputs.settings, inputs.size
+    _check_request(trained, out_dir, settings, size)
     partial = beside(out_dir, "partial")
+    files, probes = partial / "files", partial / "probes"
     try:
-        _make_room(out_dir, partial)
+        _make_room(out_dir, (files, probes, partial / "report"))
         with one_thread():
-            frames, kept = frames_of(images, train_images, inputs.checks[0].image.shape)
-            model, manifest = _described(
-                trained, inputs, origin or Origin(), {**frames, **extra_manifest}
-            )
+            entries, frames = frames_of(inputs.real_images, train_images, (*size, 3))
+            model, manifest = _described(trained, inputs, origin or Origin(), entries)
             result = ExportReport(out_dir, manifest)
-            comparisons = _produce_and_judge(
-                trained, model, result, partial, formats, kept, inputs
-            )
+            with writing(out_dir):
+                kinds = _kinds(settings)
+                folders = files, probes
+                converted = convert(result, model, size, folders, kinds, frames)
+            comparisons = judge(result, model, trained.preprocess, converted, inputs)
+        _measure_golden(result, checks, comparisons)
         with writing(out_dir):
-            if result.passed:
-                _complete(result, model, inputs.checks, partial / "files")
+            _complete(result, model, checks, files)
             if not result.passed:
-                _reject(result, partial, comparisons, inputs.checks)
-            _publish(result, partial)
+                _reject(result, partial / "report", comparisons, checks)
+            put_in_place(files, out_dir)
+            shutil.rmtree(beside(out_dir, "rejected"), ignore_errors=True)
         return result
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def _check_request(
-    trained: TrainedNetwork,
-    out_dir: Path,
-    formats: Sequence[str],
-    settings: ExportConfig,
-    size: Size,
+    trained: TrainedNetwork, out_dir: Path, settings: ExportConfig, size: Size
 ) -> None:
-    unknown = [name for name in formats if name not in FORMATS]
-    if unknown or not formats:
+    if not settings.formats or not FORMATS.keys() >= set(settings.formats):
         raise ConfigError(
-            f"export.formats = {list(formats)}, but it must be one or more of {', '.join(FORMATS)}."
+            f"export.formats = {settings.formats}, but it must be one or more of {', '.join(FORMATS)}."
         )
-    for problem in export_problems(replace(settings, formats=list(formats))):
+    for problem in export_problems(settings):
         raise ConfigError(problem)
     require_engines(settings)
     free_lengths(settings.dynamic, size, trained.model.output_stride)
@@ -191,79 +163,64 @@ def _described(
     trained: TrainedNetwork,
     inputs: GateInputs,
     origin: Origin,
-    extra: Mapping[str, Any],
+    frames: Mapping[str, Any],
 ) -> tuple[DeployModel, Manifest]:
     """The model to export, with the fitted temperature, and its manifest without figures."""
     settings = inputs.settings
     profile = replace(PROFILES[settings.profile], dynamic=settings.dynamic)
-    calibration = calibration_entry(
-        trained, inputs.labelled if CONFIDENCE in profile.outputs else None
-    )
-    model = deploy_model(
-        trained, profile=profile, temperature=calibration["temperature"]
-    )
+    labelled = inputs.labelled if CONFIDENCE in profile.outputs else None
+    calibration = calibration_entry(trained, labelled)
+    temperature = calibration["temperature"]
+    model = deploy_model(trained, profile=profile, temperature=temperature)
     entries = {
         "calibration": calibration,
         "allow_unverified": settings.allow_unverified,
-        "golden": golden_entry(inputs.checks),
-        **extra,
+        "golden": golden_entry([check.name for check in golden_checks(inputs.checks)]),
+        **frames,
     }
-    manifest = describe(trained, model, _size(inputs.checks), origin, entries)
+    manifest = describe(trained, model, inputs.size, origin, entries)
     require_schema(manifest)
     return model, manifest
 
 
-def _make_room(out_dir: Path, partial: Path) -> None:
-    """Creates empty folders in `partial`, after cleaning up what a crash left."""
+def _make_room(out_dir: Path, folders: Sequence[Path]) -> None:
+    """Creates empty folders beside `out_dir`, after cleaning up what a crash left."""
     with writing(out_dir):
         recover(out_dir)
-        shutil.rmtree(partial, ignore_errors=True)
-        for folder in ("files", "probes", "report"):
-            (partial / folder).mkdir(parents=True)
+        shutil.rmtree(folders[0].parent, ignore_errors=True)
+        for folder in folders:
+            folder.mkdir(parents=True)
 
 
-def _size(checks: Sequence[Check]) -> Size:
-    height, width, _ = checks[0].image.shape
-    return height, width
+def _kinds(settings: ExportConfig) -> list[tuple[str, str]]:
+    """(format, precision) of every file; fp32 first, since the others are made from it."""
+    kinds = [(name, "fp32") for name in settings.formats]
+    reduced = [name for name in ("fp16", "int8") if name in settings.precision]
+    return kinds + [("onnx", name) for name in reduced]
 
 
-def _produce_and_judge(
-    trained: TrainedNetwork,
-    model: DeployModel,
+def _measure_golden(
     result: ExportReport,
-    partial: Path,
-    formats: Sequence[str],
-    frames: Sequence[Image],
-    inputs: GateInputs,
-) -> list[ImageComparison]:
-    """All comparisons, after filling the figures of `result`."""
-    kinds = _kinds(formats, inputs.settings.precision)
-    with writing(result.folder):
-        folders = (partial / "files", partial / "probes")
-        files = produce(result, model, _size(inputs.checks), folders, kinds, frames)
-    comparisons = judge(result, model, trained.preprocess, files, inputs)
+    checks: Sequence[Check],
+    comparisons: Mapping[str, list[ImageComparison]],
+) -> None:
+    """Notes how far files of reduced precision are from the golden answers."""
     for name, entry in result.files.items():
         if entry["precision"] != "fp32" and comparisons.get(name):
-            entry |= golden_figures(inputs.checks, comparisons[name])
-    return [entry for found in comparisons.values() for entry in found]
-
-
-def _kinds(formats: Sequence[str], precisions: Sequence[str]) -> list[tuple[str, str]]:
-    """(format, precision) of every file; fp32 first, since the others are made from it."""
-    order = [
-        precision for precision in ("fp32", "fp16", "int8") if precision in precisions
-    ]
-    return [
-        (name, precision)
-        for name in formats
-        for precision in (order if name == "onnx" else ("fp32",))
-    ]
+            entry |= golden_figures(checks, comparisons[name], entry["precision"])
 
 
 def _complete(
     result: ExportReport, model: DeployModel, checks: Sequence[Check], folder: Path
 ) -> None:
-    """Writes everything besides the model files, then loads the folder as a robot would, which is part of G1."""
+    """Writes everything besides the model files, then loads the folder as a robot would, which is part of G1.
+
+    Leaves out files of reduced precision that failed. Does nothing when another gate failed.
+    """
+    for name in result.drop_reduced():
+        (folder / name).unlink(missing_ok=True)
+    if not result.passed:
+        return
     created = _now()
     manifest = {**result.manifest, **verify_report.to_mapping(result, created)}
     require_schema(manifest)
@@ -271,36 +228,32 @@ def _complete(
     (folder / MANIFEST).write_text(text + "\n")
     verify_report.write(result, folder, created)
     write_golden(model, checks, folder)
-    write_sidecars(
-        json.loads(text), folder
-    )  # from the sorted manifest.json, as verify renders them again
+    # From the sorted text, as verify renders them again
+    verify_report.write_sidecars(json.loads(text), folder)
     write_sums(folder)
     load_as_robot(result, folder)
-
-
-def _publish(result: ExportReport, partial: Path) -> None:
-    put_in_place(partial / "files", result.folder)
-    shutil.rmtree(beside(result.folder, "rejected"), ignore_errors=True)
+    if not result.passed:
+        _complete(result, model, checks, folder)
 
 
 def _reject(
     result: ExportReport,
-    partial: Path,
-    comparisons: list[ImageComparison],
+    report: Path,
+    comparisons: Mapping[str, list[ImageComparison]],
     checks: Sequence[Check],
 ) -> None:
     """Leaves report and worst images in the rejected folder, and raises the error of the worst failure."""
     result.folder = rejected = beside(result.folder, "rejected")
-    folder = partial / "report"
-    verify_report.write(result, folder, _now())
+    verify_report.write(result, report, _now())
     images = {
         check.name: check.image
         for trial in trials(result.free, checks)
         for check in trial.checks
     }
-    verify_report.write_triptychs(result, folder, comparisons, images)
+    worst = [entry for name in comparisons for entry in comparisons[name]]
+    verify_report.write_triptychs(result, report, worst, images)
     shutil.rmtree(rejected, ignore_errors=True)
-    os.rename(folder, rejected)
+    os.rename(report, rejected)
     raise refusal(NOT_EXPORTED, result.failed, str(rejected / verify_report.MARKDOWN))
 
 

@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segpipe.errors import ConfigError
-from segpipe.export.artifact.conversion import (
-    conversion_problems,
-    harmful,
-    other_versions,
-)
-from segpipe.export.artifact.frame_statistics import (
-    frame_entries,
-    frame_problems,
-    frames_of,
-    unknown_frames,
-)
-from segpipe.export.artifact.golden import golden_frame_problems, golden_problems
+from segpipe.export.artifact.frame_statistics import frames_of
+from segpipe.export.artifact.golden import golden_entry, golden_problems
 from segpipe.export.artifact.manifest import (
-    checkpoint_differences,
+    NOT_REPEATED,
+    converters,
     describe,
+    differences,
     in_file,
     parse_manifest,
     schema_problems,
 )
 from segpipe.export.artifact.origin import Origin
-from segpipe.export.artifact.outcome import (
+from segpipe.export.artifact.place import sums_problems
+from segpipe.export.artifact.verify_report import sidecar_problems
+from segpipe.export.convert import conversion_problems, convert
+from segpipe.export.dataset import GateInputs
+from segpipe.export.gates.judge import judge, load_as_robot, require_engines
+from segpipe.export.gates.limits import gate_integrity
+from segpipe.export.gates.outcome import (
+    FOLDER,
     NOT_VERIFIED,
     ExportReport,
     integrity_refusal,
     refusal,
 )
-from segpipe.export.artifact.place import sums_problems
-from segpipe.export.artifact.sidecars import sidecar_problems, unlisted
-from segpipe.export.gates.check_set import Check, check_set
-from segpipe.export.gates.judge import GateInputs, judge, load_as_robot, require_engines
-from segpipe.export.gates.limits import gate_integrity
-from segpipe.export.gates.temperature import calibration_entry, calibration_problems
+from segpipe.export.gates.quality import calibration_entry
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import DeployModel, deploy_model
 from segpipe.export.graph.onnx_format import write_probe
@@ -52,17 +45,19 @@ from segpipe.export.graph.profiles import (
     Manifest,
     Size,
     dynamic_of,
-    manifest_text,
 )
-from segpipe.export.produce import produce
 from segpipe.files import sha256
 from segpipe.native import one_thread
 from segpipe.runtime.artifact import MANIFEST, exported_lengths, resolved
 
 if TYPE_CHECKING:
-    from segpipe.export.dataset import Labelled
     from segpipe.settings.groups import ExportConfig
     from segpipe.train.checkpoint import TrainedNetwork
+
+_SHOWN = 5  # problems of the folder in a message
+_SAMPLE = (
+    1.5  # factor by which a temperature fitted on another number of images may differ
+)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -75,44 +70,38 @@ def read_manifest(folder: Path) -> Manifest:
         raise ConfigError(
             f"artifact = {folder}, but that is no folder. Give the folder of an export: runs/NAME/export."
         )
-    manifest, found = None, sums_problems(folder)
-    if not found:
+    problems = sums_problems(folder)
+    manifest: Manifest = {}
+    if not problems:
         try:
-            text = (folder / MANIFEST).read_text()
-            manifest = parse_manifest(text)
-            if text.strip() != manifest_text(
-                manifest
-            ):  # a name twice: another reader takes the other value
-                raise ValueError("it is not written as an export writes it")
-        except (OSError, ValueError, RecursionError) as error:
-            found = [f"{MANIFEST} cannot be read ({error})"]
-        else:
-            found = schema_problems(manifest)
-            if not found:
-                found = _contradictions(manifest)
-    if manifest is not None and not found:
-        found = unlisted(manifest, folder)
-    if manifest is None or found:
-        raise integrity_refusal(NOT_VERIFIED, found, str(folder))
-    return dict(manifest)
+            manifest = parse_manifest((folder / MANIFEST).read_text())
+            problems = schema_problems(manifest)
+            if not problems:
+                problems = _file_problems(manifest, folder)
+                image_size(manifest)
+        except (OSError, ValueError, LookupError, RecursionError) as error:
+            problems = [f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"]
+    if problems:
+        raise integrity_refusal(NOT_VERIFIED, problems, str(folder))
+    return manifest
 
 
-def _contradictions(manifest: Manifest) -> list[str]:
-    """What the schema cannot say about a manifest that came with files."""
+def _file_problems(manifest: Manifest, folder: Path) -> list[str]:
+    """What is wrong with `files` of a manifest, or with its absence."""
     if "status" not in manifest:
         return [f"{MANIFEST} has no status"]
-    files, whole = manifest["files"], FORMATS["onnx"].file_name()
-    found = [
-        f"{name} cannot be of {entry['precision']}: it is made from {whole} only"
-        for name, entry in files.items()
-        if entry["precision"] != "fp32"
-        and (entry["format"] != "onnx" or whole not in files)
-    ]
-    try:
-        image_size(manifest)
-    except (LookupError, ValueError, ArithmeticError) as error:
-        found.append(f"io.inputs has no size ({type(error).__name__}: {error})")
-    return found
+    problems = []
+    for name, entry in manifest["files"].items():
+        path = folder / name
+        if name != FORMATS[entry["format"]].file_name(entry["precision"]):
+            problems.append(
+                f"{name} is no {entry['format']} file of {entry['precision']}"
+            )
+        elif not path.is_file():
+            problems.append(f"{name} is missing")
+        elif (path.stat().st_size, sha256(path)) != (entry["bytes"], entry["sha256"]):
+            problems.append(f"{name} has another size or sha256 than in {MANIFEST}")
+    return problems
 
 
 def image_size(manifest: Manifest) -> Size:
@@ -126,141 +115,199 @@ def image_size(manifest: Manifest) -> Size:
 def verify_folder(
     trained: TrainedNetwork,
     folder: Path,
-    images: Sequence[Image],
+    inputs: GateInputs,
     *,
-    names: Sequence[str],
-    labelled: Labelled | None,
-    settings: ExportConfig,
     origin: Origin | None = None,
     train_images: Iterable[Image] | None = None,
 ) -> ExportReport:
     """Report of all gates on the files of `folder`, against a trained network. Writes nothing there.
 
-    images: uint8 (H, W, 3) RGB of `image_size`; none with `settings.allow_unverified`. origin, train_images: as in
+    inputs: of the size of the files; without real images only with `allow_unverified`. origin, train_images: as in
     `export_run`; without them the manifest's entries about the run's mIoU, or about frames, are not checked. Raises
     ExportMismatch or one of its subclasses when a gate fails, a file was altered, or the manifest is about another
     network.
     """
-    require_engines(settings)
+    require_engines(inputs.settings)
+    manifest = read_manifest(folder)
+    result = ExportReport(folder, manifest, files=manifest["files"])
     with one_thread(), tempfile.TemporaryDirectory() as scratch:
-        # Judge a copy: who can write to the folder could swap a file between its comparison and its first run.
-        judged = Path(shutil.copytree(folder, Path(scratch) / "judged", symlinks=True))
-        manifest = read_manifest(judged)
-        size = image_size(manifest)
-        profile = replace(
-            PROFILES[manifest["profile"]],
-            dynamic=dynamic_of(manifest["io"].get("free", {})),
-        )
-        result = ExportReport(folder, manifest, files=manifest["files"])
-        checks = check_set(images, names, size if settings.allow_unverified else None)
-        model = deploy_model(
-            trained, profile=profile, temperature=manifest["calibration"]["temperature"]
-        )
-        described = describe(trained, model, size, origin or Origin(), {})
-        _refuse_claims(
-            result,
-            trained,
-            described,
-            labelled if CONFIDENCE in profile.outputs else None,
-        )
-        entries, frames = frames_of(images, train_images, (*size, 3))
-        again = _convert_again(result, model, size, frames, Path(scratch))
-        files = _model_files(result, judged, again, Path(scratch))
+        entries, frames = frames_of(inputs.real_images, train_images, (*inputs.size, 3))
+        model, problems = _claims(result, trained, inputs, origin or Origin(), entries)
+        files: list[ModelFile] = []
+        if not problems:
+            problems = _beside_the_models(result, model, inputs)
+            files = _model_files(result, model, inputs.size, frames, Path(scratch))
+        result.gates[FOLDER] = [gate_integrity(problems[:_SHOWN])]
         if result.passed:
-            judge(
-                result,
-                model,
-                trained.preprocess,
-                files,
-                GateInputs(checks, labelled, settings),
-            )
+            judge(result, model, trained.preprocess, files, inputs)
         if result.passed:
-            _judge_the_rest(result, model, judged, described, entries, checks)
+            load_as_robot(result, folder)
     if not result.passed:
         raise refusal(NOT_VERIFIED, result.failed, str(folder))
     return result
 
 
-def _judge_the_rest(
-    result: ExportReport,
-    model: DeployModel,
-    folder: Path,
-    described: Manifest,
-    entries: Mapping[str, Any],
-    checks: Sequence[Check],
-) -> None:
-    """Fills G1 with what is wrong beside the model files; then the runtime loads the folder."""
-    problems = [
-        *sidecar_problems(result.manifest, folder),
-        *golden_problems(model, folder, result.manifest["golden"], result.sigma),
-        *_claim_problems(result, folder, described, entries, checks),
-    ]
-    result.gates["the folder"] = [gate_integrity(problems)]
-    if result.passed:
-        load_as_robot(result, folder)
-
-
-def _refuse_claims(
+def _claims(
     result: ExportReport,
     trained: TrainedNetwork,
-    described: Manifest,
-    labelled: Labelled | None,
-) -> None:
-    """Raises IntegrityError when the manifest is about another network, or its temperature is not the fitted one."""
-    manifest = result.manifest
-    differences = checkpoint_differences(manifest, described)
-    found = (
-        [f"{MANIFEST} and the checkpoint differ in {', '.join(differences)}"]
-        if differences
-        else []
-    )
-    if not found:
-        found, result.answers_only = calibration_problems(
-            manifest["calibration"],
-            calibration_entry(trained, labelled),
-            without_data=not manifest["real_images"],
-        )
-    if found:
-        raise integrity_refusal(NOT_VERIFIED, found, str(result.folder))
+    inputs: GateInputs,
+    origin: Origin,
+    frame_entries: dict[str, Any],
+) -> tuple[DeployModel, list[str]]:
+    """The network with the temperature of the manifest, and where the manifest differs from what is computed again.
 
-
-def _claim_problems(
-    result: ExportReport,
-    folder: Path,
-    described: Manifest,
-    entries: Mapping[str, Any],
-    checks: Sequence[Check],
-) -> list[str]:
-    """False claims of the manifest about golden frames, the run's last validation and frames, where the data is here.
-
-    Notes in `result.answers_only` what could not be computed again.
+    Counts are those of this verification, not of the manifest. What cannot be computed here is noted in
+    `result.not_repeated`.
     """
-    manifest = result.manifest
-    found, unseen = golden_frame_problems(folder, manifest, checks)
-    if described["metrics"] is not None and manifest["metrics"] not in (
-        None,
-        described["metrics"],
-    ):
-        found.append("metrics are not those of the run")
-    source, here = (
-        manifest["frame_statistics"]["source"],
-        {check.name: check.image for check in checks},
+    claimed = dict(result.manifest)
+    free = dynamic_of(claimed["io"].get("free", {}))
+    profile = replace(PROFILES[claimed["profile"]], dynamic=free)
+    temperature = claimed["calibration"]["temperature"]
+    model = deploy_model(trained, profile=profile, temperature=temperature)
+    labelled = inputs.labelled if CONFIDENCE in profile.outputs else None
+    entries = {
+        "calibration": calibration_entry(trained, labelled),
+        "golden": golden_entry(claimed["golden"]["images"]),
+        **frame_entries,
+    }
+    computed = describe(trained, model, inputs.size, origin, entries)
+
+    # Where it was exported from: the weights are compared by their digest.
+    unknown = {"git": None, "checkpoint": None}
+    for manifest in (claimed, computed):
+        manifest["source"] = {**manifest["source"], **unknown}
+    if claimed["metrics"] is None or computed["metrics"] is None:
+        claimed["metrics"] = computed["metrics"] = None
+    # Of exports before this entry
+    if "of" not in claimed["frame_statistics"]:
+        computed["frame_statistics"].pop("of", None)
+
+    reasons = _reasons_not_to_compare(claimed, computed, inputs.settings)
+    result.not_repeated += filter(None, reasons.values())
+    names = computed.keys() - reasons.keys() - set(NOT_REPEATED)
+    problems = differences(
+        {name: claimed[name] for name in names},
+        {name: computed[name] for name in names},
     )
-    real = manifest["check_images"][: manifest["real_images"]]
-    if source == "none" and manifest["real_images"]:
-        found.append("frame_statistics.source = none, but the export had images")
-    elif source == "none":
-        found += frame_problems(manifest, unknown_frames())
-    elif source == "train" and entries["frame_statistics"]["source"] == source:
-        found += frame_problems(manifest, entries)
-    elif source == "check" and real and here.keys() >= set(real):
-        found += frame_problems(
-            manifest, frame_entries([here[name] for name in real], source)
+    return model, list(problems)
+
+
+def _reasons_not_to_compare(
+    claimed: Manifest, computed: Manifest, settings: ExportConfig
+) -> dict[str, str]:
+    """By entry that was made of other images than are here: a sentence, or "" where the status says enough.
+
+    An export without the data set has no temperature and no limits of frames. With the data set at hand that is a
+    difference, unless the user allows it.
+    """
+    reasons = {}
+
+    # The temperature: from labelled validation images
+    calibration, fitted = claimed["calibration"], computed["calibration"]
+    count, here = calibration.get("images"), fitted.get("images")
+    ratio = calibration["temperature"] / fitted["temperature"]
+    if count and not here:
+        reasons["calibration"] = ""
+    elif here and not count and settings.allow_unverified:
+        reasons["calibration"] = (
+            "exported without labelled images: its confidence is not calibrated"
         )
-    elif source == "check":
-        unseen = unseen or "frame_limits were made of check images that are not here"
-    result.answers_only = result.answers_only or unseen
-    return found
+    elif count and count != here and 1 / _SAMPLE <= ratio <= _SAMPLE:
+        reasons["calibration"] = (
+            f"the temperature was fitted on {count} labelled images, here are {here}"
+        )
+
+    # The limits of frames: from training images, or else from the check images
+    said, seen = claimed["frame_statistics"], computed["frame_statistics"]
+    is_open = said["source"] == "none" and not settings.allow_unverified
+    is_same = said["source"] == seen["source"]
+    if said["source"] == "check":
+        is_same = is_same and said["images"] == seen["images"]
+    if seen["source"] == "none":
+        reasons |= {"frame_statistics": "", "frame_limits": ""}
+    elif not is_open and not is_same:
+        reasons["frame_statistics"] = ""
+        reasons["frame_limits"] = (
+            f"frame_limits were made of {said['images']} {said['source']} images, here are {seen['images']} "
+            f"{seen['source']} images"
+        )
+    return reasons
+
+
+def _beside_the_models(
+    result: ExportReport, model: DeployModel, inputs: GateInputs
+) -> list[str]:
+    """What is wrong with golden/, and with the files for people."""
+    manifest = result.manifest
+    names = manifest["golden"]["images"]
+    images = inputs.named(names)
+    # An export without the data set has generated golden frames.
+    if inputs.labelled is None or inputs.settings.allow_unverified:
+        images |= {check.name: check.image for check in inputs.checks}
+    problems = list(golden_problems(model, result.folder, names, images))
+    if manifest["versions"].get("segpipe") == converters()["segpipe"]:
+        problems += sidecar_problems(manifest, result.folder)
+    return problems
+
+
+def _model_files(
+    result: ExportReport,
+    model: DeployModel,
+    size: Size,
+    frames: Sequence[Image],
+    scratch: Path,
+) -> list[ModelFile]:
+    """The files of the folder with a probe each, after filling G1 of those that differ from what the checkpoint gives.
+
+    A TorchScript or pt2 file is code, so it is run only when it is byte for byte what the checkpoint converts to. An
+    ONNX file is data: if it was made by other versions, its answers are judged. Its probe is its own graph.
+    """
+    others = _other_versions(result.manifest)
+    converted, failures = _convert_again(result, model, size, frames, scratch)
+    files = []
+    for name, entry in result.manifest["files"].items():
+        path, again = result.folder / name, converted.get(name)
+        kind, precision = entry["format"], entry["precision"]
+        problems = conversion_problems(path, again) if again else []
+        note = ""
+        if again is None:
+            reason = failures.get(name, "no frames of its calibration are here")
+            note = f"compared by answers only: {reason}"
+        elif problems and others and kind == "onnx":
+            note = f"compared by answers only, since it was exported with {others}"
+            problems = []
+        elif problems and others:
+            result.not_repeated.append(
+                f"{name} was not run, since it is code and was exported with {others}"
+            )
+            continue
+
+        probe = scratch / name
+        if kind != "onnx" and again is not None:
+            probe = again.probe
+        elif not problems:
+            try:
+                write_probe(path, probe)
+            except Exception as error:  # the parser raises many types
+                problems = [f"{name} cannot be looked into ({error})"]
+        if problems:
+            result.gates[name] = [gate_integrity(problems)]
+            continue
+        if note:
+            result.not_repeated.append(f"{name} was {note}")
+        manifest = in_file(result.manifest, precision)
+        files.append(ModelFile(kind, precision, path, probe, manifest))
+    return files
+
+
+def _other_versions(manifest: Manifest) -> str:
+    """Such as `torch 2.13.0, here 2.14.1`, for each converter whose version is not that of the export."""
+    then, now = manifest["versions"], converters()
+    return "; ".join(
+        f"{name} {then.get(name)}, here {now[name]}"
+        for name in now
+        if then.get(name) != now[name]
+    )
 
 
 def _convert_again(
@@ -269,83 +316,21 @@ def _convert_again(
     size: Size,
     frames: Sequence[Image],
     scratch: Path,
-) -> dict[str, ModelFile]:
-    """By name, what the checkpoint converts to now; without int8 where no frame is at hand for its calibration."""
+) -> tuple[dict[str, ModelFile], dict[str, str]]:
+    """By name, what the checkpoint converts to now, and why a file cannot be made again.
+
+    int8 is left out where no frame is at hand for its calibration.
+    """
     entries = result.manifest["files"]
     kinds = [(entry["format"], entry["precision"]) for entry in entries.values()]
-    kinds = sorted(
-        (kind for kind in kinds if frames or kind[1] != "int8"),
-        key=lambda kind: kind[1] != "fp32",
-    )
+    if any(precision != "fp32" for _, precision in kinds):
+        kinds.append(("onnx", "fp32"))  # from which they are made
+    kinds = [kind for kind in dict.fromkeys(kinds) if frames or kind[1] != "int8"]
+    kinds.sort(key=lambda kind: kind[1] != "fp32")
     folders = scratch / "again", scratch / "probes"
     for folder in folders:
         folder.mkdir()
-    schemes = {
-        name: entry["scheme"] for name, entry in entries.items() if "scheme" in entry
-    }
-    made = produce(
-        ExportReport(scratch, result.manifest),
-        model,
-        size,
-        folders,
-        kinds,
-        frames,
-        schemes,
-    )
-    return {file.path.name: file for file in made}
-
-
-def _model_files(
-    result: ExportReport, folder: Path, again: Mapping[str, ModelFile], scratch: Path
-) -> list[ModelFile]:
-    """The files of `folder` with a probe each, after filling G1 of those that are not what the checkpoint converts to.
-
-    Nothing is loaded before that comparison. The probe of an ONNX file is its own graph. TorchScript and pt2 do not
-    expose their inside: their probe is that of today's conversion.
-    """
-    files, versions = [], other_versions(result.manifest)
-    if versions:
-        result.answers_only = f"compared by answers only, since it was exported with {', '.join(versions.values())}"
-    for name, entry in result.manifest["files"].items():
-        path, kind = folder / name, entry["format"]
-        found = _file_problems(
-            name, path, entry, FORMATS[kind].file_name(entry["precision"])
-        )
-        if (
-            not found and name not in again
-        ):  # int8 alone: every other name is that of a conversion
-            result.answers_only = f"{name} was compared by answers only: no frames of its calibration are here"
-        elif not found and (versions if kind == "onnx" else "torch" in versions):
-            found = harmful(path, again[name].path, kind)
-        elif not found:
-            found = conversion_problems(
-                path, again[name].path, kind, entry["precision"]
-            )
-        probe = (
-            scratch / name if kind == "onnx" or name not in again else again[name].probe
-        )
-        if not found and kind == "onnx":
-            write_probe(path, probe)
-        if found:
-            result.gates[name] = [gate_integrity(found)]
-        files.append(
-            ModelFile(
-                kind,
-                entry["precision"],
-                path,
-                probe,
-                in_file(result.manifest, entry["precision"]),
-            )
-        )
-    return files
-
-
-def _file_problems(
-    name: str, path: Path, entry: dict[str, Any], file_name: str
-) -> list[str]:
-    if name != file_name:  # ./model.onnx is another name, too
-        return [f"{name} is named {file_name} in an export"]
-    if not path.is_file():
-        return [f"{name} is missing"]
-    same = (path.stat().st_size, sha256(path)) == (entry["bytes"], entry["sha256"])
-    return [] if same else [f"{name} has another size or sha256 than in {MANIFEST}"]
+    schemes = {name: entry.get("scheme", "") for name, entry in entries.items()}
+    again = ExportReport(scratch, result.manifest)
+    files = convert(again, model, size, folders, kinds, frames, schemes)
+    return {file.path.name: file for file in files}, again.dropped

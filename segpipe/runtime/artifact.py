@@ -23,6 +23,9 @@ Shape = tuple[int, ...]
 # Levels by which kernels of other versions and processors round a confidence differently: between onnxruntime 1.31 and
 # 1.14 to 1.23, 5 in int8 files.
 _ROUNDING = {"int8": 8}
+# Share of the cells of a confidence map that is compared: in reduced precision single cells differ by far more than all
+# others, and a limit on the largest difference would be none.
+CONFIDENCE_SHARE = {"fp32": 1.0, "fp16": 0.999, "int8": 0.99}
 
 
 class ArtifactError(Exception):
@@ -116,6 +119,7 @@ class Golden:
     confidence: NDArray[np.uint8]
     image_agreement: float  # smallest fraction of equal mask pixels that passes
     confidence_levels: int  # largest difference of confidence that passes
+    confidence_share: float  # share of the cells for which that holds
 
 
 @dataclass(frozen=True)
@@ -325,4 +329,5 @@ def _golden(
         confidence_levels=limits["confidence_levels"]
         + levels
         + _ROUNDING.get(model["precision"], 0),
+        confidence_share=CONFIDENCE_SHARE[model["precision"]],
     )

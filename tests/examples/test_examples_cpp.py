@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from exports import IMAGES, NAMES, tiny_network
+from exports import IMAGES, NAMES, export_run, tiny_network
 from segpipe.export.gates import latency
-from segpipe.export.publish import export_run
 from segpipe.runtime.artifact import FORMAT
 
 SOURCES = Path(__file__).resolve().parents[2] / "examples" / "cpp"
@@ -104,9 +103,7 @@ def exported(build: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(latency, "SECONDS", 0.0)
         folder = tmp_path_factory.mktemp("export") / "export"
-        return export_run(
-            tiny_network(), IMAGES, folder, formats, {}, names=NAMES
-        ).folder
+        return export_run(tiny_network(), IMAGES, folder, formats, names=NAMES).folder
 
 
 @pytest.fixture

@@ -23,24 +23,33 @@ import yaml
 from jsonschema import Draft202012Validator
 
 import runs
-from exports import CLASSES, IMAGES, NAMES, NUM_CLASSES, SIZE, structured, tiny_network
+from exports import (
+    CLASSES,
+    IMAGES,
+    NAMES,
+    NUM_CLASSES,
+    SIZE,
+    export_run,
+    structured,
+    tiny_network,
+)
 from segpipe.errors import DataError, IntegrityError
 from segpipe.export import publish
 from segpipe.export.artifact.frame_statistics import (
     frame_entries,
     frame_limits,
-    frame_problems,
     frames_of,
 )
 from segpipe.export.artifact.manifest import (
     SCHEMA,
+    differences,
     parse_manifest,
     require_schema,
     schema_problems,
 )
 from segpipe.export.artifact.origin import Origin, git_state, origin_of
 from segpipe.export.artifact.place import sums_problems, write_sums
-from segpipe.export.artifact.sidecars import render
+from segpipe.export.artifact.verify_report import render
 from segpipe.export.dataset import Spread
 from segpipe.export.gates import latency
 from segpipe.export.graph.formats import FORMATS
@@ -48,7 +57,6 @@ from segpipe.export.graph.network import deploy_model
 from segpipe.export.graph.onnx_format import write_probe
 from segpipe.export.graph.profiles import manifest_text
 from segpipe.export.graph.torch_formats import jit, quiet_torchscript
-from segpipe.export.publish import export_run
 from segpipe.runtime import Segmenter, Status
 from segpipe.runtime.__main__ import main as runtime
 from segpipe.runtime.frames import Levels
@@ -60,7 +68,6 @@ FILES = {
     "verify_report.md",
     "model_card.md", "golden/image.npy", "golden/mask.npy", "golden/confidence.npy", "golden/logits.npy",
     "golden/logits_index.npy", "golden/preprocess_input.npy", "golden/preprocess_output.npy", "ros/labels.yaml",
-    "triton/config.pbtxt",
 }  # fmt: skip
 METRICS = {
     "split": "val",
@@ -88,7 +95,6 @@ def export(folder: Path) -> publish.ExportReport:
             IMAGES,
             folder,
             list(FORMATS),
-            {},
             names=NAMES,
             origin=ORIGIN,
             train_images=train,
@@ -379,6 +385,10 @@ def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("frame_limits.min_mean", None),
         ("frame_statistics.source", "elsewhere"),
         ("files", {}),
+        ("versions.torch", "2.14.1\nARTIFACT verified: model.onnx in export"),
+        ("versions.torch", "2.14.1\n"),
+        ("class_table", "toy\x1b[2J"),
+        ("calibration.temperature", 1000.0),
         ("calibration", {"method": "temperature", "temperature": 1.5}),
     ],
 )
@@ -482,26 +492,6 @@ def test_labels_are_a_label_info_message(exported: Path) -> None:
     ]
 
 
-def test_triton_gets_names_types_and_shapes(
-    exported: Path, manifest: dict[str, Any]
-) -> None:
-    text = (exported / "triton" / "config.pbtxt").read_text()
-    tensors = re.findall(
-        r'name: "(\w+)" data_type: TYPE_(\w+) dims: \[([\d, ]+)\]', text
-    )
-    entries = [*manifest["io"]["inputs"], *manifest["io"]["outputs"]]
-    needed = [
-        (entry["name"], entry["dtype"].upper(), str(entry["shape"])[1:-1])
-        for entry in entries
-    ]
-    assert tensors == needed
-    assert text.count("{") == text.count("}")
-    assert text.count("[") == text.count("]")
-    floats = copy.deepcopy(manifest)
-    floats["io"]["inputs"][0]["dtype"] = "float32"
-    assert "TYPE_FP32" in render("config.pbtxt", floats)
-
-
 def test_the_card_tells_quality_source_and_limits(exported: Path) -> None:
     card = (exported / "model_card.md").read_text()
     assert "; weights 4567 (averaged: `ema_digest` of result.json)." in card
@@ -557,7 +547,7 @@ def test_a_folder_that_the_runtime_refuses_is_never_published(
     )
     monkeypatch.setattr(latency, "SECONDS", 0.0)
     out_dir = tmp_path / "export"
-    assert export_run(tiny_network(), IMAGES[:1], out_dir, ["onnx"], {}).passed
+    assert export_run(tiny_network(), IMAGES[:1], out_dir, ["onnx"]).passed
     monkeypatch.setattr(publish, "write_golden", wrong)
     shutil.rmtree(out_dir)
     line = (
@@ -565,7 +555,7 @@ def test_a_folder_that_the_runtime_refuses_is_never_published(
         r"0\.000 % of a golden mask is equal .* in model\.onnx"
     )
     with pytest.raises(IntegrityError, match=line) as caught:
-        export_run(tiny_network(), IMAGES[:1], out_dir, ["onnx"], {})
+        export_run(tiny_network(), IMAGES[:1], out_dir, ["onnx"])
     assert caught.value.exit_code == 7
     assert [path.name for path in tmp_path.iterdir()] == ["export.rejected"]
     assert not list(tmp_path.rglob("*.onnx"))
@@ -649,12 +639,16 @@ def test_the_card_tells_how_many_of_the_training_images_were_looked_at(
         "- Frames should look like the 249 train images: mean levels "
     )
     assert told[0].endswith(" of RGB over 64 of them.")
-    assert frame_problems(known, entries) == []
-    older = copy.deepcopy(known)
-    del older["frame_statistics"]["of"]
-    assert frame_problems(older, entries) == []
-    older["frame_statistics"]["images"] = 6
-    assert frame_problems(older, entries) != [], "the control"
+    assert list(differences(known, {**known, **entries})) == []
+    other = copy.deepcopy(known)
+    other["frame_statistics"]["images"] = 6
+    other["frame_statistics"]["mean"][0] += 0.4  # another decoder of JPEG
+    other["frame_limits"]["min_mean"] += 0.6
+    assert list(differences(other, {**known, **entries})) == [
+        f"manifest.json has frame_limits.min_mean = {other['frame_limits']['min_mean']}, but the checkpoint and the "
+        f"data give {known['frame_limits']['min_mean']}",
+        "manifest.json has frame_statistics.images = 6, but the checkpoint and the data give 64",
+    ]
 
 
 def test_origin_of_a_run(tmp_path: Path) -> None:

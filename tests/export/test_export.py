@@ -19,7 +19,15 @@ import pytest
 import torch
 from torch import nn
 
-from exports import CLASSES, IMAGES, NAMES, SIZE, tiny_network, trained_network
+from exports import (
+    CLASSES,
+    IMAGES,
+    NAMES,
+    SIZE,
+    export_run,
+    tiny_network,
+    trained_network,
+)
 from segpipe.cli import export as command
 from segpipe.cli.main import main as segpipe
 from segpipe.errors import (
@@ -33,8 +41,7 @@ from segpipe.export import dataset, publish
 from segpipe.export.artifact import place, verify_report
 from segpipe.export.artifact.manifest import describe
 from segpipe.export.artifact.origin import Origin
-from segpipe.export.dataset import check_images
-from segpipe.export.gates.check_set import Check
+from segpipe.export.dataset import Check, check_images
 from segpipe.export.gates.comparison import (
     Candidate,
     as_trained,
@@ -48,7 +55,6 @@ from segpipe.export.graph import torch_formats
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
 from segpipe.export.graph.onnx_format import open_onnx
-from segpipe.export.publish import export_run
 from segpipe.models import MODELS
 from segpipe.train.checkpoint import TrainedNetwork
 
@@ -70,9 +76,7 @@ def exported(
     trained: TrainedNetwork, tmp_path_factory: pytest.TempPathFactory
 ) -> publish.ExportReport:
     folder = tmp_path_factory.mktemp("run") / "export"
-    return export_run(
-        trained, IMAGES, folder, list(FORMATS), {"label": "abc"}, names=NAMES
-    )
+    return export_run(trained, IMAGES, folder, list(FORMATS), names=NAMES)
 
 
 def model_files(folder: Path) -> list[str]:
@@ -109,7 +113,6 @@ def test_the_manifest_explains_a_lone_file(exported: publish.ExportReport) -> No
         onnx.load(exported.folder / "model.onnx").metadata_props[0].value
     )
     assert inside == {key: manifest[key] for key in inside}
-    assert inside["label"] == "abc"
     assert inside["source"]["weights_digest"] == "0123abcd"
     assert [entry["name"] for entry in inside["classes"]] == list(CLASSES.names)
     assert inside["io"]["inputs"][0]["shape"] == [1, 64, 96, 3]
@@ -275,7 +278,7 @@ def test_a_planted_fault_is_refused(
     with pytest.raises(
         ExportMismatch, match=r"^EXPORT REJECTED: G2 logits differ by .* > 0.001 sigma"
     ) as caught:
-        export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"], {}, names=NAMES)
+        export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"], names=NAMES)
     assert caught.value.exit_code == 4
     wrong_input = name in ("bgr", "no_normalisation", "half_mean_and_std")
     assert failed_gates(tmp_path) == (
@@ -301,9 +304,7 @@ def test_a_network_with_synchronised_norms_is_the_same_one(
         assert np.array_equal(
             run_eager(model)(image).mask, run_eager(deploy_model(tiny))(image).mask
         )
-    assert export_run(
-        network, IMAGES[:1], tmp_path / "export", ["torchscript"], {}
-    ).passed
+    assert export_run(network, IMAGES[:1], tmp_path / "export", ["torchscript"]).passed
 
 
 @pytest.mark.parametrize("name", ["onnx", "pt2"])
@@ -315,7 +316,7 @@ def test_a_planted_fault_is_refused_in_other_formats(
         ExportMismatch, match=rf"G4 preprocessing differs by .* in model\.{name}"
     ):
         export_run(
-            tiny, IMAGES, tmp_path / "export", [name, "torchscript"], {}, names=NAMES
+            tiny, IMAGES, tmp_path / "export", [name, "torchscript"], names=NAMES
         )
     assert failed_gates(tmp_path) == {"G2", "G3", "G4"}
 
@@ -328,7 +329,7 @@ def test_a_fault_of_the_shipped_file_alone_is_seen_by_g3(
     )
     line = r"^EXPORT REJECTED: G3 mask agreement \d\d\.\d\d % < 99.99 % \(worst: \w+, \d+ unexplained pixels\)"
     with pytest.raises(ExportMismatch, match=line):
-        export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"], {}, names=NAMES)
+        export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"], names=NAMES)
     assert failed_gates(tmp_path) == {"G3"}
 
 
@@ -337,7 +338,7 @@ def test_logits_that_are_no_numbers_are_refused(
 ) -> None:
     plant(monkeypatch, "torchscript", not_a_number)
     with pytest.raises(ExportMismatch, match="G2 logits are NaN or infinite"):
-        export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"], {})
+        export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"])
     assert "G2" in failed_gates(tmp_path)
 
 
@@ -355,7 +356,7 @@ def test_a_file_that_is_not_what_the_manifest_says_is_refused(
     with pytest.raises(
         IntegrityError, match=r"G1 integrity: manifest\.json inside the file differs"
     ) as caught:
-        export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"], {})
+        export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"])
     assert caught.value.exit_code == 7
     assert failed_gates(tmp_path) == {"G1"}
 
@@ -404,13 +405,12 @@ def test_integrity_sees_a_second_file(
 def test_an_older_export_is_replaced(tiny: TrainedNetwork, tmp_path: Path) -> None:
     for label in ("first", "second"):
         export_run(
-            tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], {"label": label}
+            tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], names=[label]
         )
         (tmp_path / "export" / label).touch()
-    assert (
-        json.loads((tmp_path / "export" / "manifest.json").read_text())["label"]
-        == "second"
-    )
+    assert json.loads((tmp_path / "export" / "manifest.json").read_text())["golden"][
+        "images"
+    ] == ["second"]
     assert not (tmp_path / "export" / "first").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
@@ -418,21 +418,21 @@ def test_an_older_export_is_replaced(tiny: TrainedNetwork, tmp_path: Path) -> No
 def test_a_refusal_leaves_the_older_export(
     tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], {})
+    export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"])
     before = (tmp_path / "export" / "SHA256SUMS").read_bytes()
     with monkeypatch.context() as patch:
         plant(patch, "torchscript", bgr)
         with pytest.raises(ExportMismatch):
-            export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], {})
+            export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"])
     assert (tmp_path / "export" / "SHA256SUMS").read_bytes() == before
     assert model_files(tmp_path / "export.rejected") == []
-    export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], {})
+    export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"])
     assert [path.name for path in tmp_path.iterdir()] == ["export"], (
         "a success takes the old refusal away"
     )
 
 
-@pytest.mark.parametrize("crash_in", ["judge", "_publish"])
+@pytest.mark.parametrize("crash_in", ["judge", "put_in_place"])
 def test_a_crash_leaves_no_model_file(
     crash_in: str, tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,7 +444,7 @@ def test_a_crash_leaves_no_model_file(
 
     monkeypatch.setattr(publish, crash_in, crash)
     with pytest.raises(KeyboardInterrupt):
-        export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], {})
+        export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -452,7 +452,7 @@ def test_the_older_export_survives_a_failing_rename(
     tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out_dir = tmp_path / "export"
-    export_run(tiny, IMAGES[:1], out_dir, ["torchscript"], {"label": "first"})
+    export_run(tiny, IMAGES[:1], out_dir, ["torchscript"], names=["first"])
     rename = os.rename
 
     def failing(source: Path, target: Path) -> None:
@@ -465,8 +465,9 @@ def test_the_older_export_survives_a_failing_rename(
         ConfigError,
         match=r"^export\.dir = .* cannot be written \(disk full\)\. Choose another",
     ):
-        export_run(tiny, IMAGES[:1], out_dir, ["torchscript"], {"label": "second"})
-    assert json.loads((out_dir / "manifest.json").read_text())["label"] == "first"
+        export_run(tiny, IMAGES[:1], out_dir, ["torchscript"], names=["second"])
+    manifest = json.loads((out_dir / "manifest.json").read_text())
+    assert manifest["golden"]["images"] == ["first"]
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
@@ -474,7 +475,7 @@ def test_a_kill_between_the_renames_is_mended(
     tiny: TrainedNetwork, tmp_path: Path
 ) -> None:
     out_dir = tmp_path / "export"
-    export_run(tiny, IMAGES[:1], out_dir, ["torchscript"], {})
+    export_run(tiny, IMAGES[:1], out_dir, ["torchscript"])
     out_dir.rename(tmp_path / "export.old")
     place.recover(out_dir)
     assert model_files(tmp_path) == [str(out_dir / "model.torchscript.pt")]
@@ -485,7 +486,7 @@ def test_a_folder_that_is_not_an_export_is_never_replaced(
 ) -> None:
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(ConfigError, match="holds other files"):
-        export_run(tiny, IMAGES, tmp_path, ["torchscript"], {})
+        export_run(tiny, IMAGES, tmp_path, ["torchscript"])
     assert (tmp_path / "thesis.txt").exists()
 
 
@@ -497,7 +498,7 @@ def test_what_torch_cannot_convert_is_an_export_error(
 
     plant(monkeypatch, "torchscript", unconvertible)
     with pytest.raises(ExportError, match="could not convert") as caught:
-        export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], {})
+        export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"])
     assert caught.value.exit_code == 3
     assert list(tmp_path.iterdir()) == []
 
@@ -524,7 +525,7 @@ def test_unusable_requests(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        export_run(tiny, images, tmp_path / "export", formats, {})
+        export_run(tiny, images, tmp_path / "export", formats)
 
 
 # The check set and the command line

@@ -21,10 +21,8 @@ from segpipe.errors import (
     LatencyError,
     QualityError,
 )
-from segpipe.export.artifact.outcome import ExportReport, refusal
-from segpipe.export.dataset import Labelled
+from segpipe.export.dataset import Check, Labelled, check_set
 from segpipe.export.gates import controls
-from segpipe.export.gates.check_set import Check, check_set
 from segpipe.export.gates.comparison import (
     Candidate,
     ImageComparison,
@@ -39,8 +37,8 @@ from segpipe.export.gates.comparison import (
 from segpipe.export.gates.controls import CONTROLS, gate_power
 from segpipe.export.gates.latency import gate_latency
 from segpipe.export.gates.limits import LIMITS, GateResult, Limits, Sigma
-from segpipe.export.gates.quality import Score, gate_quality, scores
-from segpipe.export.gates.temperature import calibration_entry
+from segpipe.export.gates.outcome import ExportReport, refusal
+from segpipe.export.gates.quality import Score, calibration_entry, gate_quality, scores
 from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
 from segpipe.export.graph.profiles import PROFILES, ROBOT, Answer, Image
 from segpipe.models.preprocess import Preprocess
@@ -95,10 +93,9 @@ def test_mask_gate_looks_at_every_image() -> None:
 
 def test_mask_gate_sees_confidence() -> None:
     entry = answers(0, 1.0)
-    assert gate_mask([dataclasses.replace(entry, confidence_difference=1)], ONE).passed
-    assert not gate_mask(
-        [dataclasses.replace(entry, confidence_difference=2)], ONE
-    ).passed
+    one, two = (np.bincount([level], minlength=256) for level in (1, 2))
+    assert gate_mask([dataclasses.replace(entry, confidence=one)], ONE).passed
+    assert not gate_mask([dataclasses.replace(entry, confidence=two)], ONE).passed
 
 
 @pytest.mark.parametrize(

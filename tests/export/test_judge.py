@@ -17,11 +17,10 @@ import torch
 
 from exports import CLASSES, IMAGES, NAMES, NUM_CLASSES, SIZE, tiny_network
 from segpipe.errors import ConfigError
-from segpipe.export.artifact.outcome import EAGER, ExportReport
+from segpipe.export.dataset import Check, GateInputs, check_set, trials
 from segpipe.export.gates import judge, latency
-from segpipe.export.gates.check_set import Check, check_set, trials
 from segpipe.export.gates.controls import CONTROLS
-from segpipe.export.gates.judge import GateInputs
+from segpipe.export.gates.outcome import EAGER, ExportReport
 from segpipe.export.graph import formats
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
@@ -553,7 +552,7 @@ def test_int8_is_held_to_the_fp32_file_in_its_own_engine(
     report = ExportReport(Path("export"), {}, gates={name: [] for name in files})
     judge._judge_latency(
         report,
-        {},
+        dict.fromkeys(files),
         files,
         GateInputs(check_set(IMAGES[:1], NAMES[:1]), None, ExportConfig()),
     )

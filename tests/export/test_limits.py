@@ -35,20 +35,21 @@ from segpipe.export.graph.profiles import Answer, Runner
 ONE = Sigma(1.0, 1.0)
 FP32 = {
     "logits_sigma": 1e-3, "agreement": 0.9999, "image_agreement": 0.999, "margin_sigma": 2e-3, "confidence_levels": 1,
-    "normalised": 1e-5, "miou_points": 0.01, "class_points": 0.05, "critical_points": None, "both_ways": True,
-    "relative_latency": None, "confidence_mean": None, "calibration_points": None,
+    "normalised": 1e-5, "miou_points": 0.01, "class_points": 0.05, "critical_points": math.inf, "both_ways": True,
+    "relative_latency": math.inf, "confidence_mean": math.inf, "calibration_points": math.inf, "confidence_share": 1.0,
     "made_images": True,
 }  # fmt: skip
 REDUCED = {
-    "image_agreement": None, "confidence_levels": None, "class_points": None, "both_ways": False, "made_images": False,
+    "image_agreement": 0.0, "confidence_levels": math.inf, "class_points": math.inf, "both_ways": False,
+    "made_images": False,
 }  # fmt: skip
 FP16 = {
     "logits_sigma": 3e-2, "agreement": 0.995, "margin_sigma": 6e-2, "miou_points": 0.1, "confidence_levels": 2,
-    "calibration_points": 1.0,
+    "calibration_points": 1.0, "confidence_share": 0.999,
 }  # fmt: skip
 INT8 = {
-    "logits_sigma": None, "agreement": 0.97, "margin_sigma": None, "miou_points": 1.0, "critical_points": 2.0,
-    "relative_latency": 0.9, "confidence_mean": 8.0, "calibration_points": 5.0,
+    "logits_sigma": math.inf, "agreement": 0.97, "margin_sigma": math.inf, "miou_points": 1.0, "critical_points": 2.0,
+    "relative_latency": 0.9, "confidence_mean": 8.0, "calibration_points": 5.0, "confidence_share": 0.99,
 }  # fmt: skip
 
 
@@ -61,13 +62,18 @@ def test_limits_change_only_on_purpose() -> None:
     assert MAX_CLASSES == 255
 
 
+def cells(*differences: int) -> Any:
+    """Cells by the difference of their confidence."""
+    return np.bincount(differences, minlength=256)
+
+
 def compared(
     name: str = "x", *, pixels: int = 10_000, margins: Any = (), **changes: Any
 ) -> ImageComparison:
     """An image on which nothing differs but pixels of these margins."""
     mask = np.zeros((1, pixels), np.uint8)
     same = ImageComparison(
-        name, True, 0.0, 0, np.array(margins, np.float32), mask, mask
+        name, True, 0.0, np.array(margins, np.float32), mask, mask, cells(0)
     )
     return replace(same, **changes)
 
@@ -99,7 +105,9 @@ def test_logits_at_the_limit_pass_and_the_worst_image_is_named() -> None:
     assert not refused.passed
     assert "0.5 > 0.49 sigma" in refused.message
     assert "b" in refused.message
-    assert "not judged" in gate_logits(entries, ONE, Limits(logits_sigma=None)).message
+    assert (
+        "not judged" in gate_logits(entries, ONE, Limits(logits_sigma=math.inf)).message
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +136,7 @@ def test_what_cannot_be_measured_is_refused_with_its_reason() -> None:
 
 def test_mask_figures_are_those_of_all_images() -> None:
     entries = [
-        compared("near", margins=[0.001] * 3, confidence_difference=1),
+        compared("near", margins=[0.001] * 3, confidence=cells(1)),
         compared("far", margins=[0.001, 0.5]),
         compared("same"),
     ]
@@ -138,7 +146,8 @@ def test_mask_figures_are_those_of_all_images() -> None:
         "worst_image_agreement": pytest.approx(1 - 3 / 10_000),
         "unexplained_pixels": 1,
         "confidence_levels": 1,
-        "confidence_mean": 0.0,
+        "confidence_share": 1.0,
+        "confidence_mean": pytest.approx(1 / 3),
         "worst": "far",
         "images": 3,
     }
@@ -159,17 +168,31 @@ def test_mask_agreement_at_the_limit_passes() -> None:
         in gate_mask([half], ONE, Limits(agreement=0.5, image_agreement=0.51)).message
     )
     assert gate_mask(
-        [compared(confidence_difference=2)], ONE, Limits(confidence_levels=2)
+        [compared(confidence=cells(2))], ONE, Limits(confidence_levels=2)
     ).passed
     refused = gate_mask(
-        [compared(confidence_difference=3)], ONE, Limits(confidence_levels=2)
+        [compared(confidence=cells(3))], ONE, Limits(confidence_levels=2)
     )
     assert not refused.passed
     assert "3 > 2" in refused.message
 
 
+def test_single_cells_of_a_reduced_precision_may_be_less_sure() -> None:
+    """fp16 of a normal run: 3 levels at one cell in a thousand, masks equal on 99.97 % of the pixels."""
+    near = compared(confidence=cells(*[0] * 999, 3))
+    far = compared(confidence=cells(*[0] * 997, 3, 3, 3))
+    assert gate_mask([near], ONE, LIMITS["fp16"]).passed
+    assert not gate_mask([near], ONE, LIMITS["fp32"]).passed
+    refused = gate_mask([near, far], ONE, LIMITS["fp16"])
+    assert not refused.passed, "each image by itself"
+    assert (
+        refused.figures["confidence_levels"],
+        refused.figures["confidence_share"],
+    ) == (3, 0.999)
+
+
 def test_mask_says_what_differs() -> None:
-    loose = Limits(agreement=0.0, image_agreement=None)
+    loose = Limits(agreement=0.0, image_agreement=0.0)
     assert "all pixels equal" in gate_mask([compared()], ONE, loose).message
     near = gate_mask([compared(pixels=8, margins=[0.0])], ONE, loose)
     assert "1 of 8" in near.message
@@ -177,7 +200,9 @@ def test_mask_says_what_differs() -> None:
     assert (
         "tie"
         not in gate_mask(
-            [compared(pixels=8, margins=[9.0])], ONE, replace(loose, margin_sigma=None)
+            [compared(pixels=8, margins=[9.0])],
+            ONE,
+            replace(loose, margin_sigma=math.inf),
         ).message
     )
 
@@ -237,7 +262,7 @@ def check(name: str, *, is_real: bool = False, level: int = 0) -> Any:
     return SimpleNamespace(
         name=name,
         is_real=is_real,
-        is_copy=False,
+        is_scene=is_real,
         image=np.full((2, 3, 3), level, np.uint8),
     )
 
@@ -265,14 +290,12 @@ def test_answers_are_compared_output_by_output() -> None:
     found = compare_answers(check("x", is_real=True), right, probe, shipped)
     assert (found.name, found.is_real) == ("x", True)
     assert (found.logits_difference, found.normalised_difference) == (0.5, 0.25)
-    assert found.confidence_difference == 7
+    assert found.confidence_levels(1.0) == 7
     assert found.margins.tolist() == [4.0]  # the best class against the second
     assert np.array_equal(found.reference_mask, right.mask)
     assert np.array_equal(found.mask, mask)
-    assert (
-        compare_answers(check("x"), right, probe, Answer(mask)).confidence_difference
-        == 0
-    )
+    without = compare_answers(check("x"), right, probe, Answer(mask))
+    assert (without.confidence_levels(1.0), without.confidence_mean) == (0, 0.0)
     two = right._replace(logits=right.logits[:2] + 3)
     assert compare_answers(check("x"), two, two, Answer(mask)).margins.tolist() == [4.0]
     alone = right._replace(logits=right.logits[:1] + 3)
@@ -388,7 +411,7 @@ def test_quality_figures_and_limits_are_in_points_of_100() -> None:
     now = counted(
         [90, 100, 200, 0], (0, 1, 10)
     )  # IoU of road 90 / 100, of car 100 / 110
-    loose = Limits(miou_points=100.0, class_points=None, both_ways=False)
+    loose = Limits(miou_points=100.0, class_points=math.inf, both_ways=False)
     found = gate_quality(before, now, names, loose)
     assert found.passed
     points = 100 * ((0.9 + 100 / 110 + 1) / 3 - 1)
@@ -435,7 +458,7 @@ def test_reduced_precision_is_judged_where_answers_mean_something() -> None:
         compared("frame"),
         compared("noise", is_real=False, margins=[0.0] * 9_000),
     )
-    copy = compared("frame (dark)", is_real=False, is_copy=True, margins=[0.0] * 9_000)
+    copy = compared("frame (dark)", margins=[0.0] * 9_000)
     reduced = LIMITS["int8"]
     assert gate_mask([real, made], ONE, reduced).passed
     assert not gate_mask([real, copy], ONE, reduced).passed
@@ -448,18 +471,18 @@ def test_confidence_is_judged_by_its_mean_on_real_images_and_by_its_calibration(
 ):
     """A file may be unsure elsewhere than the trained network, but no more wrong about being sure."""
     limits = Limits(
-        agreement=0.0, image_agreement=None, confidence_levels=None, confidence_mean=8.0
+        agreement=0.0,
+        image_agreement=0.0,
+        confidence_levels=math.inf,
+        confidence_mean=8.0,
     )
-    near, made = (
-        compared(confidence_mean=8.0),
-        compared("noise", is_real=False, confidence_mean=90.0),
-    )
+    near = compared(confidence=cells(6, 10))
+    made = compared("noise", is_real=False, confidence=cells(90))
     assert gate_mask([near, made], ONE, limits).passed
-    for level in (8.1, math.nan):
-        refused = gate_mask([compared(confidence_mean=level), made], ONE, limits)
-        assert not refused.passed
-        assert "8 levels on average" in refused.message
-    dark = compared("frame (dark)", is_real=False, is_copy=True, confidence_mean=8.2)
+    refused = gate_mask([compared(confidence=cells(8, 9)), made], ONE, limits)
+    assert not refused.passed
+    assert "8 levels on average" in refused.message
+    dark = compared("frame (dark)", confidence=cells(9))
     assert not gate_mask([near, dark, made], ONE, limits).passed, (
         "unsure of the day, sure of the night"
     )

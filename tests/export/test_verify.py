@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import shutil
 import subprocess
@@ -15,13 +16,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
-import yaml
 from openvino_stand_in import StandIn
 from PIL import Image
 from plants import byte_flipped, edited, golden_changed, int8_scale, retold, sign, std
 
 from exports import (
-    IMAGES,
     SCENES,
     SIZE,
     export,
@@ -38,9 +37,10 @@ from segpipe.data.samples import open_samples
 from segpipe.errors import DataError
 from segpipe.export import dataset
 from segpipe.export import verify as verification
-from segpipe.export.artifact.golden import golden_arrays, golden_frame_problems
+from segpipe.export.artifact.frame_statistics import unknown_frames
+from segpipe.export.artifact.golden import golden_problems
+from segpipe.export.artifact.manifest import converters
 from segpipe.export.gates import latency
-from segpipe.export.gates.check_set import Check
 from segpipe.export.graph.network import deploy_model
 from segpipe.export.graph.onnx_format import open_onnx, write_probe
 from segpipe.export.graph.torch_formats import (
@@ -57,6 +57,7 @@ from segpipe.train import checkpoint
 from segpipe.train.checkpoint import load_network
 
 ROOT = Path(__file__).resolve().parents[2]
+OTHERS = {**converters(), "torch": "9.9"}
 MANY = f"export.images={SCENES}"  # so that ties on the made images weigh as little as they do beside photographs
 
 
@@ -116,7 +117,7 @@ def test_another_run_is_refused(
         {key: state[key] for key in state if key not in ("format", "version")},
     )
     assert verify(other, artifact) == 7
-    assert "differ in source.weights_digest" in last_line(capsys)
+    assert "manifest.json has source.weights_digest = " in last_line(capsys)
 
 
 @pytest.mark.parametrize(
@@ -170,50 +171,38 @@ def test_latency_over_the_budget(
     assert [path.name for path in tmp_path.iterdir()] == ["export.rejected"]
 
 
-def test_what_was_compared_is_what_is_run(
-    run: Path,
-    artifact: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Whoever can write to the folder may swap a file at the worst moment."""
-    folder, compare = (
-        Path(shutil.copytree(artifact, tmp_path / "export")),
-        verification.conversion_problems,
-    )
+# Claims: what is counted is counted here
 
-    def swapped(*given: Any) -> list[str]:
-        found = compare(*given)
-        (folder / "model.onnx").write_bytes(b"evil")
-        return found
 
-    monkeypatch.setattr(verification, "conversion_problems", swapped)
-    assert verify(run, folder) == 0
-    monkeypatch.undo()
-    assert verify(run, folder) == 7, "the control: it was swapped"
+def retold_as_trivial(manifest: dict[str, Any]) -> None:
+    """As of an export without the data set, which has no limits and nothing to fit a temperature on."""
+    manifest.update(unknown_frames(), real_images=0, status="UNVERIFIED_REAL_DATA")
+    manifest["calibration"] = {"method": "none", "temperature": 1.0}
+    manifest["golden"]["images"] = ["noise", "checkerboard"]
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         (
-            lambda manifest: (
-                manifest["check_images"].insert(0, "x"),
-                manifest["golden"]["images"].insert(0, "x"),
-            ),
-            "golden frame x is not among the check images here",
+            lambda manifest: manifest.update(real_images=0, **unknown_frames()),
+            "frame_limits.max_bright_share = 0.99",
+        ),
+        (retold_as_trivial, 'calibration.method = "none"'),
+        (
+            lambda manifest: manifest["golden"]["images"].__setitem__(0, "x"),
+            "golden frame x is no image of the validation split",
         ),
         (
             lambda manifest: (
                 manifest["check_images"].insert(0, "x"),
-                manifest["frame_statistics"].update(source="check"),
+                manifest["golden"].update(images=["noise", "checkerboard"]),
             ),
-            "frame_limits were made of check images that are not here",
+            "golden frame noise is no image of the validation split",
         ),
     ],
 )
-def test_what_cannot_be_computed_again_is_not_called_verified(
+def test_counts_and_names_of_the_manifest_switch_no_claim_off(
     change: Any,
     told: str,
     run: Path,
@@ -223,46 +212,102 @@ def test_what_cannot_be_computed_again_is_not_called_verified(
 ) -> None:
     folder = Path(shutil.copytree(artifact, tmp_path / "export"))
     retold(folder, change)
-    if "golden" in told:
-        frames, model = (
-            np.load(folder / "golden" / "image.npy"),
-            deploy_model(load_network(run, "last"), temperature=0.25),
+    assert verify(run, folder) == 7
+    assert told in last_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "told"),
+    [
+        (
+            lambda manifest: manifest["frame_statistics"].update(source="check"),
+            [],
+            "frame_limits were made of 4 check images, here are 4 train images",
+        ),
+        (
+            lambda manifest: manifest["calibration"].update(images=9),
+            [],
+            "the temperature was fitted on 9 labelled images, here are 4",
+        ),
+        (
+            retold_as_trivial,
+            ["export.allow_unverified=true"],
+            "exported without labelled images",
+        ),
+    ],
+)
+def test_what_cannot_be_computed_again_is_not_called_verified(
+    change: Any,
+    settings: list[str],
+    told: str,
+    run: Path,
+    artifact: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = Path(shutil.copytree(artifact, tmp_path / "export"))
+    retold(folder, change)
+    monkeypatch.setattr(verification, "golden_problems", lambda *_: [])
+    if settings:  # the temperature is in the file
+        monkeypatch.setattr(verification, "converters", lambda: OTHERS)
+        monkeypatch.setattr(
+            verification,
+            "judge",
+            lambda result, *_: result.__setattr__("real_images", 2),
         )
-        for name, array in golden_arrays(
-            model, np.concatenate([frames[:1] // 2, frames])
-        ).items():
-            np.save(folder / "golden" / f"{name}.npy", array)
-        sign(folder)
-    assert verify(run, folder) == 14
+        monkeypatch.setattr(verification, "load_as_robot", lambda *_: None)
+    assert verify(run, folder, *settings) == 14
     line = last_line(capsys)
     assert line.startswith("ARTIFACT VERIFIED_BY_ANSWERS: model.onnx")
     assert told in line
 
 
-def test_golden_frames_are_the_images_of_their_names(tmp_path: Path) -> None:
-    checks = [Check("a", IMAGES[0]), Check("b", IMAGES[1])]
-    (tmp_path / "golden").mkdir()
+def test_golden_frames_are_the_images_of_their_names(
+    run: Path, artifact: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(artifact, tmp_path / "export"))
+    frames = np.load(folder / "golden" / "image.npy")
+    model = deploy_model(load_network(run, "last"), temperature=0.25)
+    images = {"a": frames[0], "b": frames[1], "c": frames[1] ^ 128}
 
-    def found(frames: list[Any], *names: str) -> tuple[list[str], str]:
-        np.save(tmp_path / "golden" / "image.npy", np.stack(frames))
-        # Other check images than here: what they are called cannot be a way out.
-        return golden_frame_problems(
-            tmp_path, {"check_images": ["c"], "golden": {"images": [*names]}}, checks
-        )
+    def problems(*names: str) -> list[str]:
+        return list(golden_problems(model, folder, names, images))
 
-    assert found(IMAGES[:2], "a", "b") == ([], "")
-    assert found(IMAGES[:2], "a", "z") == (
-        [],
-        "golden frame z is not among the check images here",
-    )
-    for frames, *names in (
-        (IMAGES[:2], "b", "a"),
-        (IMAGES[:1], "a", "b"),
-        (IMAGES[:2], "a"),
-    ):
-        (problem,), note = found(frames, *names)
+    assert problems("a", "b") == []
+    (problem,) = problems("a", "z")
+    assert "golden frame z is no image" in problem
+    for names in (("b", "a"), ("a", "c"), ("a",)):
+        (problem,) = problems(*names)
         assert "does not hold the images" in problem
-        assert not note
+    shutil.rmtree(folder / "golden")
+    (problem,) = problems("a", "b")
+    assert "golden/ cannot be compared" in problem
+    assert "export again" in problem
+
+
+def test_a_folder_without_its_golden_frames_is_refused_by_name(
+    run: Path, artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(artifact, tmp_path / "export"))
+    shutil.rmtree(folder / "golden")
+    assert verify(run, folder) == 7
+    assert "golden/confidence.npy is missing" in last_line(capsys)
+    sign(folder)
+    assert verify(run, folder) == 7
+    assert "golden/ cannot be compared" in last_line(capsys)
+
+
+def test_both_commands_print_the_digest_of_the_checksums(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "export"
+    assert export(run, folder, "export.formats=[onnx]") == 0
+    digest = hashlib.sha256((folder / "SHA256SUMS").read_bytes()).hexdigest()
+    line = f"SHA256SUMS has sha256 {digest}"
+    assert line in capsys.readouterr().out.splitlines()
+    assert verify(run, folder) == 0
+    assert line in capsys.readouterr().out.splitlines()
 
 
 def test_images_that_changed_since_the_run_are_named_and_not_the_folder(
@@ -289,9 +334,7 @@ def test_images_that_changed_since_the_run_are_named_and_not_the_folder(
     told = "the labelled images changed since the run: val/frame00.png was altered"
     assert verify(run, folder) == 2
     line = last_line(capsys)
-    assert line.startswith(
-        f"{told}. The files of {folder} are what the checkpoint converts to, but "
-    )
+    assert line.startswith(f"{told}. So {folder} cannot be compared on these images")
     assert "golden/image.npy does not hold the images" in line
 
     other = Path(shutil.copytree(folder, tmp_path / "other"))
@@ -338,16 +381,12 @@ def test_another_bias_in_torchscript_is_refused(
     sign(folder)
     assert verify(run, folder) == 7
     assert (
-        "model.torchscript.pt is not what the checkpoint converts to: record "
+        "model.torchscript.pt is not what the checkpoint converts to: its bytes"
         in last_line(capsys)
     )
-    monkeypatch.setattr(
-        verification, "other_versions", lambda _: {"torch": "torch 2.0, here 3.0"}
-    )
-    assert verify(run, folder) == 4
-    assert "G2 logits come from other weights: network.classifier.bias" in last_line(
-        capsys
-    )
+    monkeypatch.setattr(verification, "converters", lambda: OTHERS)
+    assert verify(run, folder) == 14
+    assert "model.torchscript.pt was not run, since it is code" in last_line(capsys)
 
 
 def test_golden_answers_are_repeated_without_onnx(
@@ -395,12 +434,21 @@ def test_int8_is_held_to_its_own_limits(
     )  # else machine and load would choose
     with monkeypatch.context() as patch:
         int8_takes(patch, 0.91)
-        assert export(run, folder, *wanted) == 12
-        assert (
-            "> 0.9 of the fp32 file's, so the file is no gain in model.int8.onnx"
-            in last_line(capsys)
-        )
-        assert [path.name for path in tmp_path.iterdir()] == ["export.rejected"]
+        assert export(run, folder, *wanted) == 0
+    told = "processor time is 0.91 > 0.9 of the fp32 file's, so the file is no gain"
+    line = last_line(capsys)
+    assert line.startswith(
+        f"EXPORT verified: model.onnx, model.fp16.onnx in {folder}; "
+    )
+    assert f"model.int8.onnx refused: {told}" in line
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["dropped"] == {"model.int8.onnx": told}
+    assert manifest["files"].keys() == {"model.onnx", "model.fp16.onnx"}
+    assert not (folder / "model.int8.onnx").exists()
+    for name in ("model_card.md", "verify_report.md"):
+        assert told in (folder / name).read_text()
+    assert verify(run, folder, MANY) == 0
+    capsys.readouterr()
     int8_takes(monkeypatch, 0.89)
     for place in (folder, tmp_path / "again"):
         assert export(run, place, *wanted) == 0
@@ -430,9 +478,7 @@ def test_int8_is_held_to_its_own_limits(
         "model.int8.onnx is not what the checkpoint converts to: tensor "
         in last_line(capsys)
     )
-    monkeypatch.setattr(
-        verification, "other_versions", lambda _: {"torch": "torch 2.0, here 3.0"}
-    )
+    monkeypatch.setattr(verification, "converters", lambda: OTHERS)
     assert verify(run, folder, MANY) == 4
     assert "G3 mask agreement" in last_line(capsys)
 
@@ -547,10 +593,12 @@ def test_without_data_a_file_is_published_only_on_request(
     assert "generated images only" in (folder / "model_card.md").read_text()
     with pytest.warns(UserWarning, match="UNVERIFIED_REAL_DATA"):
         Segmenter.load(folder)
-    assert verify(run, folder) == 0
-    line = last_line(capsys)
-    assert line.startswith("ARTIFACT VERIFIED_FEW_IMAGES: ")
-    assert line.endswith("; compared on 2 real images, verified needs 16")
+    assert verify(run, folder) == 7, (
+        "with the data set, its claims are those of no images"
+    )
+    assert 'calibration.method = "none"' in last_line(capsys)
+    assert verify(run, folder, "export.allow_unverified=true") == 14
+    assert "its confidence is not calibrated" in last_line(capsys)
 
 
 def test_a_size_that_no_image_has_is_compared_on_generated_images_alone(
@@ -609,20 +657,6 @@ def test_other_profiles_pass_the_same_gates(
         image["layout"],
         [entry["name"] for entry in outputs],
     ) == needed
-    parameters = folder / "ros" / "isaac_params.yaml"
-    assert parameters.exists() is (profile == "isaac")
-    if profile == "isaac":
-        nodes = {
-            name: node["ros__parameters"]
-            for name, node in yaml.safe_load(parameters.read_text()).items()
-        }
-        assert (
-            nodes["resize_node"]["output_height"],
-            nodes["resize_node"]["output_width"],
-        ) == SIZE
-        assert nodes["interleaved_to_planar_node"]["input_tensor_shape"] == [*SIZE, 3]
-        assert nodes["reshape_node"]["output_tensor_shape"] == [1, 3, *SIZE]
-        assert nodes["tensor_rt_node"]["output_binding_names"] == ["mask"]
     altered = tmp_path / "altered"
     shutil.copytree(folder, altered)
     golden_changed(altered)

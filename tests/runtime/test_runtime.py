@@ -959,6 +959,39 @@ def test_confidence_of_int8_may_be_rounded_by_another_version(
         Segmenter.load(folder, precision=precision)
 
 
+@pytest.mark.parametrize(
+    ("precision", "cells", "passes"),
+    [("fp32", 1, False), ("int8", 1, True), ("int8", 4, False)],
+)
+def test_single_cells_of_a_reduced_precision_may_be_less_sure(
+    precision: str,
+    cells: int,
+    passes: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A limit on the largest difference of an int8 file allowed 84 of 255 levels."""
+    path = folder / "golden" / "confidence.npy"
+    confidence = np.load(path)
+    confidence[0].ravel()[:cells] ^= 128
+    monkeypatch.setitem(CONFIDENCE_SHARE, "int8", 1 - 2 / confidence[0].size)
+    np.save(path, confidence)
+    files = toy_manifest()["files"]
+    files["model.onnx"] |= {
+        "precision": precision,
+        "golden_agreement": 1.0,
+        "golden_confidence_levels": 0,
+    }
+    change_manifest(folder, files=files)
+    write_sums(folder)
+    with (
+        contextlib.nullcontext()
+        if passes
+        else pytest.raises(SelfTestError, match="differs by")
+    ):
+        Segmenter.load(folder, precision=precision)
+
+
 def test_a_tolerance_that_is_no_number_passes_nothing(folder: Path) -> None:
     files = toy_manifest()["files"]
     files["model.onnx"] |= {"golden_agreement": math.nan}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from segpipe.runtime.frames import BRIGHT_LEVEL, DARK_LEVEL, FrameLimits, Levels, levels
 
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from segpipe.export.graph.profiles import Image
 
 _OUTLIERS = 0.05  # share of images at either end that do not move a limit
-_LEVEL_TOLERANCE, _SHARE_TOLERANCE = 0.5, 0.01
 _CALIBRATION_IMAGES = 32  # for the activation ranges of int8
 _NEARLY_ALL = 0.99  # a completely dark or bright frame is refused whatever the training images were
 
@@ -23,32 +23,22 @@ def frame_entries(images: Iterable[Image], source: str) -> dict[str, Any]:
 
     Mean and standard deviation are per channel, RGB, in levels of 0 to 255, over all pixels.
     """
+    # Of each channel; it is exact, whatever the number of images
     histogram = np.zeros((3, 256), dtype=np.int64)
     found: list[Levels] = []
     for image in images:
         found.append(levels(image))
         for channel in range(3):
-            histogram[channel] += np.bincount(
-                image[..., channel].ravel(), minlength=256
-            )
+            values = image[..., channel].ravel()
+            histogram[channel] += np.bincount(values, minlength=256)
     assert found, "a split is never empty"
+
     level = np.arange(256)
     count = histogram.sum(1)
     mean = (histogram * level).sum(1) / count
     variance = (histogram * np.square(level)).sum(1) / count - np.square(mean)
-    return {
-        "frame_statistics": {
-            "source": source,
-            "images": len(found),
-            "mean": [round(float(value), 3) for value in mean],
-            "std": [
-                round(float(value), 3) for value in np.sqrt(np.maximum(variance, 0.0))
-            ],
-            "dark_level": DARK_LEVEL,
-            "bright_level": BRIGHT_LEVEL,
-        },
-        "frame_limits": frame_limits(found)._asdict(),
-    }
+    std = np.sqrt(np.maximum(variance, 0.0))
+    return _entries(source, len(found), mean, std, frame_limits(found))
 
 
 def frames_of(
@@ -61,61 +51,46 @@ def frames_of(
     Both come from the training images; without them, from the check images.
     """
     if train_images is None:
-        return frame_entries(images, "check") if images else unknown_frames(), list(
-            images
-        )
+        entries = frame_entries(images, "check") if images else unknown_frames()
+        return entries, list(images)
     kept: list[Image] = []
 
     def watched() -> Iterator[Image]:
+        """The training images, of which the first that fit are kept."""
         for image in train_images:
             if image.shape == shape and len(kept) < _CALIBRATION_IMAGES:
                 kept.append(image)
             yield image
 
     entries = frame_entries(watched(), "train")
-    if total := getattr(
-        train_images, "total", 0
-    ):  # of a Spread, which does not read all images
+    # Of a Spread, which does not read all images of its split
+    if total := getattr(train_images, "total", 0):
         entries["frame_statistics"]["of"] = total
     return entries, kept or list(images)
 
 
 def unknown_frames() -> dict[str, Any]:
     """`frame_statistics` and `frame_limits` without images: only completely dark or bright frames are refused."""
-    limits = FrameLimits(
-        min_mean=0.0,
-        max_mean=255.0,
-        max_dark_share=_NEARLY_ALL,
-        max_bright_share=_NEARLY_ALL,
-    )
-    nothing = {"source": "none", "images": 0, "mean": [0.0] * 3, "std": [0.0] * 3}
-    return {
-        "frame_statistics": {
-            **nothing,
-            "dark_level": DARK_LEVEL,
-            "bright_level": BRIGHT_LEVEL,
-        },
-        "frame_limits": limits._asdict(),
+    limits = FrameLimits(0.0, 255.0, _NEARLY_ALL, _NEARLY_ALL)
+    return _entries("none", 0, np.zeros(3), np.zeros(3), limits)
+
+
+def _entries(
+    source: str,
+    count: int,
+    mean: NDArray[np.float64],
+    std: NDArray[np.float64],
+    limits: FrameLimits,
+) -> dict[str, Any]:
+    statistics = {
+        "source": source,
+        "images": count,
+        "mean": mean.round(3).tolist(),
+        "std": std.round(3).tolist(),
+        "dark_level": DARK_LEVEL,
+        "bright_level": BRIGHT_LEVEL,
     }
-
-
-def frame_problems(manifest: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Entries about frames that differ from those computed again, with a tolerance for other image decoders."""
-    return [
-        f"{name} are not those of the {found['frame_statistics']['source']} images"
-        for name, entry in found.items()
-        if (manifest[name].keys() ^ entry.keys()) - {"of"}  # older exports lack it
-        or any(
-            not _is_near(key, manifest[name].get(key, value), value)
-            for key, value in entry.items()
-            if key != "source"
-        )
-    ]
-
-
-def _is_near(name: str, claimed: Any, found: Any) -> bool:
-    tolerance = _SHARE_TOLERANCE if name.endswith("share") else _LEVEL_TOLERANCE
-    return bool(np.allclose(claimed, found, rtol=0.0, atol=tolerance))
+    return {"frame_statistics": statistics, "frame_limits": limits._asdict()}
 
 
 def frame_limits(found: list[Levels]) -> FrameLimits:
@@ -123,9 +98,8 @@ def frame_limits(found: list[Levels]) -> FrameLimits:
     pixels that are usually not dark (bright) must stay so."""
     mean, dark, bright = (np.array(column) for column in zip(*found, strict=True))
     lowest, highest = np.quantile(mean, (_OUTLIERS, 1 - _OUTLIERS))
-    dark_share, bright_share = (
-        float(np.quantile(shares, 1 - _OUTLIERS)) for shares in (dark, bright)
-    )
+    dark_share = float(np.quantile(dark, 1 - _OUTLIERS))
+    bright_share = float(np.quantile(bright, 1 - _OUTLIERS))
     return FrameLimits(
         min_mean=round(float(lowest) / 4, 3),
         max_mean=round(255 - (255 - float(highest)) / 4, 3),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,38 +10,44 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from segpipe.export.gates.limits import FP32, Sigma
+from segpipe.export.gates.limits import FP32, LIMITS
 from segpipe.export.graph.network import DeployModel, run_eager
 from segpipe.native import one_thread
 
 if TYPE_CHECKING:
-    from segpipe.export.gates.check_set import Check
+    from segpipe.export.dataset import Check
     from segpipe.export.gates.comparison import ImageComparison
+    from segpipe.export.graph.profiles import Image
 
-FOLDER = "golden"
-# How far another machine's answers may be from these.
-TOLERANCE = {
-    "image_agreement": FP32.image_agreement,
-    "confidence_levels": FP32.confidence_levels,
-}
+GOLDEN = "golden"  # the folder
 _IMAGES = 2
-_LOGITS = 64
-_PATCH = 16
+_LOGITS = 64  # values, enough to tell a wrong resize or order of classes
+_PATCH = 16  # rows and columns of the preprocessing example
 _DECODERS = 3  # levels by which two JPEG decoders may differ
 
 
-def golden_entry(checks: Sequence[Check]) -> dict[str, Any]:
-    """`golden` of the manifest: names of the frames, and the tolerance."""
-    return {"images": [check.name for check in _chosen(checks)], **TOLERANCE}
+def golden_entry(names: Sequence[str]) -> dict[str, Any]:
+    """`golden` of the manifest: names of the frames, and how far another machine's fp32 answers may be from these."""
+    return {
+        "images": list(names),
+        "image_agreement": FP32.image_agreement,
+        "confidence_levels": int(FP32.confidence_levels),
+    }
+
+
+def golden_checks(checks: Sequence[Check]) -> list[Check]:
+    """The golden frames: real ones, or without any, generated ones that are not constant."""
+    real = [check for check in checks if check.is_real]
+    varied = [check for check in checks if not check.name.startswith("constant")]
+    return (real or varied)[:_IMAGES]
 
 
 def write_golden(model: DeployModel, checks: Sequence[Check], folder: Path) -> None:
     """Writes golden/*.npy below `folder`: the arrays of `golden_arrays`."""
-    (folder / FOLDER).mkdir()
-    for name, array in golden_arrays(
-        model, np.stack([check.image for check in _chosen(checks)])
-    ).items():
-        np.save(folder / FOLDER / f"{name}.npy", array, allow_pickle=False)
+    (folder / GOLDEN).mkdir(exist_ok=True)
+    images = np.stack([check.image for check in golden_checks(checks)])
+    for name, array in golden_arrays(model, images).items():
+        np.save(folder / GOLDEN / f"{name}.npy", array, allow_pickle=False)
 
 
 def golden_arrays(
@@ -53,132 +59,110 @@ def golden_arrays(
     at logits_index int64 (64, 4), rows of (image, class, row, column); preprocess_input uint8 (1, 16, 16, 3) from the
     middle of the first image, and preprocess_output float32 (1, 3, 16, 16).
     """
+    height, width = images.shape[1:3]
+    row = max(0, (height - _PATCH) // 2)
+    column = max(0, (width - _PATCH) // 2)
+    patch = images[:1, row : row + _PATCH, column : column + _PATCH].copy()
+
     with one_thread(), torch.no_grad():
         run = run_eager(model)
         answers = [run(image) for image in images]
-        patch = _middle(images[:1])
         normalised = model.preprocess(torch.from_numpy(patch)).numpy()
-    confidence = [
-        answer.confidence for answer in answers if answer.confidence is not None
-    ]
-    logits = np.stack(
-        [answer.logits for answer in answers if answer.logits is not None]
-    )
+
+    logits = np.stack([np.asarray(answer.logits) for answer in answers])
+    # The same 64 places for every network of this shape
     generator = np.random.Generator(np.random.Philox(key=1))
-    index = np.stack(
-        [generator.integers(0, size, _LOGITS) for size in logits.shape], axis=1
-    )
+    places = [generator.integers(0, size, _LOGITS) for size in logits.shape]
+    masks = np.stack([answer.mask for answer in answers])
+
     arrays = {
         "image": images,
-        "mask": np.stack([answer.mask for answer in answers]).astype(np.uint8),
-        **({"confidence": np.stack(confidence)} if confidence else {}),
-        "logits": logits[tuple(index.T)],
-        "logits_index": index,
+        "mask": masks.astype(np.uint8),
+        "logits": logits[tuple(places)],
+        "logits_index": np.stack(places, axis=1),
         "preprocess_input": patch,
         "preprocess_output": normalised,
     }
+    if answers[0].confidence is not None:
+        maps = [np.asarray(answer.confidence) for answer in answers]
+        arrays["confidence"] = np.stack(maps)
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
 def golden_problems(
-    model: DeployModel, folder: Path, entry: Mapping[str, Any], sigma: Sigma
-) -> list[str]:
-    """What in golden/ differs from the trained network's answers; `entry` is `golden` of the manifest.
+    model: DeployModel,
+    folder: Path,
+    names: Sequence[str],
+    images: Mapping[str, Image],
+) -> Iterator[str]:
+    """What in golden/ differs from the frames `names`, or from the trained network's answers to them.
 
-    Answers may differ as far as those of an fp32 file on another machine.
+    images: by name, those that may be golden frames. Answers may differ as far as those of an fp32 file on another
+    machine.
     """
-    wrong = [f"golden.{name} = {entry[name]}, but {limit} is required" for name, limit in TOLERANCE.items()
-             if entry[name] != limit]  # fmt: skip
+    unknown = [name for name in names if name not in images]
+    if unknown:
+        yield f"golden frame {unknown[0]} is no image of the validation split with the size of the files"
+        return
     try:
         found = {
             path.stem: np.load(path, allow_pickle=False)
-            for path in sorted((folder / FOLDER).iterdir())
+            for path in sorted((folder / GOLDEN).glob("*.npy"))
         }
         expected = golden_arrays(model, found["image"])
     except (
         Exception
     ) as error:  # numpy and torch raise many types for arrays that do not fit
-        return [
-            *wrong,
-            f"{FOLDER}/ cannot be compared ({type(error).__name__}: {error})",
-        ]
-    if len(found["image"]) != len(entry["images"]):
-        wrong.append(
-            f"{FOLDER}/image.npy has {len(found['image'])} frames, but the manifest {len(entry['images'])}"
+        yield (
+            f"{GOLDEN}/ cannot be compared ({type(error).__name__}: {error}). Copy the whole folder again, or export "
+            "again"
         )
-    return wrong + [
-        f"{FOLDER}/{name}.npy differs from what the trained network gives"
-        for name in sorted(expected.keys() | found.keys())
-        if name not in found
-        or name not in expected
-        or not _agree(name, expected[name], found[name], sigma)
-    ]
+        return
 
+    # The frames themselves; two decoders of JPEG differ by a few levels.
+    named = np.stack([images[name] for name in names]).astype(np.int64)
+    frames = found["image"]
+    if frames.shape != named.shape or np.abs(frames - named).max() > _DECODERS:
+        yield f"{GOLDEN}/image.npy does not hold the images that golden.images names"
 
-def golden_frame_problems(
-    folder: Path, manifest: Mapping[str, Any], checks: Sequence[Check]
-) -> tuple[list[str], str]:
-    """Golden frames that are not those of the check set, and the name of one that is not here to be compared."""
-    names, chosen = (
-        manifest["golden"]["images"],
-        [check.name for check in _chosen(checks)],
-    )
-    if manifest["check_images"] == [check.name for check in checks] and names != chosen:
-        return [f"golden.images = {names}, but they are {chosen}"], ""
-    there = {check.name: check.image for check in checks}
-    if absent := [name for name in names if name not in there]:
-        return [], f"golden frame {absent[0]} is not among the check images here"
-    frames = np.load(folder / FOLDER / "image.npy", allow_pickle=False).astype(np.int64)
-    expected = np.stack([there[name] for name in names])
-    same = (
-        frames.shape == expected.shape and np.abs(frames - expected).max() <= _DECODERS
-    )
-    return (
-        []
-        if same
-        else [f"{FOLDER}/image.npy does not hold the images that golden.images names"]
-    ), ""
+    # The answers to them
+    sigma = float(expected["logits"].std())
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found or name not in expected:
+            yield f"{GOLDEN}/{name}.npy is missing, or is none of the golden arrays"
+        elif not _agree(name, expected[name], found[name], sigma):
+            yield f"{GOLDEN}/{name}.npy differs from what the trained network gives"
 
 
 def _agree(
-    name: str, expected: NDArray[Any], found: NDArray[Any], sigma: Sigma
+    name: str, expected: NDArray[Any], found: NDArray[Any], sigma: float
 ) -> bool:
+    """Whether an array of answers is as close as those of an fp32 file on another machine."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     if name == "mask":
-        return bool(
-            (found == expected).mean((1, 2)).min() >= (FP32.image_agreement or 0.0)
-        )
+        agreement = (found == expected).mean((1, 2))
+        return bool(agreement.min() >= FP32.image_agreement)
+    # All other arrays, such as the frames and the places of the logits, must be equal.
     limits = {
-        "confidence": FP32.confidence_levels or 0,
-        "logits": (FP32.logits_sigma or 0.0) * sigma.everything,
+        "confidence": FP32.confidence_levels,
+        "logits": FP32.logits_sigma * sigma,
         "preprocess_output": FP32.normalised,
     }
-    return bool(
-        np.abs(found.astype(np.float64) - expected).max() <= limits.get(name, 0.0)
-    )
+    difference = np.abs(found.astype(np.float64) - expected).max()
+    return bool(difference <= limits.get(name, 0.0))
 
 
 def golden_figures(
-    checks: Sequence[Check], comparisons: Sequence[ImageComparison]
+    checks: Sequence[Check], comparisons: Sequence[ImageComparison], precision: str
 ) -> dict[str, Any]:
-    """How far a file of reduced precision is from the golden answers here; another machine may be no further."""
-    names = {check.name for check in _chosen(checks)}
-    found = [entry for entry in comparisons if entry.name in names]
+    """How far a file of reduced precision is from the golden answers here; another machine may be little further."""
+    names = {check.name for check in golden_checks(checks)}
+    golden = [entry for entry in comparisons if entry.name in names]
+    share = LIMITS[precision].confidence_share
     return {
-        "golden_agreement": min(entry.agreement for entry in found),
-        "golden_confidence_levels": max(entry.confidence_difference for entry in found),
+        "golden_agreement": min(entry.agreement for entry in golden),
+        "golden_confidence_levels": max(
+            entry.confidence_levels(share) for entry in golden
+        ),
     }
-
-
-def _chosen(checks: Sequence[Check]) -> list[Check]:
-    """Real frames; without any, generated ones that are not constant."""
-    real = [check for check in checks if check.is_real]
-    return (
-        real or [check for check in checks if not check.name.startswith("constant")]
-    )[:_IMAGES]
-
-
-def _middle(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    row, column = (max(0, (size - _PATCH) // 2) for size in images.shape[1:3])
-    return images[:, row : row + _PATCH, column : column + _PATCH].copy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import torch
 from jsonschema import Draft202012Validator
 
 from segpipe import __version__
-from segpipe.export.artifact.outcome import NOT_EXPORTED, integrity_refusal
+from segpipe.export.gates.outcome import NOT_EXPORTED, integrity_refusal
 from segpipe.export.graph.onnx_format import OLDEST_ONNXRUNTIME
 from segpipe.export.graph.profiles import (
     CONFIDENCE,
@@ -44,13 +44,16 @@ FIGURES = (
     "sigma",
     "gates",
     "files",
+    "dropped",
     "latency",
 )
-_OF_THE_NETWORK = (
-    "model", "class_table", "classes", "preprocess", "align_corners", "stored_values", "io", "requires", "unverified",
-)  # fmt: skip
-_OF_THE_WEIGHTS = ("config_hash", "weights_digest", "seed", "step")
+# Entries that are read and not repeated: they describe the time of the export.
+NOT_REPEATED = ("format", "precision", "versions", "warnings", "allow_unverified")
+# How far numbers may be from those computed again, by another processor or image decoder; shares by a hundredth.
+_TOLERANCE = {"calibration": 1e-3, "frame_statistics": 0.5, "frame_limits": 0.5}
+_SHARES = 0.01
 _PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime")
+_QUOTED = 60  # characters of a value in a message
 _LONGEST = 200  # characters of a schema message, which may quote a whole entry
 
 
@@ -95,15 +98,19 @@ def describe(
         "stored_values": sum(tensor.numel() for tensor in model.state_dict().values()),
         "io": _io(model, size),
         "requires": {"onnxruntime": OLDEST_ONNXRUNTIME},
-        "versions": {
-            "segpipe": __version__,
-            "python": platform.python_version(),
-            **{name: version(name) for name in _PACKAGES},
-        },
+        "versions": {"python": platform.python_version(), **converters()},
         "unverified": ["tensorrt", "jetson", "isaac", "triton"],
     }
     assert not manifest.keys() & extra.keys(), sorted(manifest.keys() & extra.keys())
     return {**manifest, **extra}
+
+
+def converters() -> dict[str, str]:
+    """Versions of what decides the bytes of a model file."""
+    return {
+        "segpipe": __version__,
+        **{name: version(name) for name in _PACKAGES},
+    }
 
 
 def parse_manifest(text: str) -> Any:
@@ -140,13 +147,35 @@ def in_file(manifest: Manifest, precision: str) -> Manifest:
     return {**inside, "precision": precision}
 
 
-def checkpoint_differences(manifest: Manifest, described: Manifest) -> list[str]:
-    """Entries of a manifest that differ from what `describe` says about the trained network."""
-    found = [name for name in _OF_THE_NETWORK if manifest[name] != described[name]]
-    source, needed = manifest["source"], described["source"]
-    return found + [
-        f"source.{name}" for name in _OF_THE_WEIGHTS if source[name] != needed[name]
-    ]
+def differences(claimed: Any, computed: Any, where: str = "") -> Iterator[str]:
+    """Entries of a manifest that differ from those computed again by more than another machine explains.
+
+    where: name of the entry, such as `classes[1].color`; empty for the whole manifest.
+    """
+    if isinstance(claimed, dict) and isinstance(computed, dict):
+        for name in sorted(claimed.keys() | computed.keys()):
+            inner = f"{where}.{name}" if where else name
+            yield from differences(claimed.get(name), computed.get(name), inner)
+    elif (
+        isinstance(claimed, list)
+        and isinstance(computed, list)
+        and len(claimed) == len(computed)
+    ):
+        for index, (one, other) in enumerate(zip(claimed, computed, strict=True)):
+            yield from differences(one, other, f"{where}[{index}]")
+    elif not _agree(claimed, computed, where):
+        found, needed = (json.dumps(value)[:_QUOTED] for value in (claimed, computed))
+        yield f"manifest.json has {where} = {found}, but the checkpoint and the data give {needed}"
+
+
+def _agree(claimed: Any, computed: Any, where: str) -> bool:
+    tolerance = _TOLERANCE.get(where.partition(".")[0])
+    are_numbers = isinstance(claimed, int | float) and isinstance(computed, float)
+    if tolerance is None or not are_numbers:
+        return bool(claimed == computed)
+    if where.endswith("share"):
+        tolerance = _SHARES
+    return bool(abs(claimed - computed) <= tolerance)
 
 
 def _io(model: DeployModel, size: Size) -> dict[str, Any]:

@@ -57,44 +57,37 @@ def write_sums(folder: Path) -> None:
     )
 
 
+def sums_line(folder: Path) -> str:
+    """The digest of SHA256SUMS, and with it of every file: two folders of one digest are equal."""
+    return f"{SUMS} has sha256 {sha256(folder / SUMS)}"
+
+
 def sums_problems(folder: Path) -> list[str]:
     """Differences between the files below `folder` and SHA256SUMS: missing, unlisted and altered ones.
 
     Links, pipes and devices are refused before any file is read.
     """
-    strange = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_symlink() or not (path.is_file() or path.is_dir())
-    ]
-    if strange:
-        return [
-            f"{path.relative_to(folder)} is a link, a pipe or a device, not a file"
-            for path in strange
-        ]
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            return [
+                f"{path.relative_to(folder)} is a link, a pipe or a device, not a file"
+            ]
     try:
         listed = read_sums(folder)
     except ArtifactError as error:
         return [str(error)]
     there = _files(folder)
-    found = [f"{name} is missing" for name in sorted(listed.keys() - there)]
-    found += [f"{name} is not in {SUMS}" for name in sorted(there - listed.keys())]
-    altered = [
-        name
-        for name in sorted(there & listed.keys())
-        if sha256(folder / name) != listed[name]
-    ]
-    return found + [
-        f"{name} was altered: its sha256 differs from {SUMS}" for name in altered
-    ]
+    problems = [f"{name} is missing" for name in sorted(listed.keys() - there)]
+    problems += [f"{name} is not in {SUMS}" for name in sorted(there - listed.keys())]
+    for name in sorted(there & listed.keys()):
+        if sha256(folder / name) != listed[name]:
+            problems.append(f"{name} was altered: its sha256 differs from {SUMS}")
+    return problems
 
 
 def _files(folder: Path) -> set[str]:
-    return {
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if path.is_file()
-    } - {SUMS}
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix() for path in files} - {SUMS}
 
 
 def put_in_place(folder: Path, out_dir: Path) -> None:

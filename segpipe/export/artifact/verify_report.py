@@ -1,57 +1,109 @@
-"""The verification report: verify_report.json and .md, the terminal table, and pictures of the worst images."""
+"""What people read: verification report, model card, labels for ROS, terminal table, pictures of the worst images."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cv2
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from numpy.typing import NDArray
 from rich.table import Table
 
-from segpipe.export.artifact.outcome import EAGER, REJECTED, ExportReport, caveat
-from segpipe.export.artifact.sidecars import render
 from segpipe.export.gates.limits import FP32
+from segpipe.export.gates.outcome import EAGER, REJECTED, ExportReport, caveat
+from segpipe.export.graph.profiles import Manifest
 from segpipe.runtime.bench import processor
 
 if TYPE_CHECKING:
     from segpipe.export.gates.comparison import ImageComparison
     from segpipe.export.graph.profiles import Image
 
+# Names of the files
 MARKDOWN = "verify_report.md"
 JSON = "verify_report.json"
+SIDECARS = ("model_card.md", "ros/labels.yaml")
 CLEARLY = 0.9  # a file is faster only if it takes at most this share of another's time
-_WORST = 3
-_MARK = (255, 0, 255)
+_WORST = 3  # images of which pictures are written
+_MARK = (255, 0, 255)  # of differing pixels
+
+
+def sidecars(manifest: Manifest) -> dict[str, str]:
+    """Text of the model card and of ros/labels.yaml, which depend on the manifest alone.
+
+    Free of time stamps and latencies, so equal exports have equal files. Source: vision_msgs 4, msg/LabelInfo.msg.
+    """
+    note = caveat(manifest["status"], manifest["real_images"])
+    values = {**manifest, "caveat": note}
+    return {name: render(Path(name).name, values) for name in SIDECARS}
+
+
+def write_sidecars(manifest: Manifest, folder: Path) -> None:
+    """Writes the files of `sidecars` below `folder`."""
+    for name, text in sidecars(manifest).items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def sidecar_problems(manifest: Manifest, folder: Path) -> Iterator[str]:
+    """One finding for each file below `folder` that is not what the manifest renders to."""
+    for name, text in sidecars(manifest).items():
+        path = folder / name
+        if not path.is_file() or path.read_bytes() != text.encode():
+            yield f"{name} is not what segpipe writes for manifest.json"
+
+
+def render(name: str, values: dict[str, Any]) -> str:
+    """Text of the template `name`. Raises UndefinedError for a missing value."""
+    return _environment().get_template(f"{name}.j2").render(values)
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # Markdown and YAML
+    )
+    environment.filters["percent"] = _percent
+    environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
+    return environment
 
 
 def to_mapping(report: ExportReport, created: str) -> dict[str, Any]:
     """All figures as plain values; of two equal exports, only `created` and `latency` differ."""
+    # By file and gate
+    gates = {
+        name: {
+            gate.name: {"passed": gate.passed, "message": gate.message, **gate.figures}
+            for gate in results
+        }
+        for name, results in report.gates.items()
+    }
+    # JSON has no NaN, which it is before the gates.
+    sigma = {
+        name: value if np.isfinite(value) else None
+        for name, value in asdict(report.sigma).items()
+    }
+    dropped = {"dropped": report.dropped} if report.dropped else {}
     return {
         "status": report.status,
         "created": created,
         "check_images": report.images,
         "real_images": report.real_images,
-        "sigma": {
-            name: value if np.isfinite(value) else None
-            for name, value in asdict(report.sigma).items()
-        },
-        "gates": {
-            name: {
-                gate.name: {
-                    "passed": gate.passed,
-                    "message": gate.message,
-                    **gate.figures,
-                }
-                for gate in gates
-            }
-            for name, gates in report.gates.items()
-        },
+        "sigma": sigma,
+        "gates": gates,
         "files": report.files,
+        **dropped,
         "latency": {
             "device": "cpu",
             "processor": processor(),
@@ -63,30 +115,33 @@ def to_mapping(report: ExportReport, created: str) -> dict[str, Any]:
 
 def write(report: ExportReport, folder: Path, created: str) -> None:
     """Writes verify_report.json and verify_report.md into `folder`."""
-    (folder / JSON).write_text(
-        json.dumps(to_mapping(report, created), indent=1, allow_nan=False) + "\n"
-    )
-    is_rejected = report.status == REJECTED
+    text = json.dumps(to_mapping(report, created), indent=1, allow_nan=False)
+    (folder / JSON).write_text(text + "\n")
+
+    note = caveat(report.status, report.real_images)
+    advice = ""
+    if report.status == REJECTED:
+        note = "no model file was published"
+    elif report.latency:
+        advice = preference(report.latency, report.files)
+
     tried = [
         f"{axis} {', '.join(map(str, entry['tried']))}"
         for axis, entry in report.free.items()
     ]
+    shapes = f" Run with {' and '.join(tried)}, in this order." if tried else ""
     values = {
         "model": report.manifest["model"],
         "weights": report.manifest["source"]["weights_digest"],
         "status": report.status,
-        "caveat": "no model file was published"
-        if is_rejected
-        else caveat(report.status, report.real_images),
+        "caveat": note,
         "num_images": len(report.images),
-        "shapes": f" Run with {' and '.join(tried)}, in this order." if tried else "",
+        "shapes": shapes,
         "created": created,
         "warnings": report.manifest.get("warnings", []),
         "rows": _rows(report),
         "latency": report.latency,
-        "preference": preference(report.latency, report.files)
-        if report.latency and not is_rejected
-        else "",
+        "preference": advice,
     }
     (folder / MARKDOWN).write_text(render(MARKDOWN, values))
 
@@ -98,50 +153,37 @@ def preference(
 
     measured: as `latency.measure` returns it, with the reference; files: `files` of the manifest.
     """
-    p50_ms = {name: found["p50_ms"] for name, found in measured.items()}
-    fp32 = [name for name, file in files.items() if file["precision"] == "fp32"]
-    best, why = (
-        min(fp32, key=lambda name: p50_ms[name]),
-        "it is clearly the fastest fp32 file",
-    )
+    p50_ms = {name: figures["p50_ms"] for name, figures in measured.items()}
+    fp32 = [name for name in files if files[name]["precision"] == "fp32"]
+    best = min(fp32, key=p50_ms.__getitem__)
+    why = "it is clearly the fastest fp32 file"
     for name in fp32:
         if files[name]["format"] == "onnx" and p50_ms[best] > CLEARLY * p50_ms[name]:
-            best, why = (
-                name,
-                "the gates compared tensors inside this very graph, and no fp32 file is clearly faster",
-            )
-    text = f"Prefer {best}: {why}; {p50_ms[EAGER] / p50_ms[best]:.2f} times as fast as eager."
-    lower = [
-        name
-        for name in files
-        if name not in fp32 and p50_ms[name] <= CLEARLY * p50_ms[best]
-    ]
-    if lower:
-        name = min(lower, key=lambda name: p50_ms[name])
-        text += f" {name} takes {p50_ms[name] / p50_ms[best]:.2f} of its time, within the wider limits of its gates."
+            best = name
+            why = "the gates compared tensors inside this very graph, and no fp32 file is clearly faster"
+
+    gain = p50_ms[EAGER] / p50_ms[best]
+    text = f"Prefer {best}: {why}; {gain:.2f} times as fast as eager."
+
+    # The fastest of fp16 and int8, if one is clearly faster
+    lower = min(files.keys() - set(fp32), key=p50_ms.__getitem__, default=best)
+    share = p50_ms[lower] / p50_ms[best]
+    if share <= CLEARLY:
+        text += f" {lower} takes {share:.2f} of its time, within the wider limits of its gates."
     return text
 
 
 def table(report: ExportReport) -> Table:
     """Gates, sizes and latencies for the terminal."""
-    shown = Table(
-        "file",
-        "gate",
-        "verdict",
-        "finding",
-        title=f"Export in {report.folder}: {report.status}",
-    )
+    title = f"Export in {report.folder}: {report.status}"
+    shown = Table("file", "gate", "verdict", "finding", title=title)
     for row in _rows(report):
         shown.add_row(*row)
-    for name, found in report.latency.items():
-        size = (
-            f", {report.files[name]['bytes'] / 2**20:.1f} MiB"
-            if name in report.files
-            else ""
-        )
-        shown.add_row(
-            name, "latency", "", f"{found['p50_ms']:.1f} ms, 1 CPU thread{size}"
-        )
+    for name, figures in report.latency.items():
+        finding = f"{figures['p50_ms']:.1f} ms, 1 CPU thread"
+        if name in report.files:
+            finding += f", {report.files[name]['bytes'] / 2**20:.1f} MiB"
+        shown.add_row(name, "latency", "", finding)
     return shown
 
 
@@ -154,21 +196,19 @@ def write_triptychs(
     """Writes a PNG of each of the three worst images: image | reference mask | exported mask, differences marked."""
 
     def badness(entry: ImageComparison) -> tuple[float, ...]:
-        unexplained = entry.unexplained(report.sigma, FP32.margin_sigma or 0.0)
+        unexplained = entry.unexplained(report.sigma, FP32.margin_sigma)
         return unexplained, entry.margins.size, entry.relative(report.sigma)
 
-    palette = np.array(
-        [entry["color"] for entry in report.manifest["classes"]], dtype=np.uint8
-    )
-    for rank, entry in enumerate(
-        sorted(comparisons, key=badness, reverse=True)[:_WORST], start=1
-    ):
-        picture = triptych(images[entry.name], entry, palette)
-        stem = "".join(
+    colors = [entry["color"] for entry in report.manifest["classes"]]
+    worst = sorted(comparisons, key=badness, reverse=True)[:_WORST]
+    for rank, entry in enumerate(worst, start=1):
+        picture = triptych(images[entry.name], entry, np.array(colors, dtype=np.uint8))
+        letters = (
             letter if letter.isalnum() or letter in "-_." else "_"
             for letter in entry.name
         )
-        cv2.imwrite(str(folder / f"worst_{rank}_{stem}.png"), picture[..., ::-1])
+        path = folder / f"worst_{rank}_{''.join(letters)}.png"
+        cv2.imwrite(str(path), picture[..., ::-1])
 
 
 def triptych(image: Image, entry: ImageComparison, palette: NDArray[np.uint8]) -> Image:
@@ -180,9 +220,16 @@ def triptych(image: Image, entry: ImageComparison, palette: NDArray[np.uint8]) -
     return np.concatenate([image, colors[entry.reference_mask], exported], axis=1)
 
 
-def _rows(report: ExportReport) -> list[tuple[str, str, str, str]]:
-    return [
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f} %"
+
+
+def _rows(report: ExportReport) -> Sequence[tuple[str, str, str, str]]:
+    """File, gate, verdict and finding, for the report and the terminal."""
+    rows = [
         (name, gate.name, "passed" if gate.passed else "FAILED", gate.message)
         for name, gates in report.gates.items()
         for gate in gates
     ]
+    dropped = report.dropped.items()
+    return rows + [(name, "", "not published", reason) for name, reason in dropped]

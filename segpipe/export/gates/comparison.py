@@ -20,7 +20,7 @@ from segpipe.export.gates.limits import FP32, GateResult, Limits, Sigma
 from segpipe.export.graph.profiles import Answer, Image, Run, Runner
 
 if TYPE_CHECKING:
-    from segpipe.export.gates.check_set import Check
+    from segpipe.export.dataset import Check
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,25 @@ class ImageComparison:
     """One image through reference and file. `margins`: reference top-1 minus top-2 logit at the differing pixels."""
 
     name: str
-    is_real: bool
+    is_real: bool  # from the data set, or a degraded copy
     logits_difference: float  # largest; infinite when either side holds NaN or infinity
-    confidence_difference: (
-        int  # largest, in grey levels; 0 where the file has no confidence
-    )
     margins: NDArray[np.float32]
     reference_mask: NDArray[Any]
     mask: NDArray[Any]
+    # Number of cells by the difference of their confidence in levels; empty where the file has no confidence
+    confidence: NDArray[np.int64]
     normalised_difference: float = 0.0  # largest; infinite as above
-    confidence_mean: float = 0.0  # mean difference, in grey levels
-    is_copy: bool = False  # a degraded copy of a real image
+
+    def confidence_levels(self, share: float) -> int:
+        """Levels within which this share of the cells differs."""
+        needed = share * self.confidence.sum()
+        return int(np.searchsorted(np.cumsum(self.confidence), needed))
+
+    @property
+    def confidence_mean(self) -> float:
+        """Mean difference in levels."""
+        levels = np.arange(len(self.confidence))
+        return float(levels @ self.confidence / max(self.confidence.sum(), 1))
 
     @property
     def agreement(self) -> float:
@@ -47,23 +55,15 @@ class ImageComparison:
 
     def relative(self, sigma: Sigma) -> float:
         """Largest logit difference in sigma; infinite when sigma is 0 or not finite."""
-        scale = sigma.of(is_real=self.is_real or self.is_copy)
-        return (
-            self.logits_difference / scale
-            if scale > 0 and math.isfinite(scale)
-            else math.inf
-        )
+        scale = sigma.of(is_real=self.is_real)
+        if not (scale > 0 and math.isfinite(scale)):
+            return math.inf
+        return self.logits_difference / scale
 
     def unexplained(self, sigma: Sigma, margin_sigma: float) -> int:
         """Number of differing pixels whose reference was not within `margin_sigma` of a tie; NaN margins count."""
-        return int(
-            np.count_nonzero(
-                ~(
-                    self.margins
-                    <= margin_sigma * sigma.of(is_real=self.is_real or self.is_copy)
-                )
-            )
-        )
+        explained = self.margins <= margin_sigma * sigma.of(is_real=self.is_real)
+        return int(np.count_nonzero(~explained))
 
 
 @dataclass
@@ -141,20 +141,17 @@ def _compare_batch(
 ) -> None:
     images = [check.image for check in batch]
     try:
-        probed, shipped = (
-            _answers(candidate.probe, images),
-            _answers(candidate.shipped, images),
-        )
-        found = [
-            compare_answers(*entry)
-            for entry in zip(batch, expected, probed, shipped, strict=True)
+        probed = _answers(candidate.probe, images)
+        shipped = _answers(candidate.shipped, images)
+        candidate.comparisons += [
+            compare_answers(*answers)
+            for answers in zip(batch, expected, probed, shipped, strict=True)
         ]
     except (
         Exception
     ) as error:  # the libraries raise many types; a file that does not run is refused
-        candidate.broken = f"{type(error).__name__}: {error} (on {', '.join(check.name for check in batch)})"
-    else:
-        candidate.comparisons += found
+        names = ", ".join(check.name for check in batch)
+        candidate.broken = f"{type(error).__name__}: {error} (on {names})"
 
 
 def _answers(run: Run, images: Sequence[Image]) -> list[Answer]:
@@ -177,21 +174,18 @@ def compare_answers(
     # Reference logits at the differing pixels, (C, n), sorted over the classes.
     ranked = np.sort(expected.logits[:, expected.mask != shipped.mask], axis=0)
     margins = ranked[-1] - ranked[-2] if len(ranked) > 1 else ranked[-1]
-    levels = np.zeros(1)
+    confidence = np.zeros(0, dtype=np.int64)
     if expected.confidence is not None and shipped.confidence is not None:
-        levels = np.abs(
-            expected.confidence.astype(np.int16) - shipped.confidence.astype(np.int16)
-        )
+        levels = np.abs(expected.confidence.astype(np.int16) - shipped.confidence)
+        confidence = np.bincount(levels.ravel(), minlength=256)
     return ImageComparison(
         name=check.name,
-        is_real=check.is_real,
-        is_copy=check.is_copy,
+        is_real=check.is_scene,
         logits_difference=_difference(expected.logits, probe.logits),
-        confidence_difference=int(levels.max()),
-        confidence_mean=float(levels.mean()),
         margins=margins,
         reference_mask=expected.mask,
         mask=shipped.mask,
+        confidence=confidence,
         normalised_difference=_difference(expected.normalised, probe.normalised),
     )
 
@@ -230,96 +224,77 @@ def gate_logits(
     """
     worst = max(comparisons, key=lambda entry: entry.relative(sigma))
     relative, limit = worst.relative(sigma), limits.logits_sigma
-    is_finite = math.isfinite(relative)
+    failure = ""
+    if not math.isfinite(worst.logits_difference):
+        failure = f"are NaN or infinite (worst: {worst.name})"
+    elif not math.isfinite(relative):
+        failure = "of the trained network are constant, so there is nothing to compare"
+    elif not relative <= limit:
+        failure = f"differ by {relative:.2g} > {limit:g} sigma (worst: {worst.name})"
+    elif changed_tensors:
+        failure = f"come from other weights: {listed(changed_tensors, 3)} not as in the checkpoint"
     figures = {
-        "max_sigma": relative if is_finite else None,
-        "limit_sigma": limit,
+        "max_sigma": _number(relative),
+        "limit_sigma": _number(limit),
         "worst": worst.name,
     }
-    passed = is_finite and (limit is None or relative <= limit) and not changed_tensors
-    if passed:
-        message = f"largest difference {relative:.1e} sigma" + (
-            "" if limit is not None else ", not judged"
-        )
-    elif is_finite and limit is not None and relative > limit:
-        message = f"G2 logits differ by {relative:.2g} > {limit:g} sigma (worst: {worst.name})"
-    elif is_finite:
-        message = f"G2 logits come from other weights: {listed(changed_tensors, 3)} not as in the checkpoint"
-    elif math.isfinite(worst.logits_difference):
-        message = "G2 logits of the trained network are constant, so there is nothing to compare"
-    else:
-        message = f"G2 logits are NaN or infinite (worst: {worst.name})"
-    return GateResult("G2", passed, figures, message)
+    message = f"largest difference {relative:.1e} sigma"
+    if math.isinf(limit):
+        message += ", not judged"
+    if failure:
+        message = f"G2 logits {failure}"
+    return GateResult("G2", not failure, figures, message)
 
 
 def gate_mask(
     comparisons: Sequence[ImageComparison], sigma: Sigma, limits: Limits = FP32
 ) -> GateResult:
     """G3: masks agree except where the reference itself is close to a tie, and confidence agrees to a level."""
+    scenes = [entry for entry in comparisons if entry.is_real] or comparisons
     if not limits.made_images:
-        comparisons = [
-            entry for entry in comparisons if entry.is_real or entry.is_copy
-        ] or comparisons
-    margin = limits.margin_sigma if limits.margin_sigma is not None else math.inf
-    levels_limit = (
-        limits.confidence_levels if limits.confidence_levels is not None else math.inf
-    )
-    image_limit = limits.image_agreement or 0.0
-    worst = max(
-        comparisons,
-        key=lambda entry: (entry.unexplained(sigma, margin), entry.margins.size),
-    )
+        comparisons = scenes
+
+    def unexplained(entry: ImageComparison) -> int:
+        return entry.unexplained(sigma, limits.margin_sigma)
+
+    worst = max(comparisons, key=lambda entry: (unexplained(entry), entry.margins.size))
     pixels = sum(entry.mask.size for entry in comparisons)
     differing = sum(entry.margins.size for entry in comparisons)
     agreement = 1.0 - differing / pixels
     lowest = min(entry.agreement for entry in comparisons)
-    unexplained = sum(entry.unexplained(sigma, margin) for entry in comparisons)
-    levels = max(entry.confidence_difference for entry in comparisons)
-    real = [
-        entry for entry in comparisons if entry.is_real or entry.is_copy
-    ] or comparisons
-    mean_level = sum(entry.confidence_mean for entry in real) / len(real)
-    mean_limit = (
-        limits.confidence_mean if limits.confidence_mean is not None else math.inf
-    )
+    share = limits.confidence_share
+    levels = max(entry.confidence_levels(share) for entry in comparisons)
+    mean_level = sum(entry.confidence_mean for entry in scenes) / len(scenes)
     figures = {
         "agreement": agreement,
         "worst_image_agreement": lowest,
-        "unexplained_pixels": unexplained,
+        "unexplained_pixels": sum(map(unexplained, comparisons)),
         "confidence_levels": levels,
+        "confidence_share": share,
         "confidence_mean": mean_level,
         "worst": worst.name,
         "images": len(comparisons),
     }
-    where = (
-        f"(worst: {worst.name}, {worst.unexplained(sigma, margin)} unexplained pixels)"
-    )
-    failures = []
-    if agreement < limits.agreement:
-        failures.append(
-            f"mask agreement {_percent(agreement, limits.agreement)} {where}"
-        )
-    if lowest < image_limit:
-        failures.append(f"mask agreement {_percent(lowest, image_limit)} {where}")
-    if unexplained:
-        failures.append(
-            f"mask differs where the reference is more than {margin:g} sigma from a tie {where}"
-        )
-    if levels > levels_limit:
-        failures.append(f"confidence differs by {levels} > {levels_limit} levels")
-    if not mean_level <= mean_limit:
-        failures.append(
-            f"confidence differs by {mean_level:.1f} > {mean_limit:g} levels on average"
-        )
-    tie = ", each near a tie" if limits.margin_sigma is not None else ""
-    equal = (
-        f"{differing} of {pixels} pixels differ{tie}"
-        if differing
-        else "all pixels equal"
-    )
-    return GateResult(
-        "G3", not failures, figures, f"G3 {failures[0]}" if failures else equal
-    )
+    where = f"(worst: {worst.name}, {unexplained(worst)} unexplained pixels)"
+    failure = ""
+    if not agreement >= limits.agreement:
+        failure = f"mask agreement {_percent(agreement, limits.agreement)} {where}"
+    elif not lowest >= limits.image_agreement:
+        failure = f"mask agreement {_percent(lowest, limits.image_agreement)} {where}"
+    elif figures["unexplained_pixels"]:
+        failure = f"mask differs where the reference is more than {limits.margin_sigma:g} sigma from a tie {where}"
+    elif not levels <= limits.confidence_levels:
+        failure = f"confidence differs by {levels} > {limits.confidence_levels} levels at more than {1 - share:.1%}"
+    elif not mean_level <= limits.confidence_mean:
+        failure = f"confidence differs by {mean_level:.1f} > {limits.confidence_mean:g} levels on average"
+    message = "all pixels equal"
+    if differing:
+        message = f"{differing} of {pixels} pixels differ"
+    if differing and math.isfinite(limits.margin_sigma):
+        message += ", each near a tie"
+    if failure:
+        message = f"G3 {failure}"
+    return GateResult("G3", not failure, figures, message)
 
 
 def gate_preprocessing(
@@ -327,18 +302,22 @@ def gate_preprocessing(
 ) -> GateResult:
     """G4: the normalised image inside the graph is the one that training makes of the decoded image."""
     worst = max(comparisons, key=lambda entry: entry.normalised_difference)
-    found = worst.normalised_difference
+    difference, limit = worst.normalised_difference, limits.normalised
+    passed = difference <= limit
     figures = {
-        "max_difference": found if math.isfinite(found) else None,
-        "limit": limits.normalised,
+        "max_difference": _number(difference),
+        "limit": limit,
         "worst": worst.name,
     }
-    passed = found <= limits.normalised
-    if passed:
-        message = f"largest difference of the normalised image {found:.1e}"
-    else:
-        message = f"G4 preprocessing differs by {found:.2g} > {limits.normalised:.2g} (worst: {worst.name})"
+    message = f"largest difference of the normalised image {difference:.1e}"
+    if not passed:
+        message = f"G4 preprocessing differs by {difference:.2g} > {limit:.2g} (worst: {worst.name})"
     return GateResult("G4", passed, figures, message)
+
+
+def _number(value: float) -> float | None:
+    """For JSON, which has no infinity."""
+    return value if math.isfinite(value) else None
 
 
 def _percent(share: float, limit: float) -> str:

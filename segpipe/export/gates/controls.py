@@ -25,19 +25,14 @@ from segpipe.export.graph.network import DeployModel, run_eager
 from segpipe.models.preprocess import Preprocess
 
 if TYPE_CHECKING:
-    from segpipe.export.gates.check_set import Check
+    from segpipe.export.dataset import Check
     from segpipe.export.graph.profiles import Answer, Run
 
 Change = Callable[[Tensor], Tensor]
 _MAX_CHECKS = 3  # check images on which a control is tried
 # Smallest effect of a control that the gates must notice: ten times G2's limit, in standard deviations of the logits.
 _EFFECT = 1e-2
-_NOISE = (
-    1,
-    3,
-    96,
-    96,
-)  # shape of the image on which the influence of weights is measured
+_NOISE = (1, 3, 96, 96)  # image on which the influence of weights is measured
 
 
 class _Changed(nn.Module):
@@ -88,13 +83,15 @@ def _most_influential(network: nn.Module) -> Tensor:
     weights = convolutions or list(network.parameters())
     image = torch.randn(_NOISE, generator=torch.Generator().manual_seed(0))
     logits = network(image)
-    moved = []
-    for weight in weights:
+
+    def influence(weight: Tensor) -> float:
         kept = weight.clone()
         weight.mul_(1.01)
-        moved.append(float((network(image) - logits).abs().max()))
+        moved = float((network(image) - logits).abs().max())
         weight.copy_(kept)
-    return weights[max(range(len(weights)), key=moved.__getitem__)]
+        return moved
+
+    return max(weights, key=influence)
 
 
 def _classes_permuted(model: DeployModel) -> None:
@@ -146,39 +143,37 @@ def gate_power(
     Controls run in eager mode in the profile robot, image by image until a gate refuses. The figures list the `unseen`
     ones, for which the gates are blind, those `without_effect` on this network, and those that it cannot have.
     """
-    refused_by: dict[str, str] = {}
-    impossible = [
-        name for name in CONTROLS if name in _POSSIBLE and not _POSSIBLE[name](model)
+    possible = [
+        name for name in CONTROLS if name not in _POSSIBLE or _POSSIBLE[name](model)
     ]
-    effects = dict.fromkeys([name for name in CONTROLS if name not in impossible], 0.0)
+    refused_by: dict[str, str] = {}
+    effects = dict.fromkeys(possible, 0.0)
     for check in _chosen(checks):
         expected = reference(check.image)
-        for name in [name for name in effects if name not in refused_by]:
+        for name in possible:
+            if name in refused_by:
+                continue
             answer = run_eager(_faulty(model, name))(check.image)
             effects[name] = max(effects[name], _effect(expected, answer))
             if refusing := _refusing(answer, expected, check, sigma):
                 refused_by[name] = ", ".join(refusing)
-    unseen = [
-        name
-        for name, effect in effects.items()
-        if name not in refused_by and effect > _EFFECT
-    ]
-    without = [
-        name
-        for name, effect in effects.items()
-        if name not in refused_by and effect <= _EFFECT
-    ]
-    message = f"all {len(effects)} negative controls are refused"
+
+    passing = [name for name in possible if name not in refused_by]
+    unseen = [name for name in passing if effects[name] > _EFFECT]
+    without_effect = [name for name in passing if effects[name] <= _EFFECT]
+    impossible = [name for name in CONTROLS if name not in possible]
+
+    message = f"all {len(possible)} negative controls are refused"
     if impossible:
         message += f"; {', '.join(impossible)} is no fault of this network"
-    if without:
-        message = f"the network is too flat to show {', '.join(without)}; the other controls are refused"
+    if without_effect:
+        message = f"the network is too flat to show {', '.join(without_effect)}; the other controls are refused"
     if unseen:
         message = f"G6 power: negative controls pass: {', '.join(unseen)}, so the gates are inconclusive"
     figures = {
         "refused_by": refused_by,
         "unseen": unseen,
-        "without_effect": without,
+        "without_effect": without_effect,
         "impossible": impossible,
     }
     return GateResult("G6", not unseen, figures, message)
@@ -186,28 +181,26 @@ def gate_power(
 
 def _effect(expected: Answer, answer: Answer) -> float:
     """Largest change of a logit in standard deviations, or of a normalised pixel. Measured without the gates' code."""
-    assert expected.logits is not None
-    assert answer.logits is not None
-    assert expected.normalised is not None
-    assert answer.normalised is not None
-    spread = float(expected.logits.std())
-    moved = (
-        float(np.abs(answer.logits - expected.logits).max()) / spread
-        if spread > 0
-        else 0.0
+    logits, normalised = (
+        np.abs(np.subtract(getattr(answer, name), getattr(expected, name))).max()
+        for name in ("logits", "normalised")
     )
-    return max(moved, float(np.abs(answer.normalised - expected.normalised).max()))
+    spread = np.std(np.asarray(expected.logits))
+    return float(max(logits / spread if spread > 0 else 0.0, normalised))
 
 
 def _chosen(checks: Sequence[Check]) -> list[Check]:
     """Real images first, then structured ones: constants reveal little."""
     rank = {"noise": 1, "checkerboard": 2}
-    return sorted(
-        checks, key=lambda check: 0 if check.is_real else rank.get(check.name, 3)
-    )[:_MAX_CHECKS]
+
+    def place(check: Check) -> int:
+        return 0 if check.is_real else rank.get(check.name, 3)
+
+    return sorted(checks, key=place)[:_MAX_CHECKS]
 
 
 def _faulty(model: DeployModel, name: str) -> DeployModel:
+    """A copy of the model, in the profile robot, with the fault."""
     faulty = copy.deepcopy(model.as_robot())
     CONTROLS[name](faulty)
     return faulty
@@ -217,10 +210,10 @@ def _refusing(
     answer: Answer, expected: Answer, check: Check, sigma: Sigma
 ) -> list[str]:
     """Gates that refuse the answer of a faulty network on this image."""
-    found = [compare_answers(check, expected, answer, answer)]
+    comparisons = [compare_answers(check, expected, answer, answer)]
     gates = (
-        gate_logits(found, sigma),
-        gate_mask(found, sigma),
-        gate_preprocessing(found),
+        gate_logits(comparisons, sigma),
+        gate_mask(comparisons, sigma),
+        gate_preprocessing(comparisons),
     )
     return [result.gate for result in gates if not result.passed]

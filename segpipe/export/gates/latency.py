@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 
@@ -22,24 +23,24 @@ def measure(runs: Mapping[str, Run], image: Image) -> dict[str, dict[str, float 
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     spent: dict[str, list[float]] = {name: [] for name in runs}
-    begin, rounds = time.perf_counter(), 0
-    while rounds < _WARMUP + _MIN_RUNS or (
-        rounds < _WARMUP + _MAX_RUNS
-        and time.perf_counter() - begin < SECONDS * len(runs)
-    ):
+    begin = time.perf_counter()
+    for rounds in range(_WARMUP + _MAX_RUNS):
+        is_late = time.perf_counter() - begin >= SECONDS * len(runs)
+        if is_late and rounds >= _WARMUP + _MIN_RUNS:
+            break
         for name, run in runs.items():
             start, start_cpu = time.perf_counter(), time.process_time()
             run(image)
             spent[name].append((time.process_time() - start_cpu) * 1e3)
             times[name].append((time.perf_counter() - start) * 1e3)
-        rounds += 1
-    return {
-        name: {
-            **percentiles(np.array(found[_WARMUP:])),
+
+    figures: dict[str, dict[str, float | int]] = {}
+    for name in runs:
+        figures[name] = {
+            **percentiles(np.array(times[name][_WARMUP:])),
             "cpu_ms": round(min(spent[name][_WARMUP:]), 3),
         }
-        for name, found in times.items()
-    }
+    return figures
 
 
 def gate_latency(
@@ -55,23 +56,19 @@ def gate_latency(
     other processes hardly move. The figures are the limits only, so that equal exports have equal reports except for
     `latency`.
     """
-    share = limits.relative_latency if fp32 is not None else None
-    figures = {"budget_ms": budget_ms, "share_of_fp32": share}
+    # Without an fp32 file there is nothing to be faster than.
+    share = limits.relative_latency if fp32 is not None else math.inf
+    part = measured["cpu_ms"] / max(fp32["cpu_ms"], 1e-3) if fp32 is not None else 0.0
+    failure = ""
     if 0 < budget_ms < measured["p50_ms"]:
-        message = f"latency p50 {measured['p50_ms']:.1f} ms > {budget_ms:g} ms of export.latency_budget_ms, 1 thread"
-    elif (
-        share is not None
-        and fp32 is not None
-        and measured["cpu_ms"] > share * fp32["cpu_ms"]
-    ):
-        part = measured["cpu_ms"] / fp32["cpu_ms"]
-        message = f"processor time is {part:.2f} > {share:g} of the fp32 file's, so the file is no gain"
-    else:
-        limit = f"within {budget_ms:g} ms" if budget_ms else "no budget"
-        return GateResult(
-            "latency",
-            True,
-            figures,
-            limit + (f", at most {share:g} of fp32" if share else ""),
-        )
-    return GateResult("latency", False, figures, message)
+        failure = f"latency p50 {measured['p50_ms']:.1f} ms > {budget_ms:g} ms of export.latency_budget_ms, 1 thread"
+    elif not part <= share:
+        failure = f"processor time is {part:.2f} > {share:g} of the fp32 file's, so the file is no gain"
+    message = f"within {budget_ms:g} ms" if budget_ms else "no budget"
+    if math.isfinite(share):
+        message += f", at most {share:g} of fp32"
+    figures = {
+        "budget_ms": budget_ms,
+        "share_of_fp32": share if math.isfinite(share) else None,
+    }
+    return GateResult("latency", not failure, figures, failure or message)

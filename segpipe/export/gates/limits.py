@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from segpipe.errors import ExportMismatch, IntegrityError, LatencyError, QualityError
+from segpipe.runtime.artifact import CONFIDENCE_SHARE
+
 MAX_CLASSES = 255  # ids 0..254: 255 in a mask means no answer
+# Gates by id, in the order in which a failure decides the error: title and error.
+GATES: dict[str, tuple[str, type[ExportMismatch]]] = {
+    "G1": ("G1 integrity", IntegrityError),
+    "G2": ("G2 logits", ExportMismatch),
+    "G3": ("G3 mask", ExportMismatch),
+    "G4": ("G4 preprocessing", ExportMismatch),
+    "G6": ("G6 power", ExportMismatch),
+    "G5": ("G5 quality", QualityError),
+    "latency": ("latency", LatencyError),
+}
 
 
 @dataclass(frozen=True)
@@ -28,38 +42,34 @@ class Sigma:
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a file may be from the reference. None: measured, not judged."""
+    """How far a file may be from the reference. An infinite limit: measured, not judged."""
 
-    logits_sigma: float | None = 1e-3  # largest difference of a logit
+    logits_sigma: float = 1e-3  # largest difference of a logit
     agreement: float = 0.9999  # equal pixels over the whole check set
-    image_agreement: float | None = 0.999  # equal pixels of each image
-    margin_sigma: float | None = (
-        2e-3  # a pixel may differ where the reference's top two classes are this close
-    )
-    confidence_levels: int | None = 1  # largest difference; of fp32, rounding
-    confidence_mean: float | None = (
-        None  # mean difference on real images and their copies, in levels
-    )
+    image_agreement: float = 0.999  # equal pixels of each image
+    # A pixel may differ where the reference's top two classes are this close.
+    margin_sigma: float = 2e-3
+    confidence_levels: float = 1  # difference within which `confidence_share` lie
+    confidence_share: float = CONFIDENCE_SHARE["fp32"]  # of the cells of each image
+    confidence_mean: float = math.inf  # mean difference on real images and copies
     normalised: float = 1e-5  # largest difference of the normalised image
-    miou_points: float = (
-        0.01  # fall of mIoU in points of 100; with `both_ways` also a rise
-    )
-    class_points: float | None = 0.05  # the same for each class
-    calibration_points: float | None = (
-        None  # growth of the expected calibration error in points of 100
-    )
-    critical_points: float | None = None  # fall of a class of export.critical_classes
+    # Fall of mIoU, and of each class, in points of 100; with `both_ways` also a rise
+    miou_points: float = 0.01
+    class_points: float = 0.05
+    critical_points: float = math.inf  # fall of a class of export.critical_classes
+    calibration_points: float = math.inf  # growth of the expected calibration error
     both_ways: bool = True
-    made_images: bool = True  # whether masks of generated images are judged, on which a network may say anything
-    relative_latency: float | None = None  # processor time over that of the fp32 file
+    # Whether masks of generated images are judged, on which a network may say anything
+    made_images: bool = True
+    relative_latency: float = math.inf  # processor time over that of the fp32 file
 
 
 FP32 = Limits()
 _REDUCED = Limits(
-    image_agreement=None,
-    margin_sigma=None,
-    confidence_levels=None,
-    class_points=None,
+    image_agreement=0.0,
+    margin_sigma=math.inf,
+    confidence_levels=math.inf,
+    class_points=math.inf,
     both_ways=False,
     made_images=False,
 )
@@ -71,34 +81,27 @@ LIMITS = {
         agreement=0.995,
         margin_sigma=6e-2,
         confidence_levels=2,
+        confidence_share=CONFIDENCE_SHARE["fp16"],
         miou_points=0.1,
         calibration_points=1.0,
     ),
     "int8": replace(
         _REDUCED,
-        logits_sigma=None,
+        logits_sigma=math.inf,
         agreement=0.97,
+        confidence_share=CONFIDENCE_SHARE["int8"],
         confidence_mean=8.0,
         miou_points=1.0,
-        calibration_points=5.0,
         critical_points=2.0,
+        calibration_points=5.0,
         relative_latency=0.9,
     ),
-}
-TITLES = {
-    "G1": "G1 integrity",
-    "G2": "G2 logits",
-    "G3": "G3 mask",
-    "G4": "G4 preprocessing",
-    "G5": "G5 quality",
-    "G6": "G6 power",
-    "latency": "latency",
 }
 
 
 @dataclass(frozen=True)
 class GateResult:
-    """Verdict of a gate, a key of TITLES. `message` is one line: the finding, and the limit when it failed."""
+    """Verdict of a gate, a key of GATES. `message` is one line: the finding, and the limit when it failed."""
 
     gate: str
     passed: bool
@@ -109,14 +112,13 @@ class GateResult:
     @property
     def name(self) -> str:
         """Name in reports, such as `G2 logits, 32x144`."""
-        return f"{TITLES[self.gate]}, {self.shape}" if self.shape else TITLES[self.gate]
+        title, _ = GATES[self.gate]
+        return f"{title}, {self.shape}" if self.shape else title
 
 
 def gate_integrity(problems: Sequence[str]) -> GateResult:
     """G1: the file is whole, alone, loadable, and what the manifest says."""
-    message = (
-        f"G1 integrity: {'; '.join(problems)}"
-        if problems
-        else "checker, loader and manifest agree"
-    )
+    message = "checker, loader and manifest agree"
+    if problems:
+        message = f"G1 integrity: {'; '.join(problems)}"
     return GateResult("G1", not problems, {"problems": list(problems)}, message)

@@ -1,19 +1,174 @@
-"""G5: a file segments the labelled validation images as well as the trained network does."""
+"""G5: a file segments the labelled images as well as the trained network, and its confidence is as accurate.
+
+Temperature scaling makes the confidence, softmax of logits / temperature, as accurate as it claims to be.
+Source: Guo et al., On Calibration of Modern Neural Networks, arXiv:1706.04599.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import brentq
+from scipy.special import softmax
 
 from segpipe import IGNORE_INDEX
+from segpipe.errors import DataError
 from segpipe.export.gates.limits import FP32, GateResult, Limits
-from segpipe.export.gates.temperature import BINS, at_centers, error_of, in_bins
 from segpipe.export.graph.profiles import Answer, Image, Run
+from segpipe.keys import generator, sample_key
 from segpipe.train.metrics import confusion, iou_per_class, miou
+
+if TYPE_CHECKING:
+    from segpipe.train.checkpoint import TrainedNetwork
+
+PIXELS = 2048  # per image, so that a large data set fits into memory
+BINS = 15
+LOWEST, HIGHEST = 0.02, 50.0  # temperature
+_EXACT = 1e-9  # relative error of the fit
+
+Logits = NDArray[np.float32]
+Target = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The fitted temperature, and the expected calibration error (0 to 1) at temperature 1 and at the fitted one."""
+
+    temperature: float
+    ece_before: float
+    ece_after: float
+    images: int
+
+
+def calibration_entry(
+    trained: TrainedNetwork, labelled: Iterable[tuple[Image, Target]] | None
+) -> dict[str, Any]:
+    """`calibration` of the manifest; without labels, temperature 1. Call it inside `one_thread`."""
+    if labelled is None:
+        return {"method": "none", "temperature": 1.0}
+    fitted = fit_temperature(_logits(trained, labelled), ignore_index=IGNORE_INDEX)
+    return {"method": "temperature", **asdict(fitted)}
+
+
+def fit_temperature(
+    logits_and_targets: Iterable[tuple[Logits, Target]], *, ignore_index: int
+) -> Calibration:
+    """Temperature in 0.02..50 with the least negative log-likelihood of the targets.
+
+    Shapes: logits float32 (C, h, w) at the output stride, where the exported file computes its confidence; target
+    uint8 (H, W), read at the pixel in the center of each cell. At most 2048 labelled pixels per image are used, drawn
+    by the index of the image only. Raises DataError when no pixel is labelled, a target is no class, or logits are not
+    finite.
+    """
+    scores: list[NDArray[np.float64]] = []
+    labels: list[NDArray[np.int64]] = []
+    for index, (logits, target) in enumerate(logits_and_targets):
+        score, label = _pixels(index, logits, target, ignore_index)
+        scores.append(score)
+        labels.append(label)
+    if not sum(map(len, labels)):
+        raise DataError(
+            f"{len(labels)} images have no labelled pixel, but the confidence is calibrated on labels. Choose a "
+            "data.split with labels."
+        )
+    score, label = np.concatenate(scores), np.concatenate(labels)
+    temperature = _most_likely(score, label)
+    return Calibration(
+        temperature=temperature,
+        ece_before=calibration_error(score, label),
+        ece_after=calibration_error(score / temperature, label),
+        images=len(labels),
+    )
+
+
+def calibration_error(score: NDArray[np.float64], label: NDArray[np.int64]) -> float:
+    """Expected calibration error of the largest softmax probability. Shapes: logits float64 (n, C), label (n,)."""
+    is_right = score.argmax(1) == label
+    return error_of(in_bins(softmax(score, axis=1).max(1), is_right))
+
+
+def in_bins(
+    confidence: NDArray[np.float64], right: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """By 15 equal bins of confidence, float64 (3, 15): pixels, the sum of their confidence, and how many are right."""
+    bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
+    weights = (np.ones(len(bins)), confidence, right.astype(np.float64))
+    return np.array([np.bincount(bins, weight, BINS) for weight in weights])
+
+
+def error_of(bins: NDArray[np.float64]) -> float:
+    """Mean distance between confidence and accuracy over the bins of `in_bins`, 0 to 1; 0 without a pixel."""
+    pixels, confidence, right = bins
+    return float(np.abs(confidence - right).sum() / max(pixels.sum(), 1))
+
+
+def at_centers(pixels: NDArray[Any], cells: Sequence[int]) -> NDArray[Any]:
+    """The pixel in the center of each of (h, w) `cells`: (H, W) -> (h, w)."""
+    (height, width), (rows, columns) = pixels.shape, cells
+    row = (2 * np.arange(rows) + 1) * height // (2 * rows)
+    column = (2 * np.arange(columns) + 1) * width // (2 * columns)
+    return pixels[np.ix_(row, column)]
+
+
+def _logits(
+    trained: TrainedNetwork, labelled: Iterable[tuple[Image, Target]]
+) -> Iterator[tuple[Logits, Target]]:
+    """Logits of the trained network in fp32, with the target, image by image."""
+    device = next(trained.model.parameters()).device
+    for image, target in labelled:
+        batch = torch.from_numpy(image.copy())[None].to(device)
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            logits = trained.model(trained.preprocess(batch))
+        yield logits[0].float().cpu().numpy(), target
+
+
+def _pixels(
+    index: int, logits: Logits, target: Target, ignore_index: int
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Logits (n, C) and classes (n,) of the labelled pixels of an image."""
+    classes, height, width = logits.shape
+    label = at_centers(target, (height, width)).astype(np.int64).ravel()
+
+    # Drawn by the place of the image alone, so that the same images give the same temperature
+    place = np.flatnonzero(label != ignore_index)
+    if len(place) > PIXELS:
+        random = generator(sample_key(0, 0, index, "calibration"))
+        place = np.sort(random.choice(place, PIXELS, replace=False))
+    label = label[place]
+    score = logits.reshape(classes, -1)[:, place].T.astype(np.float64)
+
+    if label.max(initial=0) >= classes:
+        raise DataError(
+            f"target {index} has class {label.max()}, but the logits have {classes} classes."
+        )
+    if not np.isfinite(score).all():
+        raise DataError(
+            f"logits of image {index} are NaN or infinite; no temperature can be fitted."
+        )
+    return score, label
+
+
+def _most_likely(score: NDArray[np.float64], label: NDArray[np.int64]) -> float:
+    """The zero of the loss's slope in 1 / temperature, in which the loss is convex; an end of the scale without one."""
+    own = score[np.arange(len(label)), label].mean()
+
+    def slope(temperature: float) -> float:
+        share = softmax(score / temperature, axis=1)
+        return float((share * score).sum(1).mean() - own)
+
+    if slope(1.0) == 0:
+        return 1.0
+    if slope(LOWEST) <= 0:
+        return LOWEST
+    if slope(HIGHEST) >= 0:
+        return HIGHEST
+    return float(brentq(slope, LOWEST, HIGHEST, xtol=LOWEST * _EXACT, rtol=_EXACT))
 
 
 @dataclass
@@ -23,9 +178,8 @@ class Score:
     counts: torch.Tensor
     images: int = 0
     invalid_pixels: int = 0
-    bins: NDArray[np.float64] = field(
-        default_factory=lambda: np.zeros((3, BINS))
-    )  # of pixels in the centers of cells
+    # Of pixels in the centers of cells
+    bins: NDArray[np.float64] = field(default_factory=lambda: np.zeros((3, BINS)))
 
     @property
     def calibration_error(self) -> float:
@@ -34,8 +188,8 @@ class Score:
 
     def add(self, answer: Answer, target: NDArray[np.uint8]) -> None:
         """Adds one image; a pixel with an invalid id counts as class 0."""
-        mask = answer.mask
         num_classes = len(self.counts)
+        mask = answer.mask
         invalid = (mask < 0) | (mask >= num_classes)
         self.invalid_pixels += int(np.count_nonzero(invalid))
         pred = np.where(invalid, 0, mask).astype(np.uint8)
@@ -43,14 +197,14 @@ class Score:
             torch.from_numpy(pred), torch.from_numpy(target.copy()), num_classes
         )
         self.images += 1
+
+        # Accuracy of the confidence
         if answer.confidence is not None:
-            found, label = (
-                at_centers(each, answer.confidence.shape) for each in (mask, target)
-            )
+            cells = answer.confidence.shape
+            label = at_centers(target, cells)
+            is_right = at_centers(mask, cells) == label
             kept = label != IGNORE_INDEX
-            self.bins += in_bins(
-                answer.confidence[kept] / 255.0, (found == label)[kept]
-            )
+            self.bins += in_bins(answer.confidence[kept] / 255.0, is_right[kept])
 
 
 def scores(
@@ -91,12 +245,20 @@ def gate_quality(
     if not moves:
         message = f"G5 quality: no labelled pixel in {reference.images} images; choose another data.split"
         return GateResult("G5", False, {"images": reference.images}, message)
+
     before, now = 100 * miou(reference.counts), 100 * miou(found.counts)
+    growth = 100 * (found.calibration_error - reference.calibration_error)
 
     def size(move: float) -> float:
         return abs(move) if limits.both_ways else -move
 
     worst = max(moves, key=lambda name: size(moves[name]))
+    falling = [
+        name
+        for name in critical
+        if name in moves and not size(moves[name]) <= limits.critical_points
+    ]
+    unlabelled = [name for name in critical if name not in moves]
     figures = {
         "miou_reference": before,
         "miou": now,
@@ -107,57 +269,24 @@ def gate_quality(
         "calibration_error": found.calibration_error,
         "images": reference.images,
     }
-    failures = []
+
+    failure = ""
     if found.invalid_pixels:
-        failures.append(f"{found.invalid_pixels} pixels have an id that is no class")
-    if not size(now - before) <= limits.miou_points:
-        failures.append(
-            f"mIoU {before:.3f} -> {now:.3f} % moves by {now - before:+.3f} points, limit {limits.miou_points:g}"
-        )
-    if (
-        limits.class_points is not None
-        and not size(moves[worst]) <= limits.class_points
-    ):
-        failures.append(
-            f"IoU of {worst} moves by {moves[worst]:+.3f} points, limit {limits.class_points}"
-        )
-    growth = 100 * (found.calibration_error - reference.calibration_error)
-    if (
-        limits.calibration_points is not None
-        and not growth <= limits.calibration_points
-    ):
-        failures.append(
-            f"calibration error grows by {growth:.1f} points, limit {limits.calibration_points:g}"
-        )
-    if limits.critical_points is not None:
-        falling = [
-            name
-            for name in critical
-            if name in moves and not size(moves[name]) <= limits.critical_points
-        ]
-        failures += _critical_failures(
-            critical, falling, moves, reference.images, limits
-        )
-    message = f"mIoU {before:.2f} % moves by {now - before:+.4f} points on {reference.images} images"
-    return GateResult(
-        "G5",
-        not failures,
-        figures,
-        f"G5 quality: {failures[0]}" if failures else message,
-    )
-
-
-def _critical_failures(
-    critical: Sequence[str],
-    falling: Sequence[str],
-    moves: Mapping[str, float],
-    images: int,
-    limits: Limits,
-) -> Iterator[str]:
-    if falling:
-        yield f"IoU of critical class {', '.join(falling)} falls by more than {limits.critical_points} points"
-    if unlabelled := [name for name in critical if name not in moves]:
-        yield (
-            f"critical class {unlabelled[0]} has no pixel in the {images} labelled images; raise "
+        failure = f"{found.invalid_pixels} pixels have an id that is no class"
+    elif not size(now - before) <= limits.miou_points:
+        failure = f"mIoU {before:.3f} -> {now:.3f} % moves by {now - before:+.3f} points, limit {limits.miou_points:g}"
+    elif not size(moves[worst]) <= limits.class_points:
+        failure = f"IoU of {worst} moves by {moves[worst]:+.3f} points, limit {limits.class_points}"
+    elif not growth <= limits.calibration_points:
+        failure = f"calibration error grows by {growth:.1f} points, limit {limits.calibration_points:g}"
+    elif falling:
+        failure = f"IoU of critical class {', '.join(falling)} falls by more than {limits.critical_points} points"
+    elif unlabelled and math.isfinite(limits.critical_points):
+        failure = (
+            f"critical class {unlabelled[0]} has no pixel in the {reference.images} labelled images; raise "
             "export.quality_images, or take it out of export.critical_classes"
         )
+    message = f"mIoU {before:.2f} % moves by {now - before:+.4f} points on {reference.images} images"
+    if failure:
+        message = f"G5 quality: {failure}"
+    return GateResult("G5", not failure, figures, message)

@@ -73,7 +73,7 @@ def write_probe(shipped: Path, probe: Path) -> None:
 
     Raises ValueError when the graph has no tensor of that name.
     """
-    model = onnx.load(shipped)
+    model = onnx.load(shipped, load_external_data=False)
     inside = {name for node in model.graph.node for name in node.output}
     for name in PROBES:
         if name not in inside:
@@ -133,15 +133,14 @@ def problems_of_onnx(path: Path, manifest: Manifest) -> list[str]:
         found.append(
             f"IR version = {model.ir_version}, but {IR_VERSION} was needed: older readers refuse a later one"
         )
-    if any(
-        tensor.data_location == onnx.TensorProto.EXTERNAL
-        for tensor in model.graph.initializer
-    ):
+    tensors = model.graph.initializer
+    if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in tensors):
         found.append("weights are stored outside the file")
-    if {entry.key: entry.value for entry in model.metadata_props} != {
-        MANIFEST_KEY: manifest_text(manifest)
-    }:
+    notes = {entry.key: entry.value for entry in model.metadata_props}
+    if notes != {MANIFEST_KEY: manifest_text(manifest)}:
         found.append("metadata_props do not hold the manifest")
+    if found:
+        return found
     session = open_session(path)
     for kind, entries in (
         ("inputs", session.get_inputs()),
@@ -184,7 +183,7 @@ def _drop_debug_info(model: onnx.ModelProto) -> None:
     """Removes the exporter's stack traces: they hold paths of this machine and outweigh small graphs."""
     graph = model.graph
     del model.metadata_props[:], graph.metadata_props[:]
-    graph.doc_string = ""
+    graph.ClearField("doc_string")
     for entry in (
         *graph.node,
         *graph.initializer,
@@ -193,4 +192,4 @@ def _drop_debug_info(model: onnx.ModelProto) -> None:
         *graph.output,
     ):
         del entry.metadata_props[:]
-        entry.doc_string = ""
+        entry.ClearField("doc_string")

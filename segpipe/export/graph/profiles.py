@@ -103,10 +103,12 @@ class Profile:
     @property
     def free_axes(self) -> dict[int, str]:
         """Free axes of the input: index -> name."""
-        row = 2 if self.planar else 1
-        return {"none": {}, "batch": {0: BATCH}, "hw": {row: HEIGHT, row + 1: WIDTH}}[
-            self.dynamic
-        ]
+        if self.dynamic == "batch":
+            return {0: BATCH}
+        if self.dynamic == "hw":
+            row = 2 if self.planar else 1
+            return {row: HEIGHT, row + 1: WIDTH}
+        return {}
 
     def dynamic_shapes(self, manifest: Manifest) -> tuple[dict[int, Any]] | None:
         """Free axes of the input in torch.export's form; None for a file of one shape."""
@@ -128,11 +130,13 @@ class Profile:
 
     def output_axes(self, shape: Sequence[int], stride: int) -> list[int | str]:
         """Output shape with names in place of free lengths; height and width are the last two axes."""
-        low = f"/{stride}" if stride > 1 else ""
-        sides: list[int | str] = (
-            [HEIGHT + low, WIDTH + low] if self.dynamic == "hw" else list(shape[-2:])
-        )
-        return [BATCH if self.dynamic == "batch" else shape[0], *shape[1:-2], *sides]
+        axes: list[int | str] = list(shape)
+        if self.dynamic == "batch":
+            axes[0] = BATCH
+        if self.dynamic == "hw":
+            low = f"/{stride}" if stride > 1 else ""
+            axes[-2:] = [HEIGHT + low, WIDTH + low]
+        return axes
 
     def encode(self, *images: Image) -> NDArray[Any]:
         """Input batch made of images of one size, in new memory."""
@@ -143,9 +147,8 @@ class Profile:
 
     def answers(self, outputs: Sequence[NDArray[Any]]) -> list[Answer]:
         """Answers from the outputs of a file, or of its probe, in order."""
-        names = (
-            self.outputs if len(outputs) == len(self.outputs) else self.probe_outputs
-        )
+        is_shipped = len(outputs) == len(self.outputs)
+        names = self.outputs if is_shipped else self.probe_outputs
         return answers_of(names, outputs)
 
 
@@ -167,14 +170,13 @@ def answers_of(names: Sequence[str], outputs: Sequence[NDArray[Any]]) -> list[An
 
 
 def _answer(found: dict[str, NDArray[Any]]) -> Answer:
-    logits, normalised = (
-        found[name].astype(np.float32, copy=False) if name in found else None
-        for name in PROBES
-    )
-    if MASK in found:
-        return Answer(found[MASK], found.get(CONFIDENCE), logits, normalised)
-    assert logits is not None, "a file without mask has logits"
-    return Answer(logits.argmax(0), found.get(CONFIDENCE), logits, normalised)
+    """The outputs by name; the mask is the best class where the file has logits only."""
+    for name in PROBES:
+        if name in found:  # fp16 files have fp16 probes
+            found[name] = found[name].astype(np.float32, copy=False)
+    if MASK not in found:
+        found[MASK] = found[LOGITS].argmax(0)
+    return Answer(**found)
 
 
 def torch_runner(module: Any, profile: Profile) -> Runner:
@@ -192,10 +194,11 @@ def io_problems(
     kind: str, got: list[dict[str, Any]], expected: list[dict[str, Any]]
 ) -> list[str]:
     """G1 finding when name, dtype or shape of inputs or outputs differ from the manifest's."""
-    needed = [
-        {key: entry[key] for key in ("name", "dtype", "shape")} for entry in expected
-    ]
-    return [] if got == needed else [f"{kind} = {got}, but the manifest has {needed}"]
+    keys = ("name", "dtype", "shape")
+    needed = [{key: entry[key] for key in keys} for entry in expected]
+    if got == needed:
+        return []
+    return [f"{kind} = {got}, but the manifest has {needed}"]
 
 
 def manifest_text(manifest: Manifest) -> str:
@@ -240,7 +243,9 @@ def free_lengths(dynamic: str, size: Size, multiple: int) -> dict[str, dict[str,
 
 def dynamic_of(free: Free) -> str:
     """Value of `export.dynamic` that gives these free axes."""
-    return "batch" if BATCH in free else "hw" if free else "none"
+    if BATCH in free:
+        return "batch"
+    return "hw" if free else "none"
 
 
 def further_sizes(free: Free) -> list[Size]:

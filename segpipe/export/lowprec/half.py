@@ -29,24 +29,25 @@ def to_fp16(source: Path, out: Path) -> None:
     """
     model = onnx.load(source)
     graph = model.graph
-    is_inside = between_convolutions(graph)
-    outer = [
-        node for node, inside in zip(graph.node, is_inside, strict=True) if not inside
-    ]
-    inner = [node for node, inside in zip(graph.node, is_inside, strict=True) if inside]
-    half = _converted(_cut_out(model, inner, outer)).graph
+
+    # Cut the network out and convert it.
+    pairs = list(zip(graph.node, between_convolutions(graph), strict=True))
+    inner = [node for node, is_inside in pairs if is_inside]
+    outer = [node for node, is_inside in pairs if not is_inside]
+    read = {name for node in outer for name in node.input}
+    half = _converted(_cut_out(model, inner, read)).graph
+
+    # Put it back between what comes before it and what comes after it.
     after = after_convolutions(graph)
     early = [node for node in outer if after.isdisjoint(node.input)]
     late = [node for node in outer if not after.isdisjoint(node.input)]
-    read = {name for node in outer for name in node.input}
     kept = [weight for weight in graph.initializer if weight.name in read]
+    # What both read stays in fp32 as well.
+    rounded = [weight for weight in half.initializer if weight.name not in read]
     result = onnx.GraphProto(
         name=graph.name,
         node=[*early, *half.node, *late],
-        initializer=[
-            *kept,
-            *(weight for weight in half.initializer if weight.name not in read),
-        ],
+        initializer=[*kept, *rounded],
         input=graph.input,
         output=graph.output,
     )
@@ -55,36 +56,37 @@ def to_fp16(source: Path, out: Path) -> None:
 
 
 def _cut_out(
-    model: onnx.ModelProto, inner: list[onnx.NodeProto], outer: list[onnx.NodeProto]
+    model: onnx.ModelProto, inner: list[onnx.NodeProto], read: set[str]
 ) -> onnx.ModelProto:
-    """The nodes `inner` as a model of their own."""
-    weights = {tensor.name for tensor in model.graph.initializer}
+    """The nodes `inner` as a model of their own; `read`: what the other nodes read."""
+    graph = model.graph
+    weights = {tensor.name for tensor in graph.initializer}
+    needed = {name for node in inner for name in node.input if name}
     made = {name for node in inner for name in node.output}
-    read = {name for node in outer for name in node.input} | {
-        entry.name for entry in model.graph.output
-    }
-    inputs = sorted(
-        {name for node in inner for name in node.input if name} - made - weights
-    )
+    outputs = {entry.name for entry in graph.output}
+    wanted = made & (read | outputs)
+
+    # The extractor takes types of inputs and outputs from the graph.
     typed = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
     network: onnx.ModelProto = onnx.utils.Extractor(typed).extract_model(
-        inputs, sorted(made & read)
+        sorted(needed - made - weights), sorted(wanted)
     )
     return network
 
 
 def _converted(network: onnx.ModelProto) -> onnx.ModelProto:
+    """`network` in fp16, with fp32 inputs and outputs. Raises ExportError for a weight that fp16 cannot hold."""
     for weight in network.graph.initializer:
-        if weight.data_type == onnx.TensorProto.FLOAT:
-            largest = float(np.abs(onnx.numpy_helper.to_array(weight)).max(initial=0.0))
-            if largest > _LARGEST:  # the converter would clip it
-                raise ExportError(
-                    f"weight {weight.name} reaches {largest:g}, but the largest fp16 value is {_LARGEST:g}. Leave fp16 "
-                    "out of export.precision, or train with weight decay."
-                )
-    half = OnnxModel(
-        convert_float_to_float16(network, keep_io_types=True, op_block_list=[])
-    )
+        values = onnx.numpy_helper.to_array(weight)
+        largest = float(np.abs(values).max(initial=0.0))
+        if values.dtype == np.float32 and largest > _LARGEST:
+            # The converter would clip it.
+            raise ExportError(
+                f"weight {weight.name} reaches {largest:g}, but the largest fp16 value is {_LARGEST:g}. Leave fp16 "
+                "out of export.precision, or train with weight decay."
+            )
+    converted = convert_float_to_float16(network, keep_io_types=True, op_block_list=[])
+    half = OnnxModel(converted)
     half.topological_sort()  # the converter appends its casts at the end
-    converted: onnx.ModelProto = half.model
-    return converted
+    sorted_model: onnx.ModelProto = half.model
+    return sorted_model

@@ -1,4 +1,4 @@
-"""Result of an export or a verification: figures, status, and the error of a refusal."""
+"""The report of an export or a verification: figures, status, and the error of a refusal."""
 
 from __future__ import annotations
 
@@ -8,46 +8,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from segpipe.errors import ExportMismatch, IntegrityError, LatencyError, QualityError
-from segpipe.export.gates.limits import GateResult, Sigma, gate_integrity
+from segpipe.errors import ExportMismatch
+from segpipe.export.gates.limits import GATES, GateResult, Sigma, gate_integrity
 from segpipe.settings.groups import ENOUGH_IMAGES
 
 if TYPE_CHECKING:
     from segpipe.export.graph.profiles import Manifest
 
-EAGER = "eager"
-NOT_EXPORTED, NOT_VERIFIED = (
-    "EXPORT REJECTED",
-    "ARTIFACT REFUSED",
-)  # first words of a refusal
-VERIFIED, FEW_IMAGES = "verified", "VERIFIED_FEW_IMAGES"
-UNVERIFIED, FLAT, REJECTED = (
-    "UNVERIFIED_REAL_DATA",
-    "UNVERIFIED_FLAT_NETWORK",
-    "rejected",
-)
+EAGER, FOLDER = "eager", "the folder"  # what is judged besides the model files
+# First words of a refusal
+NOT_EXPORTED = "EXPORT REJECTED"
+NOT_VERIFIED = "ARTIFACT REFUSED"
+# Values of `status`
+VERIFIED = "verified"
+FEW_IMAGES = "VERIFIED_FEW_IMAGES"
+UNVERIFIED = "UNVERIFIED_REAL_DATA"
+FLAT = "UNVERIFIED_FLAT_NETWORK"
 ANSWERS_ONLY = "VERIFIED_BY_ANSWERS"
-# The first gate in this order that failed decides the error.
-_ERRORS: dict[str, type[ExportMismatch]] = {
-    "G1": IntegrityError,
-    "G2": ExportMismatch,
-    "G3": ExportMismatch,
-    "G4": ExportMismatch,
-    "G6": ExportMismatch,
-    "G5": QualityError,
-    "latency": LatencyError,
-}
+REJECTED = "rejected"
 
 
 def caveat(status: str, real_images: int) -> str:
     """What a status lacks, as half a sentence; empty for verified."""
-    if status == UNVERIFIED:
-        return "compared on generated images only"
-    if status == FLAT:
-        return "the network is too flat to show planted faults, so its gates prove little; train it longer"
-    if status == FEW_IMAGES:
-        return f"compared on {real_images} real images, verified needs {ENOUGH_IMAGES}"
-    return ""
+    few = f"compared on {real_images} real images, verified needs {ENOUGH_IMAGES}"
+    flat = "the network is too flat to show planted faults, so its gates prove little; train it longer"
+    return {
+        UNVERIFIED: "compared on generated images only",
+        FLAT: flat,
+        FEW_IMAGES: few,
+    }.get(status, "")
 
 
 def refusal(
@@ -57,13 +46,12 @@ def refusal(
 
     The gates are in its attribute `failed`.
     """
-    gates = {gate.gate for _, gate in failed}
-    kind = next(kind for gate, kind in _ERRORS.items() if gate in gates)
+    failed_gates = {gate.gate for _, gate in failed}
+    error = next(error for gate, (_, error) in GATES.items() if gate in failed_gates)
     findings = "; ".join(
         f"{gate.message} in {name}" if name else gate.message for name, gate in failed
     )
-    # On one line: messages of checkers and loaders have many.
-    return kind(f"{verdict}: {' '.join(findings.split())} - see {see}", failed=failed)
+    return error(f"{verdict}: {one_line(findings)} - see {see}", failed=failed)
 
 
 def integrity_refusal(
@@ -71,6 +59,11 @@ def integrity_refusal(
 ) -> ExportMismatch:
     """Error of G1 for the first three problems of the artifact as a whole."""
     return refusal(verdict, [("", gate_integrity(problems[:3]))], see)
+
+
+def one_line(text: str) -> str:
+    """`text` without line ends, of which messages of checkers and loaders have many."""
+    return " ".join(text.split())
 
 
 @dataclass
@@ -85,13 +78,16 @@ class ExportReport:
     gates: dict[str, list[GateResult]] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     latency: dict[str, dict[str, float | int]] = field(default_factory=dict)
-    answers_only: str = ""  # why the files were not compared with a conversion of today, if they were not
+    # By file of reduced precision that is not published: why
+    dropped: dict[str, str] = field(default_factory=dict)
+    # What verify could not compute again, and why
+    not_repeated: list[str] = field(default_factory=list)
 
     @property
     def free(self) -> dict[str, dict[str, Any]]:
         """Free axes of the files; empty for files of one shape."""
-        found: dict[str, dict[str, Any]] = self.manifest["io"].get("free", {})
-        return found
+        axes: dict[str, dict[str, Any]] = self.manifest["io"].get("free", {})
+        return axes
 
     @property
     def failed(self) -> list[tuple[str, GateResult]]:
@@ -117,15 +113,34 @@ class ExportReport:
             return REJECTED
         if not self.real_images:
             return UNVERIFIED
-        if any(
-            gate.figures.get("without_effect") for gate in self.gates.get(EAGER, [])
-        ):
+        power = self.gates.get(EAGER, [])
+        if any(gate.figures.get("without_effect") for gate in power):
             return FLAT
-        if self.answers_only:
+        if self.not_repeated:
             return ANSWERS_ONLY
         return VERIFIED if self.real_images >= ENOUGH_IMAGES else FEW_IMAGES
 
+    def drop_reduced(self) -> list[str]:
+        """Names of the files of reduced precision that failed; their reason moves from `gates` to `dropped`."""
+        names = []
+        for name, entry in list(self.files.items()):
+            # The gates of another engine stand under "model.int8.onnx (openvino)".
+            keys = [key for key in self.gates if key.startswith(name)]
+            failed = [
+                gate for key in keys for gate in self.gates[key] if not gate.passed
+            ]
+            if entry["precision"] != "fp32" and failed:
+                self.dropped[name] = one_line(failed[0].message)
+                names.append(name)
+                del self.files[name]
+                for key in keys:
+                    del self.gates[key]
+                    self.latency.pop(key, None)
+        return names
+
     def line(self, subject: str) -> str:
         """Last line of a command that succeeds, such as `EXPORT verified: model.onnx in runs/NAME/export`."""
-        note = self.answers_only or caveat(self.status, self.real_images)
-        return f"{subject} {self.status}: {', '.join(self.files)} in {self.folder}{f'; {note}' if note else ''}"
+        line = f"{subject} {self.status}: {', '.join(self.files)} in {self.folder}"
+        notes = self.not_repeated or [caveat(self.status, self.real_images)]
+        notes = notes + [f"{name} refused: {why}" for name, why in self.dropped.items()]
+        return one_line("; ".join([line, *filter(None, notes)]))
