@@ -315,7 +315,7 @@ def other_weights(folder: Path) -> None:
     path = folder / "run" / "step_000002.pt"
     state = checkpoint.load(path)
     next(iter(state["model"].values()))[0, 0, 0, 0] += 1
-    checkpoint.save(path, state, listed=True)
+    checkpoint.save(path, state)
 
 
 def collide(tensors: Sequence[torch.Tensor]) -> None:
@@ -348,7 +348,7 @@ def collision(folder: Path) -> None:
     collide(
         [value for name, value in state["model"].items() if not name.endswith(buffers)]
     )
-    checkpoint.save(path, state, listed=True)
+    checkpoint.save(path, state)
     digests = checkpoint.load(path)["digests"]
     edit(
         folder / "run" / "result.json",
@@ -684,7 +684,7 @@ def make_older(folder: Path) -> None:
     for path in (folder / "run").glob("*.pt"):
         state = checkpoint.load(path)
         older(state["config"])
-        checkpoint.save(path, state, listed=True)
+        checkpoint.save(path, state)
         assert checkpoint.load_network(path).config_hash == saved, (
             "that of an export which the same version made"
         )
@@ -895,7 +895,7 @@ def forged(folder: Path, change: Callable[[dict], object]) -> None:  # type: ign
     path = folder / "run" / "step_000002.pt"
     state = checkpoint.load(path)
     change(state)
-    checkpoint.save(path, state, listed=True)
+    checkpoint.save(path, state)
 
 
 @pytest.mark.parametrize(
@@ -1135,7 +1135,7 @@ def test_a_best_score_that_was_forged_in_all_files_is_measured_again(
     )
     for name in ("best.pt", "last.pt"):
         path = tmp_path / "run" / name
-        checkpoint.save(path, {**checkpoint.load(path), "best_miou": 0.9}, listed=True)
+        checkpoint.save(path, {**checkpoint.load(path), "best_miou": 0.9})
     audit = audited(tmp_path)
     assert failures(audit).keys() == {"best"}, audit.sentence
     assert "best_miou is 0.9 in result.json and 0.0" in failures(audit)["best"]
