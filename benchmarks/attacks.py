@@ -147,7 +147,7 @@ def _weights(run: Path) -> None:
     for value in state["ema"].values():
         if value.is_floating_point():
             value.add_(1e-3)
-    checkpoint.save(run / "last.pt", state, listed=True)
+    checkpoint.save(run / "last.pt", state)
 
 
 def _ledger(run: Path) -> None:
