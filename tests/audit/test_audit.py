@@ -189,43 +189,8 @@ def in_weights(folder: Path) -> None:
     flip(path, path.stat().st_size // 2)
 
 
-<<<<<<< HEAD
 def in_padding(folder: Path) -> None:
     """A byte between the records of the file, which no reader looks at."""
-=======
-def other_weights(folder: Path) -> None:
-    """A checkpoint that is whole, listed, and of another training."""
-    path = folder / "run" / "step_000002.pt"
-    state = checkpoint.load(path)
-    next(iter(state["model"].values()))[0, 0, 0, 0] += 1
-    checkpoint.save(path, state)
-
-
-def collide(tensors: Sequence[torch.Tensor]) -> None:
-    """Change two words of 8 bytes of the first vector so that the ledger's digest of all tensors stays.
-
-    H adds up mix64(word xor index), so two words may be swapped if each takes the other's index along.
-    """
-    before, place = (
-        digest.digest_many(tensors, channels_last=True),
-        next(number for number, each in enumerate(tensors) if each.ndim == 1),
-    )
-    start = (
-        sum(len(digest._words(each, channels_last=True)) for each in tensors[:place])
-        % digest.BLOCK
-    )
-    words, indices = (
-        tensors[place].view(torch.int64),
-        digest._block_indices(torch.device("cpu")),
-    )
-    words[:2] = words[:2].flip(0) ^ indices[start] ^ indices[start + 1]
-    assert digest.digest_many(tensors, channels_last=True) == before
-
-
-def collision(folder: Path) -> None:
-    """Other weights in last.pt, and nothing that does not vouch for them."""
-    shutil.rmtree(folder / "run" / "export")
->>>>>>> part-wtH
     path = folder / "run" / "last.pt"
     place = path.read_bytes().index(b"ZZZZ")
     flip(path, place)
@@ -239,7 +204,6 @@ def edit_checkpoint(
     """Change what a checkpoint holds; it is whole."""
     path = folder / "run" / name
     state = checkpoint.load(path)
-<<<<<<< HEAD
     change(state)
     checkpoint.save(path, state)
 
@@ -249,19 +213,6 @@ def other_weights(folder: Path) -> None:
         next(iter(state["model"].values()))[0, 0, 0, 0] += 1
 
     edit_checkpoint(folder, change)
-=======
-    buffers = ("running_mean", "running_var", "num_batches_tracked")
-    collide(
-        [value for name, value in state["model"].items() if not name.endswith(buffers)]
-    )
-    checkpoint.save(path, state)
-    digests = checkpoint.load(path)["digests"]
-    edit(
-        folder / "run" / "result.json",
-        lambda content: content.update(weights_digest=digests["model"]),
-    )
-    write_export(folder / "run")
->>>>>>> part-wtH
 
 
 def in_count(folder: Path) -> None:
@@ -495,61 +446,9 @@ def test_the_copy_itself_passes(copy: Path) -> None:
     assert "1 of 4 updates (25%)" in found.sentence
 
 
-<<<<<<< HEAD
 def test_a_resume_may_set_what_reaches_no_number(copy: Path) -> None:
     """Its checkpoints then have other settings than config.json, which are those of its session."""
     again = (
-=======
-def make_older(folder: Path) -> None:
-    """The files of a version that had `data.shuffle_labels`, and not yet `ema.decay`."""
-
-    def older(settings: dict[str, Any]) -> None:
-        settings["data"]["shuffle_labels"] = False
-        del settings["ema"]["decay"]
-
-    edit(folder / "run" / "config.json", older)
-    saved = config_hash(json.loads((folder / "run" / "config.json").read_text()))
-
-    def headers(session: LedgerSession) -> list[tuple[SessionHeader, Rows]]:
-        recipe = {**session.header.recipe, "data.shuffle_labels": False}
-        del recipe["ema.decay"]
-        return [
-            (replace(session.header, recipe=recipe, config_hash=saved), session.rows)
-        ]
-
-    rewrite_ledger(folder, headers)
-    edit(
-        folder / "run" / "result.json",
-        lambda content: content.update(config_hash=saved),
-    )
-    for path in (folder / "run").glob("*.pt"):
-        state = checkpoint.load(path)
-        older(state["config"])
-        checkpoint.save(path, state)
-        assert checkpoint.load_network(path).config_hash == saved, (
-            "that of an export which the same version made"
-        )
-    shutil.rmtree(folder / "run" / "export")
-    write_export(folder / "run")
-
-
-def test_a_run_of_an_earlier_version_passes_and_can_be_resumed(copy: Path) -> None:
-    make_older(copy)
-    assert failures(audited(copy, spans=9, span_steps=0)) == {}
-    edit(
-        copy / "run" / "config.json", lambda content: content["data"].update(workers=1)
-    )
-    assert (
-        "setting that does not affect the numbers (data.workers is 0"
-        in failures(audited(copy))["config"]
-    )
-    edit(
-        copy / "run" / "config.json", lambda content: content["data"].update(workers=0)
-    )
-    final = checkpoint.load(copy / "run" / "last.pt")["digests"]["ema"]
-    (copy / "run" / "last.pt").unlink()
-    changes = (
->>>>>>> part-wtH
         "data=camvid",
         f"data.root={copy / 'data'}",
         f"train.steps={STEPS}",
@@ -696,46 +595,6 @@ def test_a_page_keeps_one_row_of_three_cells_for_each_line() -> None:
     )
 
 
-<<<<<<< HEAD
-=======
-def forged(folder: Path, change: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
-    """Change what a checkpoint holds together with all that vouches for it."""
-    path = folder / "run" / "step_000002.pt"
-    state = checkpoint.load(path)
-    change(state)
-    checkpoint.save(path, state)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda state: state["config"].update(surprise=1), "surprise is not a setting"),
-        (
-            lambda state: state["config"]["optim"].update(lr=1.0),
-            "optim.lr is 0.05 in the ledger and 1.0 in step_000002",
-        ),
-        (
-            lambda state: state.update(config=7),
-            "its step or its configuration is malformed",
-        ),
-        (
-            lambda state: state["optimizer"].update(param_groups=[]),
-            "does not fit the run's network and optimizer",
-        ),
-    ],
-)
-def test_a_checkpoint_that_no_run_writes_fails_and_ends_nothing(
-    copy: Path,
-    change: Callable[[dict], object],
-    words: str,  # type: ignore[type-arg]
-) -> None:
-    forged(copy, change)
-    audit = audited(copy)
-    assert words in failures(audit)["step_000002.pt"]
-    assert audit.exit_code == 13
-
-
->>>>>>> part-wtH
 def test_a_resumed_run_refuses_data_that_changed(copy: Path) -> None:
     config = compose(
         settings(
@@ -892,149 +751,3 @@ def test_hashes_of_many_files_are_one_that_sees_names_and_contents() -> None:
         "a is missing",
         "c was added",
     ]
-<<<<<<< HEAD
-=======
-
-
-# --- the best score, and an early stop
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that stopped early: on noise, one of a few seeds does."""
-    folder = tmp_path_factory.mktemp("stopped")
-    write_camvid(folder / "data")
-    patience = (
-        "train.steps=9",
-        "train.validate_every=2",
-        "train.patience=2",
-        "optim.lr=0.02",
-        "ema.decay=0.0",
-    )
-    changes = (
-        "data=camvid",
-        f"data.root={folder / 'data'}",
-        *patience,
-        "compute.shards=1",
-        "run.exists=replace",
-    )
-    for seed in (3, 4, 5, 1, 2, 6, 7):
-        assert run(folder / "run", *changes, "optim.name=adamw", f"seed={seed}") == 0
-        if json.loads((folder / "run" / "result.json").read_text())["stopped_early"]:
-            break
-    return folder
-
-
-def test_a_best_score_that_was_forged_in_all_files_is_measured_again(
-    stopped: Path, tmp_path: Path
-) -> None:
-    (honest,) = [line for line in audited(stopped).lines if line.part == "best"]
-    assert honest.status == "passed"
-    best, last = (
-        checkpoint.load(stopped / "run" / name) for name in ("best.pt", "last.pt")
-    )
-    assert f"of best.pt, after {best['step']} updates, measured again" in honest.text
-    assert last["step"] - best["step"] == 4
-    for name in ("run", "data"):
-        shutil.copytree(stopped / name, tmp_path / name)
-    edit(
-        tmp_path / "run" / "result.json", lambda content: content.update(best_miou=0.9)
-    )
-    for name in ("best.pt", "last.pt"):
-        path = tmp_path / "run" / name
-        checkpoint.save(path, {**checkpoint.load(path), "best_miou": 0.9})
-    audit = audited(tmp_path)
-    assert failures(audit).keys() == {"best"}, audit.sentence
-    assert "best_miou is 0.9 in result.json and 0.0" in failures(audit)["best"]
-    assert audit.exit_code == 13
-
-
-def ended(name: str, step: int, **changes: object) -> CheckedCheckpoint:
-    """A checkpoint of a run that stops 2 validations, each after 2 updates, after the best one."""
-    fields = {
-        "digests": {"ema": name},
-        "best_miou": 0.5,
-        "stale": 2 * (name == "last.pt"),
-        "final": False,
-        **changes,
-    }
-    return CheckedCheckpoint(Path(name), step, **fields)  # type: ignore[arg-type]
-
-
-LAST, BEST = ended("last.pt", 6), ended("best.pt", 2)
-SAME = {"ema": "last.pt"}
-# Checkpoints, changes of result.json, status, words, precision at which best.pt is measured.
-COURSES: dict[str, tuple[list[CheckedCheckpoint], dict[str, object], str, str, str]] = {
-    "as it is": ([LAST, BEST], {}, "passed", "(bf16) of best.pt, after 2 updates", "bf16"),
-    "the final validation is the best": (
-        [LAST, ended("best.pt", 6, stale=2, digests=SAME)], {"miou": 0.5}, "passed", "(fp32) of last.pt, after 6", ""
-    ),
-    "the end of a run that was made longer is the best": (
-        [LAST, ended("best.pt", 3, final=True)], {}, "passed", "(fp32) of best.pt, after 3 updates", "fp32"
-    ),
-    "equal weights at another precision": ([LAST, ended("best.pt", 2, digests=SAME)], {}, "passed", "(bf16)", "bf16"),
-    "another score": ([LAST, BEST], {"best_miou": 0.6}, FAILED, "best_miou is 0.6 in result.json and 0.5", "bf16"),
-    "another score of equal weights": (
-        [LAST, ended("best.pt", 6, stale=2, digests=SAME)], {"miou": 0.4}, FAILED, "0.4 measured again (fp32)", ""
-    ),
-    "another score in best.pt": (
-        [LAST, ended("best.pt", 2, best_miou=0.4)], {}, FAILED, "best.pt has 0.4 at step 2, last.pt 0.5 at step 6", ""
-    ),
-    "best.pt is newer": ([LAST, ended("best.pt", 8)], {}, FAILED, "at step 8, last.pt 0.5 at step 6", ""),
-    "best.pt is of no validation": (
-        [LAST, ended("best.pt", 3)], {}, FAILED, "of step 3, stale 0, but train.validate_every = 2", ""
-    ),
-    "best.pt counts what no validation gives it": (
-        [LAST, ended("best.pt", 4, stale=1)], {}, FAILED, "of step 4, stale 1, but train.validate_every = 2", ""
-    ),
-    "too few validations": (
-        [LAST, ended("best.pt", 4)], {}, FAILED, "1 validations lie between best.pt (step 4, stale 0) and", ""
-    ),
-    "too few are counted": (
-        [LAST._replace(stale=1), BEST], {}, FAILED, "stopped_early is True, but last.pt counts 1 validations", ""
-    ),
-    "it should have stopped": (
-        [LAST, BEST], {"stopped_early": False}, FAILED, "stopped_early is False, but last.pt counts 2 validations", ""
-    ),
-    "between validations": (
-        [ended("last.pt", 7), BEST], {}, FAILED, "stopped_early is true at step 7, but it stops at a multiple", ""
-    ),
-    "at its end": ([ended("last.pt", 20), ended("best.pt", 16)], {}, FAILED, "below train.steps = 20", ""),
-    "best.pt is gone": ([LAST], {"miou": 0.5}, "not checked", "best.pt is missing, or did not pass", ""),
-    "last.pt is gone": ([BEST], {}, "not checked", "last.pt or config.json was not checked", ""),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", COURSES)
-def test_a_best_score_and_an_early_stop_fit_the_checkpoints(
-    tmp_path: Path, name: str
-) -> None:
-    checkpoints, changes, status, words, precision = COURSES[name]
-    result = {"best_miou": 0.5, "miou": 0.3, "stopped_early": True, **changes}
-    (tmp_path / "result.json").write_text(json.dumps(result))
-    config = compose(
-        settings(
-            tmp_path, "train.patience=2", "train.validate_every=2", "train.steps=20"
-        )
-    )
-    config.train.precision = "bf16"
-    asked = []
-
-    def evaluate(which: str, precision: str) -> dict[str, float]:
-        asked.append((which, precision))
-        return {"miou": 0.5}
-
-    line = check_best(tmp_path, config, checkpoints, evaluate, "")
-    assert (line.part, line.status) == ("best", status), line.text
-    assert words in line.text
-    assert asked == ([("best", precision)] if precision else [])
-    if (
-        status == "passed"
-    ):  # also where it need not be measured: the other line did not measure last.pt either
-        for without in ((None, ""), (evaluate, "no data")):
-            line = check_best(tmp_path, config, checkpoints, *without)
-            assert (line.status, without[1] or "evaluate=false") == (
-                "not checked",
-                line.text.rpartition(": ")[2],
-            )
->>>>>>> part-wtH

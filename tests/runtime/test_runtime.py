@@ -43,6 +43,7 @@ from segpipe.runtime import (
     read_artifact,
 )
 from segpipe.runtime.__main__ import main
+from segpipe.runtime.artifact import CONFIDENCE_SHARE
 from segpipe.runtime.bench import bench, fixed_work, resident_mib, spread, timed
 from segpipe.runtime.frames import FrameLimits, Levels, RepeatCounter, levels, subsample
 from segpipe.runtime.images import read_image
