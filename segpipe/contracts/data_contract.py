@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from segpipe import plugins
 from segpipe.contracts.clause import NOTE, Clause, answers
 from segpipe.data.augment import Augmenter
-from segpipe.data.plugin_samples import PluginSamples
+from segpipe.data.dataset import DataSet
 from segpipe.data.samples import CachedSamples, Samples, open_samples
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.native import one_thread
@@ -40,7 +40,7 @@ class DataContract:
         )
         return answers("data", [(f"{self.split}: {name}", ask) for name, ask in asked])
 
-    def _open(self) -> Samples:
+    def _open(self) -> DataSet:
         return open_samples(self.config.data, self.split, self.config.seed)
 
     def _opened(self) -> str:
@@ -52,11 +52,8 @@ class DataContract:
         return ""
 
     def _samples(self) -> str:
-        if isinstance(self.samples, PluginSamples):
-            return " ".join(list(self.samples.problems(sorted(set(self.indices))))[:3])
-        for index in self.indices:
-            self.samples.read(index)
-        return ""
+        problems = self.samples.problems(sorted(set(self.indices)))
+        return " ".join(list(problems)[:3])
 
     def _twice(self) -> str:
         """In another order, by another object, with other global generators."""

@@ -11,8 +11,9 @@ A palette file can be read both ways. Where the two readings give an id differen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
@@ -25,6 +26,8 @@ from segpipe.data.readers import Pixels, RawMask, read_header, read_mask
 from segpipe.errors import DataError
 
 OPAQUE = 255
+UNKNOWN = -1  # train id of a value that the class table does not have
+Value = int | Color
 MIXED = "{} is a mask of {}, but {} is one of {}. Set `masks: ids` or `masks: colors` in classes.yaml, or convert it."
 
 
@@ -33,11 +36,15 @@ def kind_of(table: MaskTable, header: Header) -> str:
     return "colors" if header.layout == "color" and table.colors else "ids"
 
 
-def settled(table: MaskTable, masks: Sequence[str]) -> MaskTable:
+def settled(
+    table: MaskTable,
+    masks: Sequence[str],
+    header: Callable[[str], Header] = read_header,
+) -> MaskTable:
     """`table` with the kind of the first of the files `masks`, if it names none itself."""
     if table.kind or not masks:
         return table
-    return replace(table, kind=kind_of(table, read_header(masks[0])), first=masks[0])
+    return replace(table, kind=kind_of(table, header(masks[0])), first=masks[0])
 
 
 def check_kind(table: MaskTable, header: Header, path: str) -> None:
@@ -58,7 +65,7 @@ def read_target(table: MaskTable, path: str) -> NDArray[np.uint8]:
         _check_opaque(mask.rgba[..., 3], path)
     ids = mask.ids if mask.ids is not None else _equal_channels(table, mask.rgba, path)
     if mask.palette is not None and table.first and table.colors:
-        _check_palette(table, ids, mask.palette, path)
+        _check_palette(table, mask, path)
     return table.classes.target(ids, path)
 
 
@@ -76,19 +83,17 @@ def _rgba(mask: RawMask, path: str) -> NDArray[np.uint8]:
     return np.asarray(cv2.cvtColor(mask.ids, cv2.COLOR_GRAY2RGBA), np.uint8)
 
 
-def _check_palette(
-    table: MaskTable, ids: Pixels, palette: NDArray[np.uint8], path: str
-) -> None:
+def _check_palette(table: MaskTable, mask: RawMask, path: str) -> None:
     """Raise DataError where an index means one class as an id and another one by its color."""
-    for index in np.flatnonzero(np.bincount(ids.ravel(), minlength=1)).tolist():
-        color = _as_color(palette[index])
-        by_id = table.classes.train_ids.get(index, IGNORE_INDEX)
-        by_color = table.colors.get(color, by_id)
-        if by_color != by_id != IGNORE_INDEX:
+    values = values_of(mask)
+    for index, (by_id, by_color) in ambiguous(table, values).items():
+        if by_id != UNKNOWN:
             raise DataError(
-                f"{path}: index {index} of its palette is id {index}, {_name(table, by_id)}, but its color {color} is "
-                f"that of {_name(table, by_color)}. Set `masks: ids` in classes.yaml if the indices count, or "
-                "`masks: colors` if the colors do."
+                f"{path}: index {index} of its palette is id {index}, "
+                f"{_name(table, by_id)}, but its color "
+                f"{tuple(values.palette[index][:3])} is that of "
+                f"{_name(table, by_color)}. Set `masks: ids` in classes.yaml if the "
+                "indices count, or `masks: colors` if the colors do."
             )
 
 
@@ -204,3 +209,136 @@ def orientation(header: Header, size: Sequence[int], rule: str, path: str) -> in
             where=path,
         )
     return header.orientation if tuple(size) == header.upright else 1
+
+
+class MaskValues(NamedTuple):
+    """What the pixels of a mask file hold, before a class table says what it means.
+
+    A color is the number R + 256 G + 65536 B, so that all of it can be written as JSON.
+    """
+
+    kind: str  # ids or colors, as they are stored
+    pixels: dict[int, int]  # of each id or color
+    palette: dict[int, list[int]]  # RGBA of each index that occurs
+    opaque: bool  # no pixel of a file of colors is transparent
+    between: dict[int, int] | None = None  # pixels of each value along edges
+
+    @classmethod
+    def of_json(cls, row: list[Any]) -> MaskValues:
+        """From the lists and texts that JSON makes of it."""
+        kind, pixels, palette, opaque, between = row
+        return cls(
+            kind,
+            _with_numbers(pixels),
+            _with_numbers(palette),
+            opaque,
+            None if between is None else _with_numbers(between),
+        )
+
+    def value(self, number: int) -> Value:
+        """The id or color that a number stands for."""
+        if self.kind == "ids":
+            return number
+        return number & 255, number >> 8 & 255, number >> 16
+
+
+def _with_numbers(entries: dict[str, Any]) -> dict[int, Any]:
+    return {int(key): value for key, value in entries.items()}
+
+
+def values_of(mask: RawMask, *, edges: bool = False) -> MaskValues:
+    """What a mask holds; with `edges`, also the pixels of each value between two others."""
+    between = _between(mask) if edges else None
+    if mask.ids is None:
+        assert mask.rgba is not None
+        opaque = bool((mask.rgba[..., 3] == OPAQUE).all())
+        return MaskValues("colors", _colors(mask.rgba), {}, opaque, between)
+    pixels = _ids(mask.ids)
+    palette = {}
+    if mask.palette is not None:
+        palette = {index: mask.palette[index].tolist() for index in pixels}
+    return MaskValues("ids", pixels, palette, True, between)
+
+
+def _ids(ids: Pixels) -> dict[int, int]:
+    counts = np.bincount(ids.ravel())
+    return {int(value): int(counts[value]) for value in np.flatnonzero(counts)}
+
+
+def _colors(rgba: NDArray[np.uint8]) -> dict[int, int]:
+    """Pixels of each color. Sorts the starts of runs of equal pixels only, which are few in a mask."""
+    packed = np.ascontiguousarray(rgba).view("<u4").ravel() & 0xFFFFFF
+    starts = np.flatnonzero(np.concatenate(([True], packed[1:] != packed[:-1])))
+    lengths = np.diff(np.append(starts, packed.size))
+    colors, places = np.unique(packed[starts], return_inverse=True)
+    counts = np.zeros(len(colors), np.int64)
+    np.add.at(counts, places, lengths)
+    return dict(zip(colors.tolist(), counts.tolist(), strict=True))
+
+
+def _between(mask: RawMask) -> dict[int, int]:
+    """Pixels of each value with a smaller and a larger one among their 8 neighbors, in every channel that differs.
+
+    Interpolation puts a line of them between any two classes. The pixels of a real
+    class, if ever so small, have few.
+    """
+    pixels = mask.rgba if mask.ids is None else mask.ids
+    assert pixels is not None
+    low = np.asarray(cv2.erode(pixels, np.ones((3, 3), np.uint8)))
+    high = np.asarray(cv2.dilate(pixels, np.ones((3, 3), np.uint8)))
+    inside = (low < pixels) & (pixels < high)
+    if mask.ids is not None:
+        return _ids(mask.ids[inside])
+    flat = low == high
+    chosen = pixels[(flat | inside).all(axis=2) & ~flat.all(axis=2)]
+    return _colors(np.asarray(chosen, np.uint8)) if len(chosen) else {}
+
+
+def train_id(table: MaskTable, value: Value) -> int:
+    """Train id of an id or color, IGNORE_INDEX or UNKNOWN."""
+    if isinstance(value, tuple):
+        return table.colors.get(value, UNKNOWN)
+    return table.classes.train_ids.get(value, UNKNOWN)
+
+
+def meant(table: MaskTable, values: MaskValues) -> dict[Value, int]:
+    """Pixels of each value as the table reads it: an id where it says ids, a color where it says colors."""
+    pixels: dict[Value, int] = {}
+    for number, count in values.pixels.items():
+        value = values.value(number)
+        if table.kind == "colors" and isinstance(value, int):
+            red, green, blue = values.palette.get(number, [number] * 3)[:3]
+            value = (red, green, blue)
+        elif table.kind == "ids" and isinstance(value, tuple) and len(set(value)) == 1:
+            value = value[0]
+        pixels[value] = pixels.get(value, 0) + count
+    return pixels
+
+
+def ambiguous(table: MaskTable, values: MaskValues) -> dict[int, tuple[int, int]]:
+    """Palette indices that are one class as ids, and another one by their color: both train ids."""
+    found = {}
+    for index, (red, green, blue, _) in values.palette.items():
+        by_color = table.colors.get((red, green, blue), UNKNOWN)
+        by_id = train_id(table, index)
+        if UNKNOWN != by_color != by_id != IGNORE_INDEX:
+            found[index] = (by_id, by_color)
+    return found
+
+
+def is_sound(table: MaskTable, header: Header, values: MaskValues) -> bool:
+    """Whether `read_target` accepts a mask with this content."""
+    if not values.opaque or (table.first and kind_of(table, header) != table.kind):
+        return False
+    if table.kind == "colors":
+        alpha = [color[3] for color in values.palette.values()]
+        grey = values.kind == "ids" and not values.palette
+        if min(alpha, default=OPAQUE) < OPAQUE or (grey and header.bits != 8):
+            return False
+    elif table.first and ambiguous(table, values):
+        return False
+    kind = tuple if table.kind == "colors" else int
+    return all(
+        isinstance(value, kind) and train_id(table, value) != UNKNOWN
+        for value in meant(table, values)
+    )

@@ -16,11 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import ClassTable, MaskTable
-from segpipe.data.census import UNKNOWN, Census, Value, train_id
+from segpipe.data.catalog import ClassTable
+from segpipe.data.census import Census
+from segpipe.data.dataset import DataSet
 from segpipe.data.division import shared_sequences
+from segpipe.data.masks import UNKNOWN, Value, train_id
 from segpipe.data.overlap import NearDuplicate, near_duplicates, shared_files
-from segpipe.data.samples import FileSamples, Samples, image_files, unwrapped
+from segpipe.data.samples import image_files
 from segpipe.errors import DataError
 from segpipe.run.pictures import blend, jpeg_url, shrink
 from segpipe.run.preflight import first_batch, machine, worker_problems
@@ -43,7 +45,7 @@ class Checkup:
     config: Config
     problems: Sequence[str]
     warnings: Sequence[str]
-    samples: Mapping[str, Samples]  # by split
+    samples: Mapping[str, DataSet]  # by split
     census: Mapping[str, Census]  # by split
 
 
@@ -84,24 +86,19 @@ def render(found: Checkup) -> str:
     )
 
 
-def _table_of(samples: Samples) -> MaskTable | None:
-    whole = unwrapped(samples)
-    return whole.table if isinstance(whole, FileSamples) else None
-
-
 def _classes_of(found: Checkup) -> ClassTable:
     return next(iter(found.samples.values())).classes
 
 
-def _split_row(split: str, samples: Samples, census: Census) -> dict[str, Any]:
+def _split_row(split: str, samples: DataSet, census: Census) -> dict[str, Any]:
     table = census.table
     total = max(int(table.sum()), 1)
     shown = ", ".join(
         f"{height}x{width} ({times})"
         for (height, width), times in census.sizes.most_common(4)
     )
-    whole = unwrapped(samples)
-    first = whole.pairs[0] if isinstance(whole, FileSamples) else None
+    pairs = samples.file_pairs()
+    first = pairs[0] if pairs else None
     return {
         "name": split,
         "images": len(samples),
@@ -171,7 +168,7 @@ def _meaning(table: ClassTable, train: int) -> str:
 def _values(found: Checkup) -> list[dict[str, Any]]:
     """What the masks hold, value by value, and what the class table has besides."""
     rows = []
-    masks = _table_of(next(iter(found.samples.values())))
+    masks = next(iter(found.samples.values())).mask_table()
     if masks is None:
         return []
     pixels: Counter[Value] = Counter()
@@ -213,7 +210,7 @@ def _odd(found: Checkup) -> list[str]:
     for samples, census in zip(
         found.samples.values(), found.census.values(), strict=True
     ):
-        for index, (by_id, by_color) in census.odd.items():
+        for index, (by_id, by_color) in census.ambiguous.items():
             names = [_meaning(samples.classes, train) for train in (by_id, by_color)]
             lines[index] = (
                 f"index {index} is {names[0]} as an id, but its color in the palette is that of {names[1]}"
@@ -260,7 +257,7 @@ def _spread(near: Sequence[NearDuplicate], census: Census) -> list[NearDuplicate
 
 
 def _pair(
-    train: Samples, val: Samples, of_train: Census, of_val: Census, near: NearDuplicate
+    train: DataSet, val: DataSet, of_train: Census, of_val: Census, near: NearDuplicate
 ) -> dict[str, Any]:
     return {
         "distance": near.distance,
@@ -283,7 +280,7 @@ def _unlabelled(found: Checkup) -> list[tuple[str, str]]:
     ]
 
 
-def _grid(samples: Samples, census: Census) -> list[tuple[str, list[str]]]:
+def _grid(samples: DataSet, census: Census) -> list[tuple[str, list[str]]]:
     """Name, image and overlay of samples from all over a split."""
     number = min(SHOWN, len(census.places))
     chosen = [
@@ -322,14 +319,14 @@ def _worker_faults(found: Checkup) -> list[str]:
     )
 
 
-def _read(samples: Samples, index: int) -> Pixels | None:
+def _read(samples: DataSet, index: int) -> Pixels | None:
     """A sample; None for one that has a problem, such as an id that the table does not have."""
     with suppress(DataError):
         return samples.read(index)
     return None
 
 
-def _picture(samples: Samples, index: int) -> str:
+def _picture(samples: DataSet, index: int) -> str:
     sample = _read(samples, index)
     return (
         ""
