@@ -242,7 +242,7 @@ def _updates(replays: _Replays, ledger: RunLedger, obstacle: str) -> list[Line]:
     """Checks of every update that need no training."""
     config, recorded = replays.config, ledger.sample_names
     try:
-        samples = open_samples(config.data, "train", config.seed)
+        samples = open_samples(config.data, "train", config.seed, packed=False)
         names = [samples.name(index) for index in range(len(samples))]
         if recorded and names != recorded:
             unlike = next(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from segpipe.cli.commands import COMMANDS
 from segpipe.data.catalog import table_path
-from segpipe.data.dataset import DataSet
+from segpipe.data.data_set import DataSet
 from segpipe.data.division import shared_sequences
 from segpipe.data.facts import facts_of
 from segpipe.data.folders import no_split, split_lists

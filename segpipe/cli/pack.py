@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
-from segpipe.data.dataset import DataSet
+from segpipe.data.data_set import DataSet
 from segpipe.data.readers import threaded
 from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError
@@ -23,7 +24,7 @@ def main(overrides: list[str]) -> int:
         part.samples
         for split in dict.fromkeys(("train", config.data.split))
         for part in open_samples(config.data, split, config.seed).parts()
-        if part.samples.packs()
+        if part.samples.file_pairs()
     ]
     if not found:
         raise ConfigError(
@@ -33,12 +34,11 @@ def main(overrides: list[str]) -> int:
     with progress("packing", len(work)) as show:
         for done, _ in enumerate(threaded(_read, work), 1):
             show(done)
-    packs = [pack for samples in found for pack in samples.packs()]
-    for folder in dict.fromkeys(pack.folder for pack in packs):
-        uses = [pack.use() for pack in packs if pack.folder == folder]
-        intact, replaced, added = map(sum, zip(*uses, strict=True))
+    use = sum((samples.pack_use() for samples in found), Counter[tuple[str, str]]())
+    for folder in dict.fromkeys(folder for folder, _ in use):
         CONSOLE.print(
-            f"{folder}: {intact} samples intact, {replaced} replaced, {added} added",
+            f"{folder}: {use[folder, 'intact']} samples intact, "
+            f"{use[folder, 'replaced']} replaced, {use[folder, 'added']} added",
             markup=False,
         )
     return 0

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.data.catalog import Color
-from segpipe.data.dataset import Content, DataSet
+from segpipe.data.data_set import Content, DataSet
 from segpipe.data.overlap import UNKNOWN_LOOK, look
 from segpipe.data.readers import threaded
 from segpipe.errors import DataError

@@ -21,8 +21,13 @@ import cv2
 import PIL
 
 from segpipe.data.headers import Header
-from segpipe.data.masks import MaskValues, values_of
-from segpipe.data.readers import read_header, read_image, read_mask
+from segpipe.data.readers import (
+    MaskValues,
+    read_header,
+    read_image,
+    read_mask,
+    values_of,
+)
 from segpipe.errors import CheckpointError
 from segpipe.files import write_atomically
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
@@ -22,12 +22,21 @@ from numpy.typing import NDArray
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import Color, MaskTable
 from segpipe.data.headers import Header
-from segpipe.data.readers import Pixels, RawMask, read_header, read_mask
+from segpipe.data.readers import (
+    OPAQUE,
+    MaskValues,
+    RawMask,
+    Value,
+    read_header,
+    read_mask,
+    values_of,
+)
 from segpipe.errors import DataError
 
-OPAQUE = 255
+if TYPE_CHECKING:
+    from segpipe.data.pairs import Pair
+
 UNKNOWN = -1  # train id of a value that the class table does not have
-Value = int | Color
 MIXED = "{} is a mask of {}, but {} is one of {}. Set `masks: ids` or `masks: colors` in classes.yaml, or convert it."
 
 
@@ -211,89 +220,6 @@ def orientation(header: Header, size: Sequence[int], rule: str, path: str) -> in
     return header.orientation if tuple(size) == header.upright else 1
 
 
-class MaskValues(NamedTuple):
-    """What the pixels of a mask file hold, before a class table says what it means.
-
-    A color is the number R + 256 G + 65536 B, so that all of it can be written as JSON.
-    """
-
-    kind: str  # ids or colors, as they are stored
-    pixels: dict[int, int]  # of each id or color
-    palette: dict[int, list[int]]  # RGBA of each index that occurs
-    opaque: bool  # no pixel of a file of colors is transparent
-    between: dict[int, int] | None = None  # pixels of each value along edges
-
-    @classmethod
-    def of_json(cls, row: list[Any]) -> MaskValues:
-        """From the lists and texts that JSON makes of it."""
-        kind, pixels, palette, opaque, between = row
-        return cls(
-            kind,
-            _with_numbers(pixels),
-            _with_numbers(palette),
-            opaque,
-            None if between is None else _with_numbers(between),
-        )
-
-    def value(self, number: int) -> Value:
-        """The id or color that a number stands for."""
-        if self.kind == "ids":
-            return number
-        return number & 255, number >> 8 & 255, number >> 16
-
-
-def _with_numbers(entries: dict[str, Any]) -> dict[int, Any]:
-    return {int(key): value for key, value in entries.items()}
-
-
-def values_of(mask: RawMask, *, edges: bool = False) -> MaskValues:
-    """What a mask holds; with `edges`, also the pixels of each value between two others."""
-    between = _between(mask) if edges else None
-    if mask.ids is None:
-        assert mask.rgba is not None
-        opaque = bool((mask.rgba[..., 3] == OPAQUE).all())
-        return MaskValues("colors", _colors(mask.rgba), {}, opaque, between)
-    pixels = _ids(mask.ids)
-    palette = {}
-    if mask.palette is not None:
-        palette = {index: mask.palette[index].tolist() for index in pixels}
-    return MaskValues("ids", pixels, palette, True, between)
-
-
-def _ids(ids: Pixels) -> dict[int, int]:
-    counts = np.bincount(ids.ravel())
-    return {int(value): int(counts[value]) for value in np.flatnonzero(counts)}
-
-
-def _colors(rgba: NDArray[np.uint8]) -> dict[int, int]:
-    """Pixels of each color. Sorts the starts of runs of equal pixels only, which are few in a mask."""
-    packed = np.ascontiguousarray(rgba).view("<u4").ravel() & 0xFFFFFF
-    starts = np.flatnonzero(np.concatenate(([True], packed[1:] != packed[:-1])))
-    lengths = np.diff(np.append(starts, packed.size))
-    colors, places = np.unique(packed[starts], return_inverse=True)
-    counts = np.zeros(len(colors), np.int64)
-    np.add.at(counts, places, lengths)
-    return dict(zip(colors.tolist(), counts.tolist(), strict=True))
-
-
-def _between(mask: RawMask) -> dict[int, int]:
-    """Pixels of each value with a smaller and a larger one among their 8 neighbors, in every channel that differs.
-
-    Interpolation puts a line of them between any two classes. The pixels of a real
-    class, if ever so small, have few.
-    """
-    pixels = mask.rgba if mask.ids is None else mask.ids
-    assert pixels is not None
-    low = np.asarray(cv2.erode(pixels, np.ones((3, 3), np.uint8)))
-    high = np.asarray(cv2.dilate(pixels, np.ones((3, 3), np.uint8)))
-    inside = (low < pixels) & (pixels < high)
-    if mask.ids is not None:
-        return _ids(mask.ids[inside])
-    flat = low == high
-    chosen = pixels[(flat | inside).all(axis=2) & ~flat.all(axis=2)]
-    return _colors(np.asarray(chosen, np.uint8)) if len(chosen) else {}
-
-
 def train_id(table: MaskTable, value: Value) -> int:
     """Train id of an id or color, IGNORE_INDEX or UNKNOWN."""
     if isinstance(value, tuple):
@@ -342,3 +268,15 @@ def is_sound(table: MaskTable, header: Header, values: MaskValues) -> bool:
         isinstance(value, kind) and train_id(table, value) != UNKNOWN
         for value in meant(table, values)
     )
+
+
+def check_sizes(pair: Pair, image: Sequence[int], mask: Sequence[int]) -> None:
+    """Raise DataError unless image and mask have the same (height, width)."""
+    if tuple(image) != tuple(mask):
+        raise DataError(
+            f"{pair.image} is {image[0]}x{image[1]}, but its mask {pair.mask} is "
+            f"{mask[0]}x{mask[1]} (height x width). Take the mask of this image; do "
+            "not resize one of them blindly.",
+            cause=f"sizes {tuple(image)} and {tuple(mask)}",
+            where=pair.mask,
+        )

@@ -7,6 +7,7 @@ entries, validation the main set.
 from __future__ import annotations
 
 from bisect import bisect
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,13 +21,12 @@ from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import ClassTable
-from segpipe.data.dataset import Content, DataSet, Image, Part, Sample, Target
+from segpipe.data.data_set import DataSet, Sample, SubSet
 from segpipe.data.folders import near
 from segpipe.errors import DataError
 from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
-    from segpipe.data.pack import Pack
     from segpipe.data.pairs import Pair
     from segpipe.settings.groups import DataConfig
 
@@ -62,8 +62,8 @@ class MixedSamples(DataSet):
     def file_pairs(self) -> Sequence[Pair]:
         return [pair for one in self.sets for pair in one.file_pairs()]
 
-    def packs(self) -> Sequence[Pack]:
-        return [pack for one in self.sets for pack in one.packs()]
+    def pack_use(self) -> Counter[tuple[str, str]]:
+        return sum((one.pack_use() for one in self.sets), Counter())
 
     @cached_property
     def firsts(self) -> list[int]:
@@ -87,15 +87,6 @@ class MixedSamples(DataSet):
         image, target = self.sets[number].read(own)
         return image, np.asarray(cv2.LUT(target, self.ids[number]), np.uint8)
 
-    def image(self, index: int) -> Image:
-        number, own = self.place(index)
-        return self.sets[number].image(own)
-
-    def target(self, index: int) -> Target:
-        number, own = self.place(index)
-        target = self.sets[number].target(own)
-        return np.asarray(cv2.LUT(target, self.ids[number]), np.uint8)
-
     def size(self, index: int) -> tuple[int, int]:
         number, own = self.place(index)
         return self.sets[number].size(own)
@@ -107,13 +98,6 @@ class MixedSamples(DataSet):
         np.add.at(shared, self.ids[number][: len(counts)], counts)
         return shared[: self.classes.num_classes]
 
-    def content(self, index: int) -> Content:
-        number, own = self.place(index)
-        pixels = self.sets[number].content(own).pixels
-        counts = self.counts(index)
-        ignored = pixels.sum() - counts.sum() - pixels[-1]
-        return Content(np.append(counts, [ignored, pixels[-1]]))
-
     def countable(self) -> list[int]:
         return [
             first + index
@@ -121,12 +105,12 @@ class MixedSamples(DataSet):
             for index in one.countable()
         ]
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SubSet]:
         found = []
         for part, one, ids in zip(self.origins, self.sets, self.ids, strict=True):
             samples = MixedSamples(self.classes, (part,), (one,), (ids,))
             weight = float(len(one)) if part.weight is None else part.weight
-            found.append(Part(part.label, samples, weight))
+            found.append(SubSet(part.label, samples, weight))
         return found
 
     def keep_facts(self) -> None:

@@ -31,7 +31,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.data.dataset import Sample, Target
+from segpipe.data.data_set import Sample, Target
 from segpipe.errors import DataError
 from segpipe.files import sha256
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from segpipe import IGNORE_INDEX, plugins
 from segpipe.data.catalog import ClassTable
-from segpipe.data.dataset import DataSet, Sample
+from segpipe.data.data_set import DataSet, Sample
 from segpipe.errors import DataError
 
 if TYPE_CHECKING:

@@ -12,9 +12,15 @@ import numpy as np
 
 from segpipe.data.catalog import MaskTable, mask_table
 from segpipe.data.facts import Facts, facts_of
-from segpipe.data.file_samples import FileSamples, check_sizes
 from segpipe.data.headers import Header
-from segpipe.data.masks import check_kind, is_sound, orientation, read_target, settled
+from segpipe.data.masks import (
+    check_kind,
+    check_sizes,
+    is_sound,
+    orientation,
+    read_target,
+    settled,
+)
 from segpipe.data.mix import all_parts
 from segpipe.data.pairs import Pair, left_out, scan
 from segpipe.data.plugin_samples import open_plugin
@@ -25,7 +31,7 @@ from segpipe.data.readers import (
     jpeg_damage,
     threaded,
 )
-from segpipe.data.samples import check_scorable, open_samples
+from segpipe.data.samples import FileSamples, check_scorable, open_samples
 from segpipe.errors import DataError, listed
 from segpipe.plugins import is_path
 

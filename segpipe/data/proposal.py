@@ -10,8 +10,7 @@ from textwrap import wrap
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import Color, MaskTable
 from segpipe.data.facts import Facts
-from segpipe.data.masks import MaskValues, Value
-from segpipe.data.readers import threaded
+from segpipe.data.readers import MaskValues, Value, threaded
 from segpipe.errors import DataError, listed
 
 MOST_CLASSES = 254

@@ -30,15 +30,13 @@ from segpipe.data.headers import (
     PNG_SIGNATURE,
     Header,
     check_jpeg_end,
-    parse_jpeg,
-    parse_png,
-    png_chunks,
-)
-from segpipe.data.other_formats import (
     header_of,
     open_other,
     palette_of,
+    parse_jpeg,
+    parse_png,
     pixels_of,
+    png_chunks,
     rgb_of,
 )
 from segpipe.disk import PASSING, patiently
@@ -63,6 +61,8 @@ JPEG_DAMAGE = re.compile(
 )
 JPEG_WORDS = re.compile(f"{JPEG_DAMAGE.pattern}|Corrupt JPEG data")
 NO_FILES = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
+OPAQUE = 255
+Value = int | tuple[int, int, int]  # an id or a color
 Pixels = NDArray[np.uint8] | NDArray[np.uint16]
 T = TypeVar("T")
 R = TypeVar("R")
@@ -291,6 +291,89 @@ def _turned(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
     if transpose:
         pixels = pixels.transpose(1, 0, 2)
     return np.ascontiguousarray(pixels[:: -1 if rows else 1, :: -1 if columns else 1])
+
+
+class MaskValues(NamedTuple):
+    """What the pixels of a mask file hold, before a class table says what it means.
+
+    A color is the number R + 256 G + 65536 B, so that all of it can be written as JSON.
+    """
+
+    kind: str  # ids or colors, as they are stored
+    pixels: dict[int, int]  # of each id or color
+    palette: dict[int, list[int]]  # RGBA of each index that occurs
+    opaque: bool  # no pixel of a file of colors is transparent
+    between: dict[int, int] | None = None  # pixels of each value along edges
+
+    @classmethod
+    def of_json(cls, row: list[Any]) -> MaskValues:
+        """From the lists and texts that JSON makes of it."""
+        kind, pixels, palette, opaque, between = row
+        return cls(
+            kind,
+            _with_numbers(pixels),
+            _with_numbers(palette),
+            opaque,
+            None if between is None else _with_numbers(between),
+        )
+
+    def value(self, number: int) -> Value:
+        """The id or color that a number stands for."""
+        if self.kind == "ids":
+            return number
+        return number & 255, number >> 8 & 255, number >> 16
+
+
+def _with_numbers(entries: dict[str, Any]) -> dict[int, Any]:
+    return {int(key): value for key, value in entries.items()}
+
+
+def values_of(mask: RawMask, *, edges: bool = False) -> MaskValues:
+    """What a mask holds; with `edges`, also the pixels of each value between two others."""
+    between = _between(mask) if edges else None
+    if mask.ids is None:
+        assert mask.rgba is not None
+        opaque = bool((mask.rgba[..., 3] == OPAQUE).all())
+        return MaskValues("colors", _colors(mask.rgba), {}, opaque, between)
+    pixels = _ids(mask.ids)
+    palette = {}
+    if mask.palette is not None:
+        palette = {index: mask.palette[index].tolist() for index in pixels}
+    return MaskValues("ids", pixels, palette, True, between)
+
+
+def _ids(ids: Pixels) -> dict[int, int]:
+    counts = np.bincount(ids.ravel())
+    return {int(value): int(counts[value]) for value in np.flatnonzero(counts)}
+
+
+def _colors(rgba: NDArray[np.uint8]) -> dict[int, int]:
+    """Pixels of each color. Sorts the starts of runs of equal pixels only, which are few in a mask."""
+    packed = np.ascontiguousarray(rgba).view("<u4").ravel() & 0xFFFFFF
+    starts = np.flatnonzero(np.concatenate(([True], packed[1:] != packed[:-1])))
+    lengths = np.diff(np.append(starts, packed.size))
+    colors, places = np.unique(packed[starts], return_inverse=True)
+    counts = np.zeros(len(colors), np.int64)
+    np.add.at(counts, places, lengths)
+    return dict(zip(colors.tolist(), counts.tolist(), strict=True))
+
+
+def _between(mask: RawMask) -> dict[int, int]:
+    """Pixels of each value with a smaller and a larger one among their 8 neighbors, in every channel that differs.
+
+    Interpolation puts a line of them between any two classes. The pixels of a real
+    class, if ever so small, have few.
+    """
+    pixels = mask.rgba if mask.ids is None else mask.ids
+    assert pixels is not None
+    low = np.asarray(cv2.erode(pixels, np.ones((3, 3), np.uint8)))
+    high = np.asarray(cv2.dilate(pixels, np.ones((3, 3), np.uint8)))
+    inside = (low < pixels) & (pixels < high)
+    if mask.ids is not None:
+        return _ids(mask.ids[inside])
+    flat = low == high
+    chosen = pixels[(flat | inside).all(axis=2) & ~flat.all(axis=2)]
+    return _colors(np.asarray(chosen, np.uint8)) if len(chosen) else {}
 
 
 @contextmanager

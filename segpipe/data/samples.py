@@ -7,23 +7,34 @@ was decoded, facts.py what was found out about files.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.data.catalog import STREET, ClassTable, mask_table
-from segpipe.data.dataset import DataSet, Image, Sample, Samples, Target
-from segpipe.data.facts import facts_of
-from segpipe.data.file_samples import FileSamples
-from segpipe.data.masks import settled
+from segpipe import IGNORE_INDEX
+from segpipe.data.catalog import STREET, ClassTable, MaskTable, mask_table
+from segpipe.data.data_set import Content, DataSet, Image, Sample, Samples, Target
+from segpipe.data.facts import Facts, facts_of
+from segpipe.data.masks import (
+    UNKNOWN,
+    ambiguous,
+    check_sizes,
+    is_sound,
+    meant,
+    orientation,
+    read_target,
+    settled,
+    train_id,
+)
 from segpipe.data.mix import MixedSamples, main_set, parts, shared_ids
-from segpipe.data.pack import open_pack
+from segpipe.data.pack import Pack, open_pack
 from segpipe.data.pairs import Pair, scan
 from segpipe.data.plugin_samples import open_plugin
-from segpipe.data.readers import threaded
+from segpipe.data.readers import read_image, threaded
 from segpipe.data.sequence import sequence
 from segpipe.data.synthetic.scenes import paint_scene
 from segpipe.errors import DataError
@@ -35,6 +46,102 @@ if TYPE_CHECKING:
     from segpipe.settings.groups import DataConfig
 
 LEAST_SIDE = 4  # pixels; Fast-SCNN convolves without padding at stride 2
+
+
+@dataclass(frozen=True)
+class FileSamples(DataSet):
+    """Samples in files, and the pack that holds what was already decoded, if there is one."""
+
+    table: MaskTable
+    pairs: tuple[Pair, ...]
+    pack: Pack | None = None
+    facts: Facts = field(default_factory=lambda: Facts("/"), repr=False, compare=False)
+
+    @property
+    def classes(self) -> ClassTable:
+        return self.table.classes
+
+    def file_pairs(self) -> Sequence[Pair]:
+        return self.pairs
+
+    def mask_table(self) -> MaskTable:
+        return self.table
+
+    def pack_use(self) -> Counter[tuple[str, str]]:
+        if self.pack is None:
+            return Counter()
+        use = self.pack.use()._asdict().items()
+        return Counter({(self.pack.folder, kind): count for kind, count in use})
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def name(self, index: int) -> str:
+        return self.pairs[index].name
+
+    def read(self, index: int) -> Sample:
+        decode = partial(self.decode, index)
+        return self.pack.read(self.pairs[index], decode) if self.pack else decode()
+
+    def decode(
+        self,
+        index: int,
+        data: bytes | None = None,
+        target: Target | None = None,
+    ) -> Sample:
+        """The sample from its two files, or from the content of the image's file and the target."""
+        pair = self.pairs[index]
+        if target is None:
+            target = self.target(index)
+        image = self._image(pair, target.shape, data)
+        check_sizes(pair, image.shape[:2], target.shape)
+        return image, target
+
+    def image(self, index: int) -> Image:
+        pair = self.pairs[index]
+        return self._image(pair, self.facts.header(pair.mask)[:2])
+
+    def _image(
+        self, pair: Pair, size: Sequence[int], data: bytes | None = None
+    ) -> Image:
+        return read_image(
+            pair.image,
+            lambda header: orientation(header, size, self.table.exif, pair.image),
+            data,
+        )
+
+    def target(self, index: int) -> Target:
+        return read_target(self.table, self.pairs[index].mask)
+
+    def size(self, index: int) -> tuple[int, int]:
+        """Of the mask, which is that of the image when it is upright. Reads a header at most."""
+        header = self.facts.header(self.pairs[index].mask)
+        return header.height, header.width
+
+    def counts(self, index: int) -> NDArray[np.int64]:
+        path = self.pairs[index].mask
+        values = self.facts.values(path)
+        if not is_sound(self.table, self.facts.header(path), values):
+            read_target(self.table, path)  # raises
+        return self.content(index).pixels[: self.classes.num_classes]
+
+    def content(self, index: int) -> Content:
+        path = self.pairs[index].mask
+        mask = self.facts.values(path)
+        header = self.facts.header(path)
+        values = meant(self.table, mask)
+        pixels = np.zeros(self.classes.num_classes + 2, np.int64)
+        for value, count in values.items():
+            train = train_id(self.table, value)
+            pixels[{IGNORE_INDEX: -2, UNKNOWN: -1}.get(train, train)] += count
+        odd = ambiguous(self.table, mask)
+        return Content(pixels, values, f"{header.layout}, {header.bits} bits", odd)
+
+    def countable(self) -> list[int]:
+        return list(range(len(self)))
+
+    def keep_facts(self) -> None:
+        self.facts.keep()
 
 
 @dataclass(frozen=True)

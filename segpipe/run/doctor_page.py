@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import ClassTable
 from segpipe.data.census import Census
-from segpipe.data.dataset import DataSet
+from segpipe.data.data_set import DataSet
 from segpipe.data.division import shared_sequences
-from segpipe.data.masks import UNKNOWN, Value, train_id
+from segpipe.data.masks import UNKNOWN, train_id
 from segpipe.data.overlap import NearDuplicate, near_duplicates, shared_files
+from segpipe.data.readers import Value
 from segpipe.data.samples import image_files
 from segpipe.errors import DataError
 from segpipe.run.pictures import blend, jpeg_url, shrink

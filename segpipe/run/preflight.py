@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from segpipe.data.dataset import DataSet, Part
+from segpipe.data.data_set import DataSet, SubSet
 from segpipe.data.samples import image_sizes
 from segpipe.errors import ConfigError, DataError, SegpipeError
 from segpipe.plugins import is_path
@@ -211,7 +211,7 @@ class ThreadsSeen(DataSet):
     def name(self, index: int) -> str:
         return self.samples.name(index)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SubSet]:
         return self.samples.parts()
 
     def read(self, index: int) -> Pixels:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from pathlib import Path
 
-    from segpipe.data.dataset import DataSet
+    from segpipe.data.data_set import DataSet
     from segpipe.data.loader import ShardBatch
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config

@@ -12,7 +12,7 @@ import pytest
 
 from runs import DIGESTS, run
 from segpipe.cli.main import main as segpipe
-from segpipe.data.dataset import DataSet
+from segpipe.data.data_set import DataSet
 from segpipe.data.frequency import FILE_NAME, PixelCounts, load
 from segpipe.data.mix import MixedSamples, absent_root, parts
 from segpipe.data.problems import problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -13,14 +14,14 @@ from segpipe import IGNORE_INDEX
 from segpipe.errors import DataError
 
 if TYPE_CHECKING:
-    from segpipe.data.catalog import ClassTable, Color, MaskTable
-    from segpipe.data.pack import Pack
+    from segpipe.data.catalog import ClassTable, MaskTable
     from segpipe.data.pairs import Pair
+    from segpipe.data.readers import Value
 
-SOME = 64  # samples that stand for all where there is no bound on the cost of one
 Image = NDArray[np.uint8]  # (H, W, 3) RGB
 Target = NDArray[np.uint8]  # (H, W) train ids
 Sample = tuple[Image, Target]
+SOME = 64  # samples that stand for all where there is no bound on the cost of one
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,13 @@ class Content:
 
     pixels: NDArray[np.int64]  # of each class, of ignored ones, of unknown values
     # Pixels of each id or color in a mask file.
-    values: dict[int | Color, int] = field(default_factory=dict)
+    values: dict[Value, int] = field(default_factory=dict)
     kind: str = ""  # of the mask file, such as "grey, 8 bits"
     # Palette index: train ids by index and by color, if they differ.
     ambiguous: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
-class Part(NamedTuple):
+class SubSet(NamedTuple):
     """One set of a mixture, with the classes of the shared table; or a whole data set."""
 
     label: str  # empty: it is no mixture
@@ -79,9 +80,9 @@ class DataSet(Samples, Protocol):
         """What the masks mean, if all of them lie in files of one data set."""
         return None
 
-    def packs(self) -> Sequence[Pack]:
-        """The packs that samples are read from."""
-        return ()
+    def pack_use(self) -> Counter[tuple[str, str]]:
+        """Samples that were read from packs, or written to them, by folder and "intact", "replaced" or "added"."""
+        return Counter()
 
     def image(self, index: int) -> Image:
         """The image alone."""
@@ -111,9 +112,9 @@ class DataSet(Samples, Protocol):
         """Indices of the samples that tell the frequencies of classes at a bounded cost, in their order."""
         return list(range(min(SOME, len(self))))
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SubSet]:
         """The sets of a mixture, or this one."""
-        return [Part("", self, float(len(self)))]
+        return [SubSet("", self, float(len(self)))]
 
     def problems(
         self,
