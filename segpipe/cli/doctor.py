@@ -244,9 +244,9 @@ def main(overrides: list[str]) -> int:
     for problem in [*warnings, *worker_problems(config, train)]:
         CONSOLE.print(f"Warning: {problem}", markup=False)
     if train is not val and data.name != "synthetic":
-        names = [
+        of_train, of_val = (
             [samples.name(index) for index in range(len(samples))]
             for samples in (train, val)
-        ]
-        warn_of_shared_sequences(*names, data.sequence)
+        )
+        warn_of_shared_sequences(of_train, of_val, data.sequence)
     return 0

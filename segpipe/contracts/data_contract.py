@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from segpipe import plugins
 from segpipe.contracts.clause import NOTE, Clause, answers
 from segpipe.data.augment import Augmenter
-from segpipe.data.data_set import DataSet
-from segpipe.data.samples import CachedSamples, Samples, open_samples
+from segpipe.data.data_set import DataSet, Samples
+from segpipe.data.samples import CachedSamples, open_samples
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.native import one_thread
 from segpipe.purity import checker

@@ -131,3 +131,4 @@ class DataSet(Samples, Protocol):
 
     def keep_facts(self) -> None:
         """Write what was found out about files to the cache of the data set's folder."""
+        return None

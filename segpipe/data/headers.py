@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, TiffImagePlugin
+from PIL import Image, ImageFile, TiffImagePlugin
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
@@ -171,7 +171,7 @@ def exif_orientation(block: bytes) -> int:
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
-def open_other(data: bytes, suffix: str) -> Image.Image:
+def open_other(data: bytes, suffix: str) -> ImageFile.ImageFile:
     """The picture in `data`, not decoded yet. `suffix` is that of its file."""
     formats = (TGA,) if suffix.lower() == ".tga" else FORMATS
     try:
@@ -189,7 +189,7 @@ def open_other(data: bytes, suffix: str) -> Image.Image:
     return image
 
 
-def header_of(image: Image.Image) -> Header:
+def header_of(image: ImageFile.ImageFile) -> Header:
     """Header of a picture that `open_other` returned."""
     layout = LAYOUTS.get(image.mode)
     if layout is None or (image.mode == "I" and image.format != "PPM"):
@@ -212,7 +212,7 @@ def header_of(image: Image.Image) -> Header:
     return Header(image.height, image.width, layout, bits, orientation, fault)
 
 
-def pixels_of(image: Image.Image) -> NDArray[Any]:
+def pixels_of(image: ImageFile.ImageFile) -> NDArray[Any]:
     """Pixels as they are stored: (H, W) of grey values or indices, or (H, W, channels)."""
     try:
         pixels = np.asarray(image)
@@ -227,7 +227,7 @@ def pixels_of(image: Image.Image) -> NDArray[Any]:
     return pixels.astype(np.uint8) * (255 if image.mode == "1" else 1)
 
 
-def rgb_of(image: Image.Image) -> NDArray[np.uint8]:
+def rgb_of(image: ImageFile.ImageFile) -> NDArray[np.uint8]:
     """Colors uint8 (H, W, 3): grey is repeated, alpha dropped, of 16 bits the upper 8."""
     pixels = pixels_of(image)
     if image.mode in WIDE:
@@ -237,14 +237,14 @@ def rgb_of(image: Image.Image) -> NDArray[np.uint8]:
     return np.asarray(image.convert("RGB"), np.uint8)
 
 
-def palette_of(image: Image.Image) -> NDArray[np.uint8]:
+def palette_of(image: ImageFile.ImageFile) -> NDArray[np.uint8]:
     """Colors of the indices, RGBA uint8 (n, 4)."""
     assert image.palette is not None
     colors = np.frombuffer(bytes(image.getpalette("RGBA") or ()), np.uint8)
     return colors.reshape(-1, 4)
 
 
-def _check_whole(image: Image.Image, data: bytes) -> None:
+def _check_whole(image: ImageFile.ImageFile, data: bytes) -> None:
     """Raise EOFError if the header places pixels behind the end of the file."""
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         for places, sizes in TIFF_PLACES:
@@ -268,7 +268,7 @@ def _check_whole(image: Image.Image, data: bytes) -> None:
             raise EOFError
 
 
-def _pages(image: Image.Image) -> int:
+def _pages(image: ImageFile.ImageFile) -> int:
     """Number of pictures in a file, without smaller copies and masks of the first."""
     if not isinstance(image, TiffImagePlugin.TiffImageFile):
         return int(getattr(image, "n_frames", 1))
@@ -282,7 +282,7 @@ def _pages(image: Image.Image) -> int:
     return 1 if second & 0b101 else 2
 
 
-def _mask_fault(image: Image.Image, layout: str, bits: int) -> str:
+def _mask_fault(image: ImageFile.ImageFile, layout: str, bits: int) -> str:
     if image.format == "WEBP":
         return LOSSY.format("WebP")
     if "jpeg" in str(image.info.get("compression")):

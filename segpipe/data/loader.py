@@ -30,8 +30,9 @@ from segpipe.models.preprocess import colored
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter, Crop
+    from segpipe.data.data_set import Samples
     from segpipe.data.order import Order
-    from segpipe.data.samples import CachedSamples, Samples
+    from segpipe.data.samples import CachedSamples
 
 SHARED_MEMORY = "/dev/shm"
 ROW_BYTES = (

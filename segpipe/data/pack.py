@@ -303,8 +303,9 @@ def _entry(line: bytes) -> PackEntry | None:
     if checksum != _checksum(text):
         return None
     try:
-        *rest, image, mask = json.loads(text)
-        return PackEntry(*rest, FileState(*image), FileState(*mask))
+        key, place, height, width, file_bytes, digest, image, mask = json.loads(text)
+        states = FileState(*image), FileState(*mask)
+        return PackEntry(key, place, height, width, file_bytes, digest, *states)
     except (TypeError, ValueError):
         return None
 

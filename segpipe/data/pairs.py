@@ -267,7 +267,8 @@ def _endings(
     layout: FolderLayout, images: Iterable[str], masks: Iterable[str]
 ) -> tuple[str, str] | str:
     """What ends the stems of images and masks, or a message if two endings fit equally well."""
-    of_images, of_masks = IMAGE_ENDINGS, ("", *MASK_ENDINGS)
+    of_images: tuple[str, ...] = IMAGE_ENDINGS
+    of_masks: tuple[str, ...] = ("", *MASK_ENDINGS)
     if layout.image_ending is not None:
         of_images = (layout.image_ending,)
     if layout.mask_ending is not None:
@@ -327,7 +328,8 @@ def _listed(
     by_path = {_composed(os.path.normpath(path)): stem for stem, path in images.items()}
     # As people mean them, in letters of any case.
     named = {_without_suffix(path): path for path in by_path}
-    faults, stems = [], []
+    faults: list[str] = []
+    stems: list[str] = []
     for text in _text(listing, notes).splitlines():
         line = _composed(text.strip())
         if not line:

@@ -10,6 +10,7 @@ from textwrap import wrap
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import Color, MaskTable
 from segpipe.data.facts import Facts
+from segpipe.data.masks import train_id
 from segpipe.data.readers import MaskValues, Value, threaded
 from segpipe.errors import DataError, listed
 
@@ -132,8 +133,7 @@ def blended(masks: Sequence[str], table: MaskTable, facts: Facts) -> tuple[str, 
         tally = _tally(masks, facts)
     except DataError:  # of two kinds, which the table explains
         return "", False
-    trains: dict[Value, int] = {**table.classes.train_ids, **table.colors}
-    odd = [value for value in tally.blended() if trains.get(value) != IGNORE_INDEX]
+    odd = [value for value in tally.blended() if train_id(table, value) != IGNORE_INDEX]
     if len(odd) > MOST_BLENDED:
         return _refusal(tally, odd), True
     if len(odd) > 1:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from segpipe.data.samples import Samples, open_samples
+from segpipe.data.data_set import Samples
+from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

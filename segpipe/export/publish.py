@@ -51,7 +51,7 @@ from segpipe.settings.check import export_problems
 from segpipe.settings.groups import ExportConfig
 
 if TYPE_CHECKING:
-    from segpipe.data.samples import Samples
+    from segpipe.data.data_set import Samples
     from segpipe.export.dataset import Labelled
     from segpipe.export.gates.comparison import ImageComparison
     from segpipe.settings.config import Config

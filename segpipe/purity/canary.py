@@ -25,7 +25,7 @@ from segpipe.purity.tripwire import another_worker
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter, Crop
-    from segpipe.data.samples import Samples
+    from segpipe.data.data_set import Samples
 
 Trail = tuple[
     tuple[str, int], ...

@@ -41,7 +41,7 @@ from segpipe.purity.probes import (
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter, Part
-    from segpipe.data.samples import Samples
+    from segpipe.data.data_set import Samples
 
 QUICK_SIZE = 256  # largest height and width at which `quick` probes single transforms
 BUDGET_S = 20.0  # processor time of `quick`; all its probes of all shipped transforms take less than 2

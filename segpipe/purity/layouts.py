@@ -20,7 +20,7 @@ from segpipe.purity.probes import Finding, Frame, first_difference
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter
     from segpipe.data.catalog import ClassTable
-    from segpipe.data.samples import Samples
+    from segpipe.data.data_set import Samples
 
 Layout = tuple[int, str]  # workers, start method
 LAYOUTS: tuple[Layout, ...] = (

@@ -29,7 +29,7 @@ from segpipe.train.step import TrainStep, train_step
 from segpipe.train.watch import Watch
 
 if TYPE_CHECKING:
-    from segpipe.data.samples import Samples
+    from segpipe.data.data_set import DataSet
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
 
@@ -192,7 +192,7 @@ def measure(config: Config, group: Group, folder: Path) -> StepProfile:
 
 @contextlib.contextmanager
 def _updates(
-    config: Config, group: Group, samples: Samples, spans: Spans
+    config: Config, group: Group, samples: DataSet, spans: Spans
 ) -> Iterator[Callable[[], None]]:
     """A function that does the next update; nothing of it outlives the block."""
     counts = counted(config, group, samples, kept=None, say=print)
@@ -275,7 +275,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _loader(config: Config, samples: Samples) -> tuple[float, float]:
+def _loader(config: Config, samples: DataSet) -> tuple[float, float]:
     """Milliseconds to read a sample and to augment it, in this process on one thread: medians."""
     augmenter, spent = Augmenter(config.augment), []
     for index in range(SAMPLES + 1):
