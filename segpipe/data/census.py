@@ -59,10 +59,10 @@ def take(
     def examine(index: int) -> tuple[Content, int, tuple[int, int]] | None:
         try:
             content = samples.content(index)
-            seen = UNKNOWN_LOOK
-            if index in looked_at:
-                seen = look(samples.image(index))
-            return content, seen, samples.size(index)
+            if index not in looked_at:
+                return content, UNKNOWN_LOOK, samples.size(index)
+            image = samples.image(index)
+            return content, look(image), (image.shape[0], image.shape[1])
         except DataError:
             return None
 
