@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from benchmarks import measure as measuring
 from segpipe.cli.commands import RUN, WHICH
 from segpipe.data.catalog import ClassTable
-from segpipe.data.samples import Samples, open_samples
+from segpipe.data.data_set import Samples
+from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError
 from segpipe.export.artifact.manifest import describe
 from segpipe.export.artifact.origin import Origin

@@ -32,10 +32,11 @@ def sha256_of(content: bytes | memoryview) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def files_below(folder: Path) -> Iterator[Path]:
+def files_below(folder: Path, visited: list[str] | None = None) -> Iterator[Path]:
     """All files below a folder that lie in no hidden one, through links to folders too.
 
-    Each real folder is visited once, so that links in a circle end; those that need no link come first.
+    Each real folder is visited once, so that links in a circle end; those that need no link come first. The folders
+    are added to `visited`.
     """
     seen: set[str] = set()
     waiting = [str(folder)]
@@ -50,6 +51,8 @@ def files_below(folder: Path) -> Iterator[Path]:
             if real not in seen:
                 yield from (Path(place, name) for name in files)
             seen.add(real)
+            if visited is not None:
+                visited.append(place)
             waiting += [
                 path
                 for name in folders

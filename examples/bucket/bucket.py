@@ -28,11 +28,11 @@ from segpipe.data.catalog import load_masks
 from segpipe.data.masks import settled
 from segpipe.data.pairs import Pair
 from segpipe.data.readers import read_header
-from segpipe.data.samples import FileSamples, Wrapped
+from segpipe.data.samples import FileSamples
 from segpipe.errors import DataError
 
 
-class Bucket(Wrapped):
+class Bucket:
     """A split of a data set at a URL of fsspec; `cache` is a local folder for the objects that were read."""
 
     def __init__(self, root: str, split: str, cache: str) -> None:
@@ -70,6 +70,7 @@ class Bucket(Wrapped):
         )
         first = str(self._fetched(self.objects[0][1]))
         self.samples = FileSamples(settled(table, [first]), tuple(pairs))
+        self.classes = self.samples.classes
         self.sizes = [
             (int(row["height"]), int(row["width"]))
             for row in rows
@@ -80,6 +81,12 @@ class Bucket(Wrapped):
             if len(self.sizes) == len(rows)
             else [read_header(first)[:2]] * len(rows)
         )
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def name(self, index: int) -> str:
+        return self.samples.name(index)
 
     def read(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Image and train ids, as of files on a disk. Raises DataError naming the object."""

@@ -26,7 +26,8 @@ from rich.table import Table
 from rich.text import Text
 
 from examples.race import augment, plain
-from segpipe.data.samples import Samples, SyntheticSamples
+from segpipe.data.data_set import Samples
+from segpipe.data.samples import SyntheticSamples
 from segpipe.errors import ImpureAugmentError
 from segpipe.run.pictures import blend
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from examples.race.augment import Uint8
-from segpipe.data.samples import Samples
+from segpipe.data.data_set import Samples
 
 Pair = tuple[Uint8, Uint8]  # image and target
 Augment = Callable[[Uint8, Uint8, random.Random], Pair]

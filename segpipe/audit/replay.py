@@ -147,7 +147,7 @@ def replay(task: Task, group: Group, report: Report) -> None:
     """
     config = task.config
     flags.apply(config.compute.threads, config.compute.mode)
-    samples = open_samples(config.data, "train", config.seed)
+    samples = open_samples(config.data, "train", config.seed, packed=False)
     start = None if task.checkpoint else read_start(config, checkpoint.load)
     current = state.build_state(config, samples.classes, group.device, start)
     loss_backend = backend(config.loss, group.device.type)

@@ -12,8 +12,8 @@ from segpipe.checks.clause import NOTE, Clause, answers, refusal
 from segpipe.checks.elsewhere import UnansweredError, elsewhere
 from segpipe.checks.tripwire import preserved, seed_globals
 from segpipe.data.augment import Augmenter
-from segpipe.data.plugin_samples import PluginSamples
-from segpipe.data.samples import CachedSamples, Samples, open_samples
+from segpipe.data.data_set import DataSet, Samples
+from segpipe.data.samples import CachedSamples, open_samples
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.native import one_thread
 
@@ -40,7 +40,7 @@ class DataContract:
         )
         return answers("data", [(f"{self.split}: {name}", ask) for name, ask in asked])
 
-    def _open(self) -> Samples:
+    def _open(self) -> DataSet:
         return open_samples(self.config.data, self.split, self.config.seed)
 
     def _opened(self) -> str:
@@ -52,11 +52,8 @@ class DataContract:
         return ""
 
     def _samples(self) -> str:
-        if isinstance(self.samples, PluginSamples):
-            return " ".join(list(self.samples.problems(sorted(set(self.indices))))[:3])
-        for index in self.indices:
-            self.samples.read(index)
-        return ""
+        problems = self.samples.problems(sorted(set(self.indices)))
+        return " ".join(list(problems)[:3])
 
     def _twice(self) -> str:
         """In another order, by another object, with other global generators."""

@@ -28,7 +28,7 @@ from segpipe.train.canary import Frame, another_worker, first_difference
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter
-    from segpipe.data.samples import Samples
+    from segpipe.data.data_set import Samples
 
 MANY = 32  # images for each transform of the user: a bank of earlier ones needs some
 KEYS = tuple(sample_key(0, 0, index, "purity") for index in range(MANY))

@@ -5,26 +5,25 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from segpipe.cli.commands import COMMANDS
 from segpipe.data.catalog import table_path
+from segpipe.data.data_set import DataSet
 from segpipe.data.division import shared_sequences
+from segpipe.data.facts import facts_of
 from segpipe.data.folders import no_split, split_lists
+from segpipe.data.mix import all_parts
 from segpipe.data.overlap import check_overlap
-from segpipe.data.pairs import scan, scan_undivided
-from segpipe.data.problems import open_readable, problems
+from segpipe.data.pairs import left_out, scan, scan_undivided
+from segpipe.data.problems import problems
 from segpipe.data.proposal import blended, propose
 from segpipe.data.samples import (
-    Samples,
+    check_labelled,
+    check_scorable,
     class_pixels,
-    file_samples,
     image_files,
     image_sizes,
-    one_by_one,
+    open_readable,
     open_samples,
-    single_class,
 )
 from segpipe.errors import DataError, listed
 from segpipe.files import write_atomically
@@ -72,7 +71,7 @@ def offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
             CONSOLE.print(faults[0], markup=False)
         return not faults
     with progress("reading masks") as show:
-        text = propose([pair.mask for pair in pairs], show)
+        text = propose([pair.mask for pair in pairs], facts_of(data.root), show)
     CONSOLE.print(text, markup=False)
     if not write:
         CONSOLE.print(
@@ -119,46 +118,40 @@ def warn_of_shared_sequences(train: list[str], val: list[str], pattern: str) -> 
     )
 
 
-def by_set(opened: dict[str, Samples]) -> dict[str, Samples]:
+def by_set(opened: dict[str, DataSet]) -> dict[str, DataSet]:
     """The splits, and in place of one that is a mixture its data sets, with the classes of the shared table."""
-    found: dict[str, Samples] = {}
-    for split, samples in opened.items():
-        sets = one_by_one(samples)
-        found |= (
-            {f"{split}: {name}": one for name, one in sets.items()}
-            if sets
-            else {split: samples}
-        )
-    return found
+    return {
+        f"{split}: {part.label}" if part.label else split: part.samples
+        for split, samples in opened.items()
+        for part in samples.parts()
+    }
 
 
-def example(data: DataConfig, split: str) -> str:
-    """The first pair of a split in files, which shows how images and masks were found."""
-    if data.name not in FILE_SETS or data.mix:
-        return ""
-    first = scan(data, split)[0][0]
-    image, mask = (
-        os.path.relpath(path, data.root) for path in (first.image, first.mask)
-    )
-    return f"; {image} with {mask}"
-
-
-def examine(
-    config: Config, opened: dict[str, Samples], counts: dict[str, NDArray[np.int64]]
-) -> tuple[list[str], list[str]]:
-    """Problems and warnings of files that can all be read, with the pixels of each class by data set."""
+def examine(config: Config, opened: dict[str, DataSet]) -> tuple[list[str], list[str]]:
+    """Problems and warnings of files that can all be read."""
     if not opened:
         return [], []
-    found, warnings = [], list(size_warnings(config, train := opened["train"]))
-    present = np.flatnonzero(sum(counts[name] for name in by_set({"train": train})))
-    if len(present) == 1:
-        found.append(single_class(train, int(present[0])))
-    sets = [one for samples in opened.values() for one in file_samples(samples)]
-    if sets and config.data.name == "folder" and not config.data.mix:
-        said, certain = blended(
-            [pair.mask for one in sets for pair in one.pairs], sets[0].table
-        )
-        (found if certain else warnings).extend([said] if said else [])
+    train = opened["train"]
+    found: list[str] = []
+    warnings = list(size_warnings(config, train))
+    data = config.data
+    for part in all_parts(data, opened):
+        if part.data.name in FILE_SETS:
+            warnings += left_out(part.data, part.split)
+    try:
+        check_labelled(train)
+        for split, samples in opened.items():
+            if split != "train":
+                check_scorable(samples, split)
+    except DataError as error:
+        found.append(str(error))
+    if data.name == "folder" and (table := train.mask_table()):
+        masks = [
+            pair.mask for samples in opened.values() for pair in samples.file_pairs()
+        ]
+        message, certain = blended(masks, table, facts_of(data.root))
+        if message:
+            (found if certain else warnings).append(message)
     return found, warnings
 
 
@@ -169,91 +162,91 @@ def write_page(
     from segpipe.data.census import take
     from segpipe.run.doctor_page import Checkup, render
 
-    opened = {
-        split: one
-        for split in splits
-        if (one := open_readable(config.data, split, config.seed)) is not None
-    }
-    census = {}
-    for split, samples in opened.items():
-        with progress(f"reading {split}") as show:
-            census[split] = take(samples, show)
+    opened, census = {}, {}
+    for split in splits:
+        samples = open_readable(config.data, split, config.seed)
+        if samples is not None:
+            opened[split] = samples
+            with progress(f"reading {split}") as show:
+                census[split] = take(samples, show)
     if not opened:
         CONSOLE.print(
             f"{out} is not written: no split has a pair of image and mask.",
             markup=False,
         )
         return
-    write_atomically(
-        out, render(Checkup(config, found, warnings, opened, census)).encode()
-    )
+    page = render(Checkup(config, found, warnings, opened, census))
+    write_atomically(out, page.encode())
     CONSOLE.print(f"page: {out}", markup=False)
 
 
-def main(overrides: list[str]) -> int:
-    """Exit code."""
-    own = [
-        text
-        for text in overrides
-        if text.partition("=")[0] in [key.key for key in KEYS]
-    ]
-    given = parse(own, KEYS)
-    config = compose([text for text in overrides if text not in own])
-    check(config, world_size=1)
-    splits = list(dict.fromkeys(["train", config.data.split]))
-    if not offer_table(config.data, splits, write=given["write"]):
-        return DataError.exit_code
-    if todo := not_divided(config.data, splits):
-        CONSOLE.print(todo, markup=False)
-        if given["out"]:
-            write_page(config, splits, [todo], [], Path(given["out"]))
-        return DataError.exit_code
-    found = find_problems(config.data, splits, given["lines"])
-    opened = (
-        {}
-        if found
-        else {split: open_samples(config.data, split, config.seed) for split in splits}
-    )
+def show_content(config: Config, opened: dict[str, DataSet]) -> None:
+    """Print sizes and an example of each set, and the share of pixels of each class."""
     sets = by_set(opened)
-    counts = {name: class_pixels(one) for name, one in sets.items()}
-    more, warnings = examine(config, opened, counts)
-    for problem in more:
-        CONSOLE.print(problem, markup=False)
-    found += more
-    if given["out"]:
-        write_page(config, splits, found, warnings, Path(given["out"]))
-    if found:
-        CONSOLE.print(
-            f"{len(found)} problem{'s' * (len(found) > 1)} in {config.data.root or 'data.mix'}"
-        )
-        return DataError.exit_code
-    if len(opened) > 1 and not config.data.allow_overlap:
-        check_overlap(
-            image_files(opened["train"]),
-            image_files(opened[config.data.split]),
-            config.data.split,
-        )
-    for split, samples in sets.items():
+    for name, samples in sets.items():
         sizes = [
             f"{height}x{width} ({times})"
             for (height, width), times in image_sizes(samples).most_common(8)
         ]
+        example = ""
+        pairs = samples.file_pairs()
+        if pairs and not config.data.mix:
+            image, mask = (
+                os.path.relpath(path, config.data.root) for path in pairs[0][1:]
+            )
+            example = f"; {image} with {mask}"
         CONSOLE.print(
-            f"{split}: {len(samples)} images of {', '.join(sizes)}{example(config.data, split)}",
+            f"{name}: {len(samples)} images of {', '.join(sizes)}{example}",
             markup=False,
         )
+    counts = {name: class_pixels(samples) for name, samples in sets.items()}
     CONSOLE.print(share_table(opened["train"].classes, counts))
-    if empty := [name for name, pixels in counts.items() if not pixels.sum()]:
-        CONSOLE.print(
-            f"{', '.join(empty)}: every pixel is ignored. Check the masks, and the ids in the class table."
-        )
+
+
+def main(overrides: list[str]) -> int:
+    """Exit code."""
+    keys = [key.key for key in KEYS]
+    own = [text for text in overrides if text.partition("=")[0] in keys]
+    given = parse(own, KEYS)
+    config = compose([text for text in overrides if text not in own])
+    check(config, world_size=1)
+    data = config.data
+    out = Path(given["out"]) if given["out"] else None
+    splits = list(dict.fromkeys(["train", data.split]))
+    # Masks are read once, and proposals need what lies along their edges.
+    facts_of(data.root).edges = data.name == "folder"
+    if not offer_table(data, splits, write=given["write"]):
         return DataError.exit_code
-    for problem in [*warnings, *worker_problems(config, opened["train"])]:
+    if todo := not_divided(data, splits):
+        CONSOLE.print(todo, markup=False)
+        if out:
+            write_page(config, splits, [todo], [], out)
+        return DataError.exit_code
+    found = find_problems(data, splits, given["lines"])
+    opened: dict[str, DataSet] = {}
+    if not found:
+        opened = {split: open_samples(data, split, config.seed) for split in splits}
+    more, warnings = examine(config, opened)
+    for problem in more:
+        CONSOLE.print(problem, markup=False)
+    found += more
+    if out:
+        write_page(config, splits, found, warnings, out)
+    if found:
+        plural = "s" * (len(found) > 1)
+        where = data.root or "data.mix"
+        CONSOLE.print(f"{len(found)} problem{plural} in {where}")
+        return DataError.exit_code
+    train, val = opened["train"], opened[data.split]
+    if train is not val and not data.allow_overlap:
+        check_overlap(image_files(train), image_files(val), data.split)
+    show_content(config, opened)
+    for problem in [*warnings, *worker_problems(config, train)]:
         CONSOLE.print(f"Warning: {problem}", markup=False)
-    if len(opened) == 2 and config.data.name != "synthetic":
-        train, val = (
-            [samples.name(i) for i in range(len(samples))]
-            for samples in opened.values()
+    if train is not val and data.name != "synthetic":
+        of_train, of_val = (
+            [samples.name(index) for index in range(len(samples))]
+            for samples in (train, val)
         )
-        warn_of_shared_sequences(train, val, config.data.sequence)
+        warn_of_shared_sequences(of_train, of_val, data.sequence)
     return 0

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.data.catalog import mask_table, table_path
+from segpipe.data.catalog import table_path
 from segpipe.data.division import divide
-from segpipe.data.masks import read_target, settled
 from segpipe.data.pairs import Pair, scan_undivided
-from segpipe.data.readers import threaded
-from segpipe.data.samples import class_pixels, open_samples
+from segpipe.data.samples import (
+    class_pixels,
+    file_samples,
+    image_pixels,
+    open_samples,
+)
 from segpipe.data.sequence import sequence
 from segpipe.errors import ConfigError, DataError, listed
 from segpipe.files import write_atomically
@@ -80,15 +83,10 @@ def main(given: dict[str, Any]) -> int:
 
 def class_pixels_of(data: DataConfig, pairs: list[Pair]) -> NDArray[np.int64]:
     """Pixels of each class in each mask, int64 (N, C)."""
-    table = settled(mask_table(data), [pair.mask for pair in pairs])
-    num = table.classes.num_classes
-
-    def count(pair: Pair) -> NDArray[np.int64]:
-        return np.bincount(read_target(table, pair.mask).ravel(), minlength=256)[:num]
-
+    samples = file_samples(data, pairs)
     counts = []
     with progress("reading masks", len(pairs)) as show:
-        for row in threaded(count, pairs):
+        for row in image_pixels(samples, range(len(samples))):
             counts.append(row)
             show(len(counts))
     return np.stack(counts)

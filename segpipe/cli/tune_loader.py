@@ -19,8 +19,8 @@ from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
 
 if TYPE_CHECKING:
+    from segpipe.data.data_set import DataSet
     from segpipe.data.loader import ShardBatch
-    from segpipe.data.samples import Samples
     from segpipe.distributed.group import Group
 
 KEYS = COMMANDS["tune-loader"].keys
@@ -106,9 +106,9 @@ def choose(measure: Callable[[int], float], cores: int, needed: float) -> Choice
 
 
 def loader_rate(
-    config: Config, group: Group, samples: Samples, workers: int, seconds: float
+    config: Config, group: Group, samples: DataSet, workers: int, seconds: float
 ) -> float:
-    """Samples per second that `workers` loader processes deliver in the order and with the checks of a training."""
+    """DataSet per second that `workers` loader processes deliver in the order and with the checks of a training."""
     from segpipe.train.batches import shard_stream
 
     data = replace(config.data, workers=workers)
@@ -127,8 +127,8 @@ def loader_rate(
     return batches * config.compute.samples_per_shard / passed
 
 
-def network_rate(config: Config, group: Group, samples: Samples) -> float:
-    """Samples per second that whole updates of the configured network take, with batches that are there already."""
+def network_rate(config: Config, group: Group, samples: DataSet) -> float:
+    """DataSet per second that whole updates of the configured network take, with batches that are there already."""
     import torch
 
     from segpipe.train.batches import shard_stream

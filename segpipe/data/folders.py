@@ -22,7 +22,10 @@ IMAGE_FOLDERS = ("images", "image", "imgs", "img", "JPEGImages", "leftImg8bit")
 MASK_FOLDERS = (
     "masks", "mask", "labels", "label", "annotations", "annotation", "annots", "gt", "gtFine", "SegmentationClass",
 )  # fmt: skip
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
+SUFFIXES = (
+    ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".dib", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".pnm",
+    ".tga",
+)  # fmt: skip
 SPLITS = (
     "train",
     "val",

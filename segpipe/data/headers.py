@@ -1,59 +1,59 @@
-"""What a picture file says of itself: format, size, pixels, orientation, and whether the file is complete.
+"""What a picture file says of itself: size, pixels, orientation, and whether the file is complete.
 
-Decoders fill the missing part of a truncated file with grey or black and carry on, so the structure of a file is
-checked up to its end before OpenCV decodes it. The format is that of the content; the suffix does not matter.
+Decoders fill the missing part of a truncated file with grey or black and carry on, so
+the structure of a PNG or JPEG is checked up to its end before OpenCV decodes it. Pillow
+reads BMP, TIFF, WebP, PNM and TGA, which takes twice as long. The format is that of the
+content; the suffix does not matter.
 
-Everything here raises EOFError for a file that ends too early, and ValueError with the rest of a sentence for others.
+Everything here raises EOFError for a file that ends too early, and ValueError with the
+rest of a sentence for a file that is wrong in another way.
 """
 
 from __future__ import annotations
 
-import mmap
+import io
 import re
+import warnings
 import zlib
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
-Bytes = bytes | mmap.mmap
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageFile, TiffImagePlugin
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
-PNG_LAYOUTS = {
-    0: "grey",
-    2: "color",
-    3: "palette",
-    4: "grey",
-    6: "color",
-}  # by color type; 4 and 6 have alpha
+# Layout by color type; 4 and 6 have alpha.
+PNG_LAYOUTS = {0: "grey", 2: "color", 3: "palette", 4: "grey", 6: "color"}
 JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
-HEAD_BYTES = 1 << 18  # in a JPEG, previews and color profiles come before the size
-TAIL_BYTES = 1 << 12
-# The marker that ends a JPEG scan: 0xFF00 is a stuffed byte, 0xFFD0 to 0xFFD7 are restarts, 0xFFFF is fill.
+# The marker that ends a JPEG scan: 0xFF00 is a stuffed byte, 0xFFD0 to 0xFFD7 are
+# restarts, 0xFFFF is fill.
 SCAN_END = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
 SIZE_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-TIFF_SIGNATURES = (b"II*\0", b"MM\0*")
-WIDTH, HEIGHT, BITS, COMPRESSION, PHOTOMETRIC, ORIENTATION = (
-    256,
-    257,
-    258,
-    259,
-    262,
-    274,
-)
-STRIPS, CHANNELS, STRIP_BYTES, TILES, TILE_BYTES, FORMAT, SUBFILE = (
-    273,
-    277,
-    279,
-    324,
-    325,
-    339,
-    254,
-)
-NUMBER_BYTES = {1: 1, 3: 2, 4: 4}  # bytes of an unsigned number by its type
-JPEG_CODES = (6, 7)
-MOST_VALUES = 1 << 20
+ORIENTATION_TAG = 0x0112
 
-LOSSY = "{} loses information, and with it ids at every edge. Export the masks as PNG from where they were drawn."
+FORMATS = ("BMP", "TIFF", "WEBP", "PPM")
+# TGA has no signature: only its suffix tells, and Pillow takes other bytes for one.
+TGA = "TGA"
+LAYOUTS = {
+    **dict.fromkeys(("1", "L", "LA", "I", "I;16", "I;16B"), "grey"),
+    **dict.fromkeys(("P", "PA"), "palette"),
+    **dict.fromkeys(("RGB", "RGBA", "RGBX"), "color"),
+}
+WIDE = ("I", "I;16", "I;16B")  # modes of 16 bits
+TIFF_BITS, TIFF_PHOTOMETRIC, TIFF_SUBFILE = 258, 262, 254
+TIFF_PLACES = ((273, 279), (324, 325))  # offsets and lengths of strips, or of tiles
+WRITE_PNG = "Write it as PNG."
+
+LOSSY = (
+    "{} loses information, and with it ids at every edge. Export the masks as PNG "
+    "from where they were drawn."
+)
+
+
+# Pillow warns of a truncated TIFF, once per process: the error here names the file.
+warnings.filterwarnings("ignore", module="PIL")
 
 
 class Header(NamedTuple):
@@ -63,169 +63,90 @@ class Header(NamedTuple):
     width: int
     layout: str  # grey, palette or color
     bits: int = 8  # per channel or index
-    orientation: int = 1  # of EXIF: 1 upright, 2 to 4 mirrored or upside down, 5 to 8 turned by 90 degrees
+    orientation: int = 1  # of EXIF: 2 to 4 mirrored or upside down, 5 to 8 on its side
     mask_fault: str = ""  # why it cannot be a mask; empty if it can
 
     @property
     def upright(self) -> tuple[int, int]:
         """(height, width) after the orientation is applied."""
-        return (
-            (self.width, self.height)
-            if self.orientation >= 5
-            else (self.height, self.width)
-        )
+        if self.orientation >= 5:
+            return self.width, self.height
+        return self.height, self.width
 
 
-def parse(data: Bytes) -> Header:
-    """Header of a file from its content; of PNG and JPEG, the first HEAD_BYTES are enough."""
-    if data[:8] == PNG_SIGNATURE:
-        return _parse_png(data)
-    if data[:2] == JPEG_START:
-        return _parse_jpeg(data)
-    if data[:2] == b"BM":
-        return _parse_bmp(data)
-    if data[:4] == b"RIFF" and data[8:12] in (b"WEBP", b""):
-        return _parse_webp(data)
-    if data[:4] in TIFF_SIGNATURES:
-        return _parse_tiff(data)
-    found = "neither PNG nor JPEG, BMP, TIFF or WebP" if len(data) else "empty"
-    raise ValueError(f"is {found}. Copy it again, or convert it.")
-
-
-def check_complete(data: bytes) -> None:
-    """Raise an error unless the file is complete up to its end, and the checksums of a PNG hold."""
-    if data.startswith(PNG_SIGNATURE):
-        _check_png(data)
-    elif data.startswith(JPEG_START):
-        if all(marker != JPEG_END[1] for marker, _ in _jpeg_markers(data)):
-            raise EOFError
-    else:
-        parse(data)  # the headers of the other formats say where the file ends
-
-
-def _parse_png(data: Bytes) -> Header:
+def parse_png(data: bytes) -> Header:
+    """Header of a PNG from its bytes up to the first pixels."""
     if len(data) < 33:
         raise EOFError
-    width, height, bits, color = (
-        int.from_bytes(data[16:20]),
-        int.from_bytes(data[20:24]),
-        data[24],
-        data[25],
-    )
+    width = int.from_bytes(data[16:20])
+    height = int.from_bytes(data[20:24])
+    bits, color = data[24], data[25]
     if color not in PNG_LAYOUTS:
         raise ValueError(f"is damaged: a PNG has no color type {color}. Copy it again.")
-    orientation, place = 1, 8
-    while place + 8 <= min(len(data), HEAD_BYTES):
-        size, kind = (
-            int.from_bytes(data[place : place + 4]),
-            data[place + 4 : place + 8],
-        )
-        if kind == b"IDAT":
-            break
-        if kind == b"eXIf":
-            orientation = _exif_orientation(data[place + 8 : place + 8 + size])
-        place += 12 + size
-    fault = (
-        "16 bits per channel are more than a color needs. Write it with 8."
-        if bits == 16 and color
-        else ""
-    )
-    return Header(height, width, PNG_LAYOUTS[color], bits, orientation, fault)
-
-
-def _parse_jpeg(data: Bytes) -> Header:
+    fault = ""
+    if bits == 16 and color:
+        fault = "16 bits per channel are more than a color needs. Write it with 8."
     orientation = 1
-    for marker, place in _jpeg_markers(data[:HEAD_BYTES]):
+    for kind, start, size in _png_chunks(data):
+        if kind == b"eXIf":
+            orientation = exif_orientation(data[start : start + size])
+        if kind == b"IDAT":
+            return Header(height, width, PNG_LAYOUTS[color], bits, orientation, fault)
+    raise EOFError
+
+
+def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Kind, first byte and length of the content of each chunk that starts in `data`."""
+    place = len(PNG_SIGNATURE)
+    while place + 8 <= len(data):
+        size = int.from_bytes(data[place : place + 4])
+        yield data[place + 4 : place + 8], place + 8, size
+        place += 12 + size
+
+
+def png_chunks(data: bytes) -> list[tuple[bytes, int, int]]:
+    """Kind and range of the content of each chunk of a PNG, up to its end. Checks the checksums."""
+    chunks = []
+    for kind, start, size in _png_chunks(data):
+        end = start + size
+        if end + 4 > len(data):
+            break
+        checksum = int.from_bytes(data[end : end + 4])
+        if zlib.crc32(memoryview(data)[start - 4 : end]) != checksum:
+            raise ValueError(
+                f"is damaged: the checksum of a chunk at byte {start - 8} is wrong. "
+                "Copy it again."
+            )
+        chunks.append((kind, start, end))
+        if kind == b"IEND":
+            return chunks
+    raise EOFError
+
+
+def parse_jpeg(data: bytes) -> Header:
+    """Header of a JPEG from its bytes up to its size."""
+    orientation = 1
+    for marker, place in _jpeg_markers(data):
         if marker == 0xE1 and data[place + 4 : place + 10] == b"Exif\0\0":
-            orientation = _exif_orientation(
-                data[
-                    place + 10 : place + 2 + int.from_bytes(data[place + 2 : place + 4])
-                ]
-            )
+            end = place + 2 + int.from_bytes(data[place + 2 : place + 4])
+            if end > len(data):
+                raise EOFError
+            orientation = exif_orientation(data[place + 10 : end])
         if marker in SIZE_MARKERS and place + 9 <= len(data):
-            height, width = (
-                int.from_bytes(data[place + 5 : place + 7]),
-                int.from_bytes(data[place + 7 : place + 9]),
-            )
+            height = int.from_bytes(data[place + 5 : place + 7])
+            width = int.from_bytes(data[place + 7 : place + 9])
             return Header(height, width, "color", 8, orientation, LOSSY.format("JPEG"))
     raise EOFError
 
 
-def _parse_bmp(data: Bytes) -> Header:
-    if len(data) < 54:
+def check_jpeg_end(data: bytes) -> None:
+    """Raise EOFError unless the markers of a JPEG reach the one that ends it."""
+    if all(marker != JPEG_END[1] for marker, _ in _jpeg_markers(data)):
         raise EOFError
-    start, info, width, height = (
-        int.from_bytes(data[place : place + 4], "little", signed=True)
-        for place in (10, 14, 18, 22)
-    )
-    bits, coding = (
-        int.from_bytes(data[28:30], "little"),
-        int.from_bytes(data[30:34], "little"),
-    )
-    rows = (width * bits + 31) // 32 * 4 * abs(height)
-    end = start + rows if coding in (0, 3) else int.from_bytes(data[2:6], "little")
-    if len(data) < end:
-        raise EOFError
-    if width < 1 or height == 0 or info < 40:
-        raise ValueError("is damaged: its BMP header has no size. Copy it again.")
-    layout, fault = "color", ""
-    if bits == 8 and coding == 0:
-        count = min(int.from_bytes(data[46:50], "little") or 256, 256)
-        table = data[14 + info : 14 + info + 4 * count]
-        ramp = all(table[4 * i : 4 * i + 3] == bytes((i, i, i)) for i in range(count))
-        layout = "grey" if ramp else "palette"
-    elif bits not in (24, 32):
-        fault = f"BMP with {bits} bits per pixel{' and run lengths' * (coding in (1, 2))} is not read. Write it as PNG."
-    return Header(abs(height), width, layout, 8, 1, fault)
-
-
-def _parse_webp(data: Bytes) -> Header:
-    if len(data) < 30 or len(data) < 8 + int.from_bytes(data[4:8], "little"):
-        raise EOFError
-    chunk, orientation = data[12:16], 1
-    if chunk == b"VP8X":
-        if data[20] & 0x02:
-            raise ValueError("is an animated WebP. Write its frames as pictures.")
-        width, height = (
-            int.from_bytes(data[place : place + 3], "little") + 1 for place in (24, 27)
-        )
-        place = data.find(b"EXIF", 30) if data[20] & 0x08 else -1
-        if place >= 0:
-            size = int.from_bytes(data[place + 4 : place + 8], "little")
-            orientation = _exif_orientation(
-                data[place + 8 : place + 8 + size].removeprefix(b"Exif\0\0")
-            )
-    elif chunk == b"VP8L":
-        both = int.from_bytes(data[21:25], "little")
-        width, height = (both & 0x3FFF) + 1, (both >> 14 & 0x3FFF) + 1
-    else:
-        width, height = (
-            int.from_bytes(data[place : place + 2], "little") & 0x3FFF
-            for place in (26, 28)
-        )
-    return Header(height, width, "color", 8, orientation, LOSSY.format("WebP"))
-
-
-def _check_png(data: bytes) -> None:
-    place = len(PNG_SIGNATURE)
-    while place + 12 <= len(data):
-        end = place + 12 + int.from_bytes(data[place : place + 4])
-        if end > len(data):
-            break
-        if zlib.crc32(memoryview(data)[place + 4 : end - 4]) != int.from_bytes(
-            data[end - 4 : end]
-        ):
-            raise ValueError(
-                f"is damaged: the checksum of a chunk at byte {place} is wrong. Copy it again."
-            )
-        if data[place + 4 : place + 8] == b"IEND":
-            return
-        place = end
-    raise EOFError
 
 
 def _jpeg_markers(data: bytes) -> Iterator[tuple[int, int]]:
-    """Code and position of each marker, up to the end of the data or the first byte that is not one."""
+    """Code and position of each marker, up to the first byte that is not one."""
     place = 2
     while place + 2 <= len(data) and data[place] == 0xFF:
         marker = data[place + 1]
@@ -235,103 +156,148 @@ def _jpeg_markers(data: bytes) -> Iterator[tuple[int, int]]:
         yield marker, place
         place += 2 + int.from_bytes(data[place + 2 : place + 4])
         if marker == 0xDA:
-            found = SCAN_END.search(data, place)
-            place = found.start() if found else len(data)
+            end = SCAN_END.search(data, place)
+            place = end.start() if end else len(data)
 
 
-def _exif_orientation(block: Bytes) -> int:
+def exif_orientation(block: bytes) -> int:
     """Orientation that EXIF data names, 1 to 8; 1 if it names none or is damaged."""
-    if block[:4] not in TIFF_SIGNATURES:
-        return 1
+    exif = Image.Exif()
     try:
-        value = _directory(block, _first(block))[0].get(ORIENTATION, [1])[0]
-    except (EOFError, IndexError):
+        exif.load(block)
+        value = exif.get(ORIENTATION_TAG)
+    except Exception:  # whatever Pillow raises for damaged data
         return 1
-    return value if 1 <= value <= 8 else 1
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
-def _parse_tiff(data: Bytes) -> Header:
-    tags, following = _directory(data, _first(data))
-    if (
-        following and not _directory(data, following)[0].get(SUBFILE, [0])[0] & 0b101
-    ):  # a smaller copy or a mask
-        raise ValueError("holds several pages. Write each as a file.")
+def open_other(data: bytes, suffix: str) -> ImageFile.ImageFile:
+    """The picture in `data`, not decoded yet. `suffix` is that of its file."""
+    formats = (TGA,) if suffix.lower() == ".tga" else FORMATS
     try:
-        height, width = tags[HEIGHT][0], tags[WIDTH][0]
-        places, sizes = (
-            tags.get(strip, tags.get(tile))
-            for strip, tile in ((STRIPS, TILES), (STRIP_BYTES, TILE_BYTES))
-        )
-        if any(
-            place + size > len(data)
-            for place, size in zip(places or (), sizes or (), strict=True)
-        ):
-            raise EOFError
-    except (KeyError, ValueError):
+        image = Image.open(io.BytesIO(data), formats=formats)
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"is too large for Pillow: {error}") from None
+    except Exception:  # whatever Pillow raises for damaged data
+        if data.startswith((b"BM", b"II*\0", b"MM\0*", b"RIFF")):
+            raise EOFError from None
         raise ValueError(
-            "is damaged: its TIFF directory is incomplete. Write it again."
+            "is neither PNG nor JPEG, BMP, TIFF, WebP, PNM or TGA. Copy it again, or "
+            "convert it."
         ) from None
-    channels, bits = tags.get(CHANNELS, [1])[0], tags.get(BITS, [1])[0]
-    photometric, compression = (
-        tags.get(PHOTOMETRIC, [1])[0],
-        tags.get(COMPRESSION, [1])[0],
-    )
-    if channels not in (1, 2, 3, 4) or tags.get(FORMAT, [1])[0] != 1 or bits > 16:
+    _check_whole(image, data)
+    return image
+
+
+def header_of(image: ImageFile.ImageFile) -> Header:
+    """Header of a picture that `open_other` returned."""
+    layout = LAYOUTS.get(image.mode)
+    if layout is None or (image.mode == "I" and image.format != "PPM"):
         raise ValueError(
-            f"has {channels} channels of {bits} bits, but grey or RGB of 8 or 16 bits were needed."
+            f"has pixels of the mode {image.mode}, but grey or RGB of 8 or 16 bits "
+            "were needed."
         )
-    if tags.get(ORIENTATION, [1])[0] != 1:
-        raise ValueError(
-            "names an orientation, which decoders treat differently in TIFF. Write it upright."
-        )
-    layout = "color" if channels > 2 else "palette" if photometric == 3 else "grey"
-    fault = LOSSY.format("JPEG inside TIFF") if compression in JPEG_CODES else ""
-    return Header(
-        height,
-        width,
-        layout,
-        bits,
-        1,
-        fault or _tiff_mask_fault(layout, bits, photometric, channels),
-    )
+    if _pages(image) > 1:
+        raise ValueError("holds several pages. Write each as a file.")
+    bits = 16 if image.mode in WIDE else 1 if image.mode == "1" else 8
+    orientation = exif_orientation(image.info.get("exif", b""))
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        bits = image.tag_v2.get(TIFF_BITS, (1,))[0]
+        if image.tag_v2.get(ORIENTATION_TAG, 1) != 1:
+            raise ValueError(
+                "names an orientation, which decoders treat differently in TIFF. "
+                "Write it upright."
+            )
+    fault = _mask_fault(image, layout, bits)
+    return Header(image.height, image.width, layout, bits, orientation, fault)
 
 
-def _tiff_mask_fault(layout: str, bits: int, photometric: int, channels: int) -> str:
-    if layout == "grey" and (photometric != 1 or channels != 1):
-        return "its grey values are inverted or have alpha. Write it as PNG."
-    if layout == "palette":
-        return "a TIFF with a palette is decoded to colors and loses its ids. Write it as PNG."
-    if bits not in ((8, 16) if layout == "grey" else (8,)):
-        return f"{layout} with {bits} bits is not read. Write it as PNG."
-    return ""
+def pixels_of(image: ImageFile.ImageFile) -> NDArray[Any]:
+    """Pixels as they are stored: (H, W) of grey values or indices, or (H, W, channels)."""
+    try:
+        pixels = np.asarray(image)
+    except OSError as error:
+        if "truncated" in str(error):
+            raise EOFError from None
+        raise ValueError(f"cannot be decoded ({error}). Write it again.") from None
+    except Exception as error:  # whatever Pillow raises for damaged data
+        raise ValueError(f"cannot be decoded ({error}). Write it again.") from None
+    if image.mode in WIDE:
+        return pixels.astype(np.uint16)
+    return pixels.astype(np.uint8) * (255 if image.mode == "1" else 1)
 
 
-def _first(data: Bytes) -> int:
-    return int.from_bytes(data[4:8], _order(data))
+def rgb_of(image: ImageFile.ImageFile) -> NDArray[np.uint8]:
+    """Colors uint8 (H, W, 3): grey is repeated, alpha dropped, of 16 bits the upper 8."""
+    pixels = pixels_of(image)
+    if image.mode in WIDE:
+        pixels = (pixels >> 8).astype(np.uint8)
+    if pixels.ndim == 2 and image.mode != "P":
+        return np.repeat(pixels[..., None], 3, axis=2)
+    return np.asarray(image.convert("RGB"), np.uint8)
 
 
-def _order(data: Bytes) -> Literal["little", "big"]:
-    return "little" if data[:2] == b"II" else "big"
+def palette_of(image: ImageFile.ImageFile) -> NDArray[np.uint8]:
+    """Colors of the indices, RGBA uint8 (n, 4)."""
+    assert image.palette is not None
+    colors = np.frombuffer(bytes(image.getpalette("RGBA") or ()), np.uint8)
+    return colors.reshape(-1, 4)
 
 
-def _directory(data: Bytes, place: int) -> tuple[dict[int, list[int]], int]:
-    """Whole numbers of a directory by tag, and where the next directory is. Raises EOFError."""
-    order = _order(data)
-
-    def number(start: int, size: int) -> int:
-        if start + size > len(data):
+def _check_whole(image: ImageFile.ImageFile, data: bytes) -> None:
+    """Raise EOFError if the header places pixels behind the end of the file."""
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        for places, sizes in TIFF_PLACES:
+            strips = zip(
+                image.tag_v2.get(places, ()), image.tag_v2.get(sizes, ()), strict=False
+            )
+            if any(place + size > len(data) for place, size in strips):
+                raise EOFError
+    elif image.format == "WEBP" and len(data) < 8 + int.from_bytes(data[4:8], "little"):
+        raise EOFError
+    elif image.format == "BMP":
+        bits = int.from_bytes(data[28:30], "little")
+        if image.mode == "1" and bits == 8:
+            raise ValueError(
+                "is a BMP of 8 bits with a palette of black and white, which Pillow "
+                f"reads as 0 everywhere. {WRITE_PNG}"
+            )
+        codec, _, start, _ = image.tile[0]
+        row = (image.width * bits + 31) // 32 * 4
+        if codec == "raw" and start + row * image.height > len(data):
             raise EOFError
-        return int.from_bytes(data[start : start + size], order)
 
-    tags: dict[int, list[int]] = {}
-    count = number(place, 2)
-    for start in range(place + 2, place + 2 + 12 * count, 12):
-        tag, size, times = (
-            number(start, 2),
-            NUMBER_BYTES.get(number(start + 2, 2), 0),
-            number(start + 4, 4),
+
+def _pages(image: ImageFile.ImageFile) -> int:
+    """Number of pictures in a file, without smaller copies and masks of the first."""
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
+        return int(getattr(image, "n_frames", 1))
+    try:
+        image.seek(1)
+        second = image.tag_v2.get(TIFF_SUBFILE, 0)
+    except Exception:  # there is none, or it is damaged
+        return 1
+    finally:
+        image.seek(0)
+    return 1 if second & 0b101 else 2
+
+
+def _mask_fault(image: ImageFile.ImageFile, layout: str, bits: int) -> str:
+    if image.format == "WEBP":
+        return LOSSY.format("WebP")
+    if "jpeg" in str(image.info.get("compression")):
+        return LOSSY.format("JPEG inside TIFF")
+    if image.mode in ("LA", "PA"):
+        return f"its grey values have alpha. {WRITE_PNG}"
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        if image.tag_v2.get(TIFF_PHOTOMETRIC) == 0:
+            return f"its grey values are inverted. {WRITE_PNG}"
+        if layout == "color" and bits != 8:
+            return f"{layout} with {bits} bits is not read. {WRITE_PNG}"
+    if image.format == "PPM" and image.tile[0][0] != "raw":
+        return (
+            f"Pillow scales values of a PNM with another maximum than 255. {WRITE_PNG}"
         )
-        if size and 0 < times <= MOST_VALUES:
-            values = start + 8 if size * times <= 4 else number(start + 8, 4)
-            tags[tag] = [number(values + size * i, size) for i in range(times)]
-    return tags, number(place + 2 + 12 * count, 4)
+    if layout == "grey" and bits not in (8, 16):
+        return f"{image.format} with {bits} bits per pixel is not read. {WRITE_PNG}"
+    return ""

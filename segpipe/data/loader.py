@@ -24,8 +24,9 @@ from segpipe.models.preprocess import colored
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter, Crop
+    from segpipe.data.data_set import Samples
     from segpipe.data.order import Order
-    from segpipe.data.samples import CachedSamples, Samples
+    from segpipe.data.samples import CachedSamples
 
 ID_BYTES = 16  # of a sample: epoch and index, int64
 COLOR_BYTES = 48  # of a sample: int32 (3, 4)

@@ -11,8 +11,9 @@ A palette file can be read both ways. Where the two readings give an id differen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
@@ -21,10 +22,21 @@ from numpy.typing import NDArray
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import Color, MaskTable
 from segpipe.data.headers import Header
-from segpipe.data.readers import Pixels, RawMask, read_header, read_mask
+from segpipe.data.readers import (
+    OPAQUE,
+    MaskValues,
+    RawMask,
+    Value,
+    read_header,
+    read_mask,
+    values_of,
+)
 from segpipe.errors import DataError
 
-OPAQUE = 255
+if TYPE_CHECKING:
+    from segpipe.data.pairs import Pair
+
+UNKNOWN = -1  # train id of a value that the class table does not have
 MIXED = "{} is a mask of {}, but {} is one of {}. Set `masks: ids` or `masks: colors` in classes.yaml, or convert it."
 
 
@@ -33,11 +45,15 @@ def kind_of(table: MaskTable, header: Header) -> str:
     return "colors" if header.layout == "color" and table.colors else "ids"
 
 
-def settled(table: MaskTable, masks: Sequence[str]) -> MaskTable:
+def settled(
+    table: MaskTable,
+    masks: Sequence[str],
+    header: Callable[[str], Header] = read_header,
+) -> MaskTable:
     """`table` with the kind of the first of the files `masks`, if it names none itself."""
     if table.kind or not masks:
         return table
-    return replace(table, kind=kind_of(table, read_header(masks[0])), first=masks[0])
+    return replace(table, kind=kind_of(table, header(masks[0])), first=masks[0])
 
 
 def check_kind(table: MaskTable, header: Header, path: str) -> None:
@@ -58,7 +74,7 @@ def read_target(table: MaskTable, path: str) -> NDArray[np.uint8]:
         _check_opaque(mask.rgba[..., 3], path)
     ids = mask.ids if mask.ids is not None else _equal_channels(table, mask.rgba, path)
     if mask.palette is not None and table.first and table.colors:
-        _check_palette(table, ids, mask.palette, path)
+        _check_palette(table, mask, path)
     return table.classes.target(ids, path)
 
 
@@ -76,19 +92,17 @@ def _rgba(mask: RawMask, path: str) -> NDArray[np.uint8]:
     return np.asarray(cv2.cvtColor(mask.ids, cv2.COLOR_GRAY2RGBA), np.uint8)
 
 
-def _check_palette(
-    table: MaskTable, ids: Pixels, palette: NDArray[np.uint8], path: str
-) -> None:
+def _check_palette(table: MaskTable, mask: RawMask, path: str) -> None:
     """Raise DataError where an index means one class as an id and another one by its color."""
-    for index in np.flatnonzero(np.bincount(ids.ravel(), minlength=1)).tolist():
-        color = _as_color(palette[index])
-        by_id = table.classes.train_ids.get(index, IGNORE_INDEX)
-        by_color = table.colors.get(color, by_id)
-        if by_color != by_id != IGNORE_INDEX:
+    values = values_of(mask)
+    for index, (by_id, by_color) in ambiguous(table, values).items():
+        if by_id != UNKNOWN:
             raise DataError(
-                f"{path}: index {index} of its palette is id {index}, {_name(table, by_id)}, but its color {color} is "
-                f"that of {_name(table, by_color)}. Set `masks: ids` in classes.yaml if the indices count, or "
-                "`masks: colors` if the colors do."
+                f"{path}: index {index} of its palette is id {index}, "
+                f"{_name(table, by_id)}, but its color "
+                f"{tuple(values.palette[index][:3])} is that of "
+                f"{_name(table, by_color)}. Set `masks: ids` in classes.yaml if the "
+                "indices count, or `masks: colors` if the colors do."
             )
 
 
@@ -204,3 +218,65 @@ def orientation(header: Header, size: Sequence[int], rule: str, path: str) -> in
             where=path,
         )
     return header.orientation if tuple(size) == header.upright else 1
+
+
+def train_id(table: MaskTable, value: Value) -> int:
+    """Train id of an id or color, IGNORE_INDEX or UNKNOWN."""
+    if isinstance(value, tuple):
+        return table.colors.get(value, UNKNOWN)
+    return table.classes.train_ids.get(value, UNKNOWN)
+
+
+def meant(table: MaskTable, values: MaskValues) -> dict[Value, int]:
+    """Pixels of each value as the table reads it: an id where it says ids, a color where it says colors."""
+    pixels: dict[Value, int] = {}
+    for number, count in values.pixels.items():
+        value = values.value(number)
+        if table.kind == "colors" and isinstance(value, int):
+            red, green, blue = values.palette.get(number, [number] * 3)[:3]
+            value = (red, green, blue)
+        elif table.kind == "ids" and isinstance(value, tuple) and len(set(value)) == 1:
+            value = value[0]
+        pixels[value] = pixels.get(value, 0) + count
+    return pixels
+
+
+def ambiguous(table: MaskTable, values: MaskValues) -> dict[int, tuple[int, int]]:
+    """Palette indices that are one class as ids, and another one by their color: both train ids."""
+    found = {}
+    for index, (red, green, blue, _) in values.palette.items():
+        by_color = table.colors.get((red, green, blue), UNKNOWN)
+        by_id = train_id(table, index)
+        if UNKNOWN != by_color != by_id != IGNORE_INDEX:
+            found[index] = (by_id, by_color)
+    return found
+
+
+def is_sound(table: MaskTable, header: Header, values: MaskValues) -> bool:
+    """Whether `read_target` accepts a mask with this content."""
+    if not values.opaque or (table.first and kind_of(table, header) != table.kind):
+        return False
+    if table.kind == "colors":
+        alpha = [color[3] for color in values.palette.values()]
+        grey = values.kind == "ids" and not values.palette
+        if min(alpha, default=OPAQUE) < OPAQUE or (grey and header.bits != 8):
+            return False
+    elif table.first and ambiguous(table, values):
+        return False
+    kind = tuple if table.kind == "colors" else int
+    return all(
+        isinstance(value, kind) and train_id(table, value) != UNKNOWN
+        for value in meant(table, values)
+    )
+
+
+def check_sizes(pair: Pair, image: Sequence[int], mask: Sequence[int]) -> None:
+    """Raise DataError unless image and mask have the same (height, width)."""
+    if tuple(image) != tuple(mask):
+        raise DataError(
+            f"{pair.image} is {image[0]}x{image[1]}, but its mask {pair.mask} is "
+            f"{mask[0]}x{mask[1]} (height x width). Take the mask of this image; do "
+            "not resize one of them blindly.",
+            cause=f"sizes {tuple(image)} and {tuple(mask)}",
+            where=pair.mask,
+        )

@@ -9,22 +9,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX, plugins
+from segpipe.data.catalog import ClassTable
+from segpipe.data.data_set import DataSet, Sample
 from segpipe.errors import DataError
 
 if TYPE_CHECKING:
-    from segpipe.data.catalog import ClassTable
+    from segpipe.settings.groups import DataConfig
 
 KEY = "data.name"
+NEEDED = ("__len__", "name", "read", "classes")  # files(index), size(index): if it can
+SHAPES = {
+    "image": "uint8 (H, W, 3) in RGB order",
+    "target": "uint8 (H, W) of class ids",
+}
 
 
 @dataclass(frozen=True)
-class PluginSamples:
+class PluginSamples(DataSet):
     """A split as the user's class has it. Raises DataError for whatever is not as docs/plugins.md says."""
 
-    source: Any  # has __len__, name(index), read(index), classes; may have files(index) and size(index)
+    source: Any
     classes: ClassTable
     path: str  # import path of the class
     split: str
@@ -32,15 +38,20 @@ class PluginSamples:
     def __len__(self) -> int:
         return len(self.source)
 
-    def name(self, index: int) -> str:
-        found = self.source.name(index)
-        if not isinstance(found, str) or not found:
-            raise DataError(
-                f"{self._where}: name({index}) is {found!r}, but a text that is not empty was needed."
-            )
-        return found
+    def thread_safe(self) -> bool:
+        """The user's class need not be."""
+        return False
 
-    def read(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    def name(self, index: int) -> str:
+        name = self.source.name(index)
+        if not isinstance(name, str) or not name:
+            raise DataError(
+                f"{self._where}: name({index}) is {name!r}, but a text that is not "
+                "empty was needed."
+            )
+        return name
+
+    def read(self, index: int) -> Sample:
         """Image and target, checked."""
         try:
             image, target = self.source.read(index)
@@ -53,28 +64,25 @@ class PluginSamples:
         return np.ascontiguousarray(image), np.ascontiguousarray(target)
 
     def size(self, index: int) -> tuple[int, int]:
-        """Height and width of a sample."""
         if hasattr(self.source, "size"):
             height, width = self.source.size(index)
-            return int(height), int(width)
-        height, width = self.read(index)[1].shape
-        return height, width
+        else:
+            height, width = self.read(index)[1].shape
+        return int(height), int(width)
 
     def files(self, index: int) -> Sequence[Path]:
         """Files that a sample is made from; empty if the class does not say."""
-        return (
-            [Path(path) for path in self.source.files(index)]
-            if hasattr(self.source, "files")
-            else []
-        )
+        if not hasattr(self.source, "files"):
+            return []
+        return [Path(path) for path in self.source.files(index)]
 
-    def content(self, index: int) -> str:
+    def sha256(self, index: int) -> str:
         """SHA-256 of a sample's arrays and their shape."""
         image, target = self.read(index)
-        found = hashlib.sha256(repr(image.shape).encode())
-        found.update(image.tobytes())
-        found.update(target.tobytes())
-        return found.hexdigest()
+        digest = hashlib.sha256(repr(image.shape).encode())
+        digest.update(image.tobytes())
+        digest.update(target.tobytes())
+        return digest.hexdigest()
 
     def problems(
         self,
@@ -91,62 +99,76 @@ class PluginSamples:
             except DataError as error:
                 yield str(error)
                 continue
-            if (other := first.setdefault(name, index)) != index:
-                yield f"{self._where}: samples {other} and {index} are both named {name}. Give each a name of its own."
+            other = first.setdefault(name, index)
+            if other != index:
+                yield (
+                    f"{self._where}: samples {other} and {index} are both named "
+                    f"{name}. Give each a name of its own."
+                )
 
     @property
     def _where(self) -> str:
         return f"{KEY} = {self.path}, split {self.split}"
 
     def _problem(self, image: Any, target: Any) -> str:
-        for what, array, ndim in (("image", image, 3), ("target", target, 2)):
-            found = (
-                f"{array.dtype} {array.shape}"
-                if isinstance(array, np.ndarray)
-                else f"a {type(array).__name__}"
-            )
-            if (
-                not isinstance(array, np.ndarray)
-                or array.dtype != np.uint8
-                or array.ndim != ndim
-            ):
-                needed = (
-                    "uint8 (H, W, 3) in RGB order"
-                    if what == "image"
-                    else "uint8 (H, W) of class ids"
-                )
-                return f"the {what} {found}, but a numpy array {needed} was needed."
+        for (what, needed), array, ndim in zip(
+            SHAPES.items(), (image, target), (3, 2), strict=True
+        ):
+            if not isinstance(array, np.ndarray):
+                found = f"a {type(array).__name__}"
+            elif array.dtype != np.uint8 or array.ndim != ndim:
+                found = f"{array.dtype} {array.shape}"
+            else:
+                continue
+            return f"the {what} {found}, but a numpy array {needed} was needed."
         if image.shape != (*target.shape, 3):
-            return f"an image {image.shape} and a target {target.shape}, but (H, W, 3) and (H, W) were needed."
-        present = np.flatnonzero(
-            np.bincount(target.ravel(), minlength=IGNORE_INDEX + 1)
-        )
-        high = [
-            label
-            for label in present.tolist()
-            if self.classes.num_classes <= label < IGNORE_INDEX
-        ]
-        if high:
-            last = self.classes.num_classes - 1
-            return f"class id {high[0]}, but the classes end at {last}; {IGNORE_INDEX} means ignored."
+            return (
+                f"an image {image.shape} and a target {target.shape}, but (H, W, 3) "
+                "and (H, W) were needed."
+            )
+        last = self.classes.num_classes - 1
+        wrong = target[(target > last) & (target != IGNORE_INDEX)]
+        if wrong.size:
+            return (
+                f"class id {wrong.min()}, but the classes end at {last}; "
+                f"{IGNORE_INDEX} means ignored."
+            )
         return ""
 
 
-def open_source(path: str, args: dict[str, Any], root: str, split: str) -> Any:
-    """An object of the user's class for a split, with all that it must have.
+def open_plugin(data: DataConfig, split: str) -> PluginSamples:
+    """Samples of a data set of the user.
 
-    Raises ConfigError when it cannot be made, DataError when it lacks something or has no sample.
+    Raises ConfigError if its object cannot be made, and DataError for what is wrong with it.
     """
-    source = plugins.call(KEY, path, plugins.load(KEY, path), args, root, split)
-    lacking = [
-        name
-        for name in ("__len__", "name", "read", "classes")
-        if not hasattr(source, name)
-    ]
+    path = data.name
+    loaded = plugins.load(KEY, path)
+    source = plugins.call(KEY, path, loaded, data.args, data.root, split)
+    lacking = [name for name in NEEDED if not hasattr(source, name)]
     if lacking:
         raise DataError(
             f"{KEY} = {path}: the object has no {', '.join(lacking)}. See docs/plugins.md."
         )
     if not len(source):
         raise DataError(f"{KEY} = {path}: split {split} has no sample.")
-    return source
+    return PluginSamples(source, _table(source, path), path, split)
+
+
+def _table(source: Any, path: str) -> ClassTable:
+    """Class table of the user's object, which may give names and colors instead."""
+    if isinstance(source.classes, ClassTable):
+        return source.classes
+    names = tuple(map(str, source.classes))
+    palette = tuple(
+        (int(red), int(green), int(blue))
+        for red, green, blue in getattr(source, "palette", ())
+    )
+    distinct = 1 <= len(set(names)) == len(names) < IGNORE_INDEX
+    if len(palette) != len(names) or not distinct:
+        raise DataError(
+            f"{KEY} = {path}: classes has {len(names)} names and palette "
+            f"{len(palette)} colors, but a ClassTable, or different names with one RGB "
+            "color each, were needed."
+        )
+    ids = {train: train for train in range(len(names))} | {IGNORE_INDEX: IGNORE_INDEX}
+    return ClassTable(path.rpartition(":")[2], names, palette, ids)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import cv2
 import numpy as np
 
-from segpipe.data.samples import Samples, open_samples
+from segpipe.data.data_set import Samples
+from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError, DataError
 from segpipe.export.graph.profiles import BATCH, Free, Image, Size, further_sizes
 
@@ -223,7 +224,9 @@ def validation_samples(config: Config, classes: ClassTable) -> Samples | None:
     Raises DataError when it is missing otherwise, ConfigError when its classes are not those of the network.
     """
     try:
-        samples = open_samples(config.data, config.data.split, config.seed)
+        samples = open_samples(
+            config.data, config.data.split, config.seed, packed=False
+        )
     except DataError as error:
         if config.export.allow_unverified:
             return None
@@ -242,7 +245,7 @@ def validation_samples(config: Config, classes: ClassTable) -> Samples | None:
 def training_images(config: Config) -> Spread | None:
     """Images of the training split; None when it is not on this machine."""
     try:
-        samples = open_samples(config.data, "train", config.seed)
+        samples = open_samples(config.data, "train", config.seed, packed=False)
     except DataError:
         return None
     return Spread(samples)

@@ -54,7 +54,7 @@ from segpipe.settings.check import check_critical_classes, export_problems
 from segpipe.settings.groups import ExportConfig
 
 if TYPE_CHECKING:
-    from segpipe.data.samples import Samples
+    from segpipe.data.data_set import Samples
     from segpipe.export.gates.comparison import ImageComparison
     from segpipe.settings.config import Config
     from segpipe.settings.groups import ExportConfig

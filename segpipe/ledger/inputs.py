@@ -21,8 +21,8 @@ from segpipe import plugins
 from segpipe.data import frequency
 from segpipe.data.mix import DataPart, all_parts
 from segpipe.data.pairs import pairing, scan
+from segpipe.data.plugin_samples import open_plugin
 from segpipe.data.readers import threaded
-from segpipe.data.samples import open_plugin
 from segpipe.errors import DataError, listed
 from segpipe.files import sha256, write_atomically
 from segpipe.ledger.results import changes, read_inputs
@@ -242,7 +242,7 @@ def _plugin_inputs(part: DataPart) -> dict[str, Path | Read]:
         found |= {Path(os.path.relpath(path, root)).as_posix(): path for path in files}
         if not files:
             found[f"{part.split}/{samples.name(index)}"] = partial(
-                samples.content, index
+                samples.sha256, index
             )
     return found
 

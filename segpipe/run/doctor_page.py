@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import ClassTable
-from segpipe.data.census import UNKNOWN, Census, Value, train_id
+from segpipe.data.census import Census
+from segpipe.data.data_set import DataSet
 from segpipe.data.division import shared_sequences
+from segpipe.data.masks import UNKNOWN, train_id
 from segpipe.data.overlap import near_duplicates, shared_files
-from segpipe.data.samples import FileSamples, Samples, image_files, unwrapped
+from segpipe.data.readers import Value
+from segpipe.data.samples import image_files
 from segpipe.errors import DataError, listed
 from segpipe.run.pages import render_page
 from segpipe.run.pictures import blend, shrink
@@ -43,18 +46,18 @@ class Checkup:
     config: Config
     problems: Sequence[str]
     warnings: Sequence[str]
-    samples: Mapping[str, Samples]  # by split
+    samples: Mapping[str, DataSet]  # by split
     census: Mapping[str, Census]  # by split
 
     @property
-    def splits(self) -> list[tuple[str, Samples, Census]]:
+    def splits(self) -> list[tuple[str, DataSet, Census]]:
         return [
             (split, samples, self.census[split])
             for split, samples in self.samples.items()
         ]
 
     @property
-    def first(self) -> Samples:
+    def first(self) -> DataSet:
         """The samples of training."""
         return next(iter(self.samples.values()))
 
@@ -91,17 +94,15 @@ def render(found: Checkup) -> str:
     )
 
 
-def _split_row(split: str, samples: Samples, census: Census) -> dict[str, Any]:
+def _split_row(split: str, samples: DataSet, census: Census) -> dict[str, Any]:
     counts = census.table
     sizes = [
         f"{height}x{width} ({times})"
         for (height, width), times in census.sizes.most_common()
     ]
     kinds = census.kinds.most_common()
-    whole = unwrapped(samples)
-    example = ""
-    if isinstance(whole, FileSamples):
-        example = f"{whole.pairs[0].image} with {whole.pairs[0].mask}"
+    pairs = samples.file_pairs()
+    example = f"{pairs[0].image} with {pairs[0].mask}" if pairs else ""
     return {
         "name": split,
         "images": len(samples),
@@ -148,10 +149,10 @@ def _meaning(table: ClassTable, train: int) -> str:
 
 def _values(found: Checkup) -> list[dict[str, Any]]:
     """What the masks hold, value by value, and what the class table has besides."""
-    whole = unwrapped(found.first)
-    if not isinstance(whole, FileSamples):
+    masks = found.first.mask_table()
+    if masks is None:
         return []
-    masks, classes = whole.table, whole.table.classes
+    classes = masks.classes
     pixels: Counter[Value] = Counter()
     files: Counter[Value] = Counter()
     for census in found.census.values():
@@ -183,7 +184,7 @@ def _contradictions(found: Checkup) -> list[str]:
     """Palette indices that mean one class as ids and another one by their color."""
     lines = {}
     for _, samples, census in found.splits:
-        for index, pair in census.odd.items():
+        for index, pair in census.ambiguous.items():
             by_id, by_color = (_meaning(samples.classes, train) for train in pair)
             lines[index] = (
                 f"index {index} is {by_id} as an id, but its color in the palette is "
@@ -232,7 +233,7 @@ def _unlabelled(found: Checkup) -> list[tuple[str, Picture | None]]:
     ]
 
 
-def _grid(samples: Samples, census: Census) -> list[tuple[str, Picture, Picture]]:
+def _grid(samples: DataSet, census: Census) -> list[tuple[str, Picture, Picture]]:
     """Name, image and overlay of samples from all over a split."""
     count = len(census.places)
     places = [count * place // min(SHOWN, count) for place in range(min(SHOWN, count))]
@@ -263,7 +264,7 @@ def _training(
 
 
 def _shown(
-    samples: Samples, indices: Iterable[int]
+    samples: DataSet, indices: Iterable[int]
 ) -> list[tuple[str, Picture | None, Picture | None]]:
     """Name, image and overlay of samples; no pictures of one that has a problem, such as an id without a class."""
     rows = []

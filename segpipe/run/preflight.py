@@ -15,13 +15,14 @@ from multiprocessing.reduction import ForkingPickler
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from segpipe.data.samples import CachedSamples, image_sizes
+from segpipe.data.data_set import DataSet, SubSet
+from segpipe.data.samples import image_sizes
 from segpipe.errors import ConfigError, DataError, SegpipeError
 from segpipe.plugins import is_path
 
 if TYPE_CHECKING:
+    from segpipe.data.catalog import ClassTable
     from segpipe.data.loader import Pixels, ShardBatch
-    from segpipe.data.samples import Samples
     from segpipe.settings.config import Config
 
 BYTES_PER_PIXEL = 4  # RGB and class id
@@ -30,13 +31,13 @@ TINY = 10  # times as small as the usual image
 FILES_OF_A_RUN = 96  # libraries, logs, checkpoints
 
 
-def check_workers(config: Config, samples: Samples) -> None:
+def check_workers(config: Config, samples: DataSet) -> None:
     """Raise ConfigError for the first thing that would stop loader processes."""
     for problem in worker_problems(config, samples):
         raise ConfigError(problem)
 
 
-def check_crop(config: Config, samples: Samples) -> None:
+def check_crop(config: Config, samples: DataSet) -> None:
     """Raise ConfigError for a crop larger than every image at its largest scale; nobody would notice the padding."""
     sizes, largest = image_sizes(samples), config.augment.scale[1]
     height, width = max(size[0] for size in sizes), max(size[1] for size in sizes)
@@ -49,7 +50,7 @@ def check_crop(config: Config, samples: Samples) -> None:
         )
 
 
-def size_warnings(config: Config, samples: Samples) -> Iterator[str]:
+def size_warnings(config: Config, samples: DataSet) -> Iterator[str]:
     """What `check_crop` would refuse, and images that are tiny beside the others."""
     try:
         check_crop(config, samples)
@@ -65,7 +66,7 @@ def size_warnings(config: Config, samples: Samples) -> Iterator[str]:
         )
 
 
-def worker_problems(config: Config, samples: Samples) -> Iterator[str]:
+def worker_problems(config: Config, samples: DataSet) -> Iterator[str]:
     """A message for each thing that would stop loader processes; none without them."""
     data = config.data
     if not data.workers:
@@ -150,7 +151,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
                 yield from ((f".{name}", inner) for name, inner in attributes.items())
 
 
-def _uses_cuda(config: Config, samples: Samples) -> bool:
+def _uses_cuda(config: Config, samples: DataSet) -> bool:
     """Whether code of the user, read and augmented once here, initialises CUDA; False where it was before."""
     if not (is_path(config.data.name) or any(map(is_path, config.augment.extra))):
         return False
@@ -176,14 +177,30 @@ def machine(config: Config) -> dict[str, str]:
     }
 
 
-class ThreadsSeen(CachedSamples):
+class ThreadsSeen(DataSet):
     """Samples whose `read` raises DataError in a process with threads of OpenCV or OpenMP."""
+
+    def __init__(self, samples: DataSet) -> None:
+        self.samples = samples
+
+    @property
+    def classes(self) -> ClassTable:
+        return self.samples.classes
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def name(self, index: int) -> str:
+        return self.samples.name(index)
+
+    def parts(self) -> list[SubSet]:
+        return self.samples.parts()
 
     def read(self, index: int) -> Pixels:
         import cv2
         import torch
 
-        sample = super().read(index)
+        sample = self.samples.read(index)
         for library, number in (
             ("OpenCV", cv2.getNumThreads()),
             ("torch", torch.get_num_threads()),
@@ -196,7 +213,7 @@ class ThreadsSeen(CachedSamples):
         return sample
 
 
-def first_batch(config: Config, samples: Samples) -> tuple[ShardBatch | None, str]:
+def first_batch(config: Config, samples: DataSet) -> tuple[ShardBatch | None, str]:
     """The first shard batch as training would see it, made by one loader process, or a message why there is none."""
     import torch
 
@@ -213,7 +230,7 @@ def first_batch(config: Config, samples: Samples) -> tuple[ShardBatch | None, st
         config, data=data, compute=replace(config.compute, mode="off")
     )  # without a canary
     seen, group = (
-        ThreadsSeen(samples, 0) if data.workers else samples,
+        ThreadsSeen(samples) if data.workers else samples,
         Group(0, 0, 1, torch.device("cpu")),
     )
     try:

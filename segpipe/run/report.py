@@ -20,7 +20,7 @@ from segpipe.settings.config import Config, to_mapping
 if TYPE_CHECKING:
     import torch
 
-    from segpipe.data.samples import Samples
+    from segpipe.data.data_set import Samples
     from segpipe.train.validate import Validation
 
 Predict = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]

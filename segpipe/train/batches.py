@@ -13,13 +13,7 @@ from segpipe.data.augment import Augmenter
 from segpipe.data.frequency import PixelCounts
 from segpipe.data.loader import train_batches
 from segpipe.data.order import Order
-from segpipe.data.samples import (
-    CachedSamples,
-    countable,
-    image_pixels,
-    set_weights,
-    unwrapped,
-)
+from segpipe.data.samples import CachedSamples, image_pixels
 from segpipe.errors import DataError
 from segpipe.losses.cross_entropy import class_weights
 from segpipe.train.canary import Canary
@@ -28,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from pathlib import Path
 
+    from segpipe.data.data_set import DataSet
     from segpipe.data.loader import ShardBatch
-    from segpipe.data.samples import Samples
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
 
@@ -40,7 +34,7 @@ SAY_EVERY_S = 10.0  # while masks are counted
 def shard_stream(
     config: Config,
     group: Group,
-    samples: Samples,
+    samples: DataSet,
     steps: range,
     counts: PixelCounts | None,
 ) -> Generator[ShardBatch, None, None]:
@@ -62,21 +56,26 @@ def shard_stream(
     )
 
 
-def order_of(config: Config, samples: Samples, counts: PixelCounts | None) -> Order:
+def order_of(config: Config, samples: DataSet, counts: PixelCounts | None) -> Order:
     """Which samples each update takes; `counts` as `counted` returns them."""
     compute = config.compute
     positions = frequency.draws(
-        config.data.balance, set_weights(samples), counts, config.seed
+        config.data.balance, _sets(samples), counts, config.seed
     )
     return Order(
         config.seed, len(samples), compute.shards, compute.samples_per_shard, positions
     )
 
 
+def _sets(samples: DataSet) -> list[tuple[int, float]]:
+    """Of each data set of a mixture, number of samples and weight."""
+    return [(len(part.samples), part.weight) for part in samples.parts()]
+
+
 def counted(
     config: Config,
     group: Group,
-    samples: Samples,
+    samples: DataSet,
     *,
     kept: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
@@ -89,8 +88,7 @@ def counted(
     if not config.data.balance and config.loss.class_weights not in ("log", "sqrt"):
         return None
     balance = bool(config.data.balance)  # needs each sample by itself
-    indices = list(range(len(samples))) if balance else countable(samples)
-    source = samples if balance else unwrapped(samples)
+    indices = list(range(len(samples))) if balance else samples.countable()
     if (
         kept is not None
         and (found := group.gather(frequency.load(kept) if group.is_main else None)[0])
@@ -108,7 +106,7 @@ def counted(
     own = indices[group.rank :: group.world_size]
     rows = np.zeros((len(own), samples.classes.num_classes), np.int64)
     start = last = time.monotonic()
-    for done, row in enumerate(image_pixels(source, own)):
+    for done, row in enumerate(image_pixels(samples, own)):
         rows[done] = row
         if time.monotonic() - last > SAY_EVERY_S:
             last = time.monotonic()
@@ -120,7 +118,7 @@ def counted(
         f"counted the classes of {len(indices)} training masks in {time.monotonic() - start:.1f} s"
     )
     if balance:
-        factors = frequency.repeats(config.data.balance, set_weights(samples), counts)
+        factors = frequency.repeats(config.data.balance, _sets(samples), counts)
         unused = (
             ""
             if factors.max() > 1
@@ -132,7 +130,7 @@ def counted(
 
 
 def loss_weights(
-    config: Config, samples: Samples, counts: PixelCounts | None
+    config: Config, samples: DataSet, counts: PixelCounts | None
 ) -> torch.Tensor | None:
     """Weight of every class in the loss, (C,): given, or from its share of the pixels; None without weights."""
     chosen = config.loss.class_weights
@@ -142,5 +140,5 @@ def loss_weights(
         frequency.check_given_weights(chosen, samples.classes.names)
         return torch.tensor(chosen)
     assert counts is not None
-    pixels = frequency.pixels_seen(config.data.balance, set_weights(samples), counts)
+    pixels = frequency.pixels_seen(config.data.balance, _sets(samples), counts)
     return class_weights(torch.from_numpy(pixels), chosen)

@@ -25,7 +25,7 @@ from segpipe.ledger.digest import digest_groups, kernels
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter, Crop
-    from segpipe.data.samples import Samples
+    from segpipe.data.data_set import Samples
 
 Frame = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3), target (H, W)
 # Of each transform its name, and 8 bytes of what it was given.

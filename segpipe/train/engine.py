@@ -36,9 +36,9 @@ from segpipe.train.validate import Validation, validate
 
 if TYPE_CHECKING:
     from segpipe.data.catalog import ClassTable
+    from segpipe.data.data_set import DataSet
     from segpipe.data.frequency import PixelCounts
     from segpipe.data.loader import ShardBatch
-    from segpipe.data.samples import Samples
     from segpipe.distributed.group import Group
     from segpipe.train.state import TrainState
 
@@ -163,7 +163,7 @@ def _start(
 
 
 def _batches(
-    config: Config, group: Group, samples: Samples, done: int | None
+    config: Config, group: Group, samples: DataSet, done: int | None
 ) -> tuple[PixelCounts | None, Generator[ShardBatch, None, None]]:
     """Pixels of each class, if the run needs them, and the shard batches of all updates after `done`."""
 

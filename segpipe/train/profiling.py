@@ -27,7 +27,7 @@ from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep, train_step
 
 if TYPE_CHECKING:
-    from segpipe.data.samples import Samples
+    from segpipe.data.data_set import DataSet
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
     from segpipe.train.watch import Watch
@@ -147,7 +147,7 @@ def measure(config: Config, group: Group, folder: Path) -> StepProfile:
 
 @contextlib.contextmanager
 def _updates(
-    config: Config, group: Group, samples: Samples, spans: Spans
+    config: Config, group: Group, samples: DataSet, spans: Spans
 ) -> Iterator[Callable[[], None]]:
     """A function that does the next update; nothing of it outlives the block."""
     counts = counted(config, group, samples, kept=None, say=print)
@@ -194,7 +194,7 @@ def _parts(seconds: dict[str, float], whole: float) -> list[SpanCost]:
     ]
 
 
-def _loader(config: Config, samples: Samples) -> tuple[float, float]:
+def _loader(config: Config, samples: DataSet) -> tuple[float, float]:
     """Milliseconds to read a sample and to augment it, in this process on one thread: medians."""
     augmenter = Augmenter(config.augment)
     reading, augmenting = [], []

@@ -18,8 +18,8 @@ from segpipe.ledger.rows import ledger_path
 from segpipe.train.watch import Watch
 
 if TYPE_CHECKING:
+    from segpipe.data.data_set import Samples
     from segpipe.data.loader import ShardBatch
-    from segpipe.data.samples import Samples
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
     from segpipe.train.state import TrainState

@@ -22,7 +22,7 @@ from segpipe.train.start import weights_summary
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from segpipe.data.samples import Samples
+    from segpipe.data.data_set import Samples
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
     from segpipe.train.state import TrainState

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from segpipe.data.samples import CachedSamples
 
 if TYPE_CHECKING:
+    from segpipe.data.data_set import DataSet
     from segpipe.data.frequency import PixelCounts
-    from segpipe.data.samples import Samples
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
     from segpipe.train.state import TrainState
@@ -86,8 +86,8 @@ class Run:
 
     config: Config
     group: Group
-    train_samples: Samples
-    val_samples: Samples
+    train_samples: DataSet
+    val_samples: DataSet
     counts: PixelCounts | None  # pixels of each class in the training samples
     state: TrainState
     fingerprint: dict[str, Any]  # of rank 0

@@ -19,7 +19,8 @@ from segpipe.train.gradients import autocast
 from segpipe.train.metrics import confusion, confusion_of
 
 if TYPE_CHECKING:
-    from segpipe.data.samples import CachedSamples, Samples
+    from segpipe.data.data_set import Samples
+    from segpipe.data.samples import CachedSamples
     from segpipe.distributed.group import Group
     from segpipe.models.layers import SegmentationNet
     from segpipe.models.preprocess import Preprocess

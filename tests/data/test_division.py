@@ -13,6 +13,7 @@ import pytest
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import load_masks
 from segpipe.data.division import divide, shared_sequences
+from segpipe.data.facts import Facts
 from segpipe.data.masks import read_target, settled
 from segpipe.data.proposal import blended, propose
 from segpipe.data.samples import check_labelled, open_samples
@@ -235,7 +236,7 @@ def proposal(tmp_path: Path, masks: list[np.ndarray]) -> tuple[list[str], str]:
     paths = [str(tmp_path / f"{place}.png") for place in range(len(masks))]
     for path, mask in zip(paths, masks, strict=True):
         cv2.imwrite(path, mask[..., ::-1] if mask.ndim == 3 else mask)
-    return paths, propose(paths)
+    return paths, propose(paths, Facts(str(tmp_path)))
 
 
 COLORS = np.array([[0, 0, 0], [128, 64, 128], [70, 70, 70], [220, 20, 60]], np.uint8)
@@ -336,7 +337,7 @@ def test_blended_values_are_told_from_classes(tmp_path: Path, name: str) -> None
     (tmp_path / "classes.yaml").write_text(text)
     table = load_masks(tmp_path / "classes.yaml")
     assert table.classes.num_classes > 1
-    said, certain = blended(paths, table)
+    said, certain = blended(paths, table, Facts(str(tmp_path)))
     for found in (" ".join(text.replace("\n# ", " ").split()), said):
         assert ("blended values?" in found) == bool(wanted), found
         assert wanted in found

@@ -262,7 +262,7 @@ BROKEN: dict[str, tuple[str, Any, tuple[str, ...], list[str]]] = {
     "labelme of no size": (
         "labelme",
         lambda root: sized(root, imageHeight=0),
-        ("b.png: its labels are for",),
+        ("b.png is 6x9, but its labels are for 0x9",),
         ["a"],
     ),
     "labelme mask": (
@@ -345,3 +345,42 @@ def test_a_file_of_coco_finds_the_images_of_its_own_layout(tmp_path: Path) -> No
         "images/val/a.png",
         "masks/val/a.png",
     ]
+
+
+@pytest.mark.parametrize("subset", ["../../x", "/tmp/x", ".."])
+def test_nothing_is_written_outside_of_out(
+    tmp_path: Path, subset: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "deep/er/source"
+    cvat(source, "")
+    xml = source / "annotations.xml"
+    xml.write_text(xml.read_text().replace("<image ", f'<image subset="{subset}" '))
+    before = set(tmp_path.rglob("*"))
+    assert imported("cvat", source, tmp_path / "deep/er/out", "skip=true") == 2
+    assert f"{subset!r} is the name of a split" in "".join(capsys.readouterr())
+    new = set(tmp_path.rglob("*")) - before
+    assert all(path.is_relative_to(tmp_path / "deep/er/out") for path in new)
+
+
+def test_a_declared_size_takes_no_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    place = 'left="0" top="0" width="1000000" height="1000000"'
+    cvat(source, f'<mask label="car" {place} rle="1000000000000"/>')
+    assert imported("cvat", source, tmp_path / "out", "skip=true") == 0
+    assert "a mask of 1000000x1000000" in "".join(capsys.readouterr())
+    xml = source / "annotations.xml"
+    xml.write_text(xml.read_text().replace('height="6"', 'height="1000000"'))
+    assert imported("cvat", source, tmp_path / "again", "skip=true") == 2
+    assert "is 6x9, but its labels are for 1000000x9" in "".join(capsys.readouterr())
+
+
+def test_json_that_is_nested_too_deep_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "source" / "a.json"
+    path.parent.mkdir()
+    path.write_text("[" * 100_000)
+    assert imported("labelme", path.parent, tmp_path / "out") == 2
+    assert f"{path} cannot be read as JSON" in "".join(capsys.readouterr())

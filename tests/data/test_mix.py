@@ -12,18 +12,16 @@ import pytest
 
 from runs import DIGESTS, run
 from segpipe.cli.main import main as segpipe
+from segpipe.data.data_set import DataSet
 from segpipe.data.frequency import FILE_NAME, PixelCounts, load
-from segpipe.data.mix import absent_root, parts
+from segpipe.data.mix import MixedSamples, absent_root, parts
 from segpipe.data.problems import problems
 from segpipe.data.samples import (
     CachedSamples,
-    MixedSamples,
     check_labelled,
     class_pixels,
     image_sizes,
     open_samples,
-    set_weights,
-    target_of,
 )
 from segpipe.errors import DataError
 from segpipe.ledger.inputs import data_hashes
@@ -67,6 +65,10 @@ def changed(data: DataConfig, **change: Any) -> DataConfig:
     return DataConfig(mix=[data.mix[0], {**data.mix[1], **change}])
 
 
+def weights(samples: DataSet) -> list[tuple[int, float]]:
+    return [(len(part.samples), part.weight) for part in samples.parts()]
+
+
 def test_training_reads_all_sets_with_the_shared_classes(mixed: DataConfig) -> None:
     samples = open_samples(mixed, "train", 0)
     assert isinstance(samples, MixedSamples)
@@ -81,8 +83,8 @@ def test_training_reads_all_sets_with_the_shared_classes(mixed: DataConfig) -> N
     alone = open_samples(parts(mixed, "train")[1].data, "train", 0)
     for index in range(3):
         assert np.array_equal(samples.read(5 + index)[0], alone.read(index)[0])
-        assert np.array_equal(target_of(samples, 5 + index), samples.read(5 + index)[1])
-    assert set_weights(samples) == [(5, 3), (3, 1)]
+        assert np.array_equal(samples.target(5 + index), samples.read(5 + index)[1])
+    assert weights(samples) == [(5, 3), (3, 1)]
     assert image_sizes(samples) == {(72, 96): 8}
     assert class_pixels(samples).sum() == sum(
         (samples.read(index)[1] != 255).sum() for index in range(8)
@@ -124,7 +126,7 @@ def test_an_entry_without_a_root_is_the_main_set(mixed: DataConfig) -> None:
         "train",
         0,
     )
-    assert set_weights(samples) == [(5, 5.0), (7, 7.0)], (
+    assert weights(samples) == [(5, 5.0), (7, 7.0)], (
         "without weights, by the number of images"
     )
     assert samples.name(5) == "synthetic/train_000000"

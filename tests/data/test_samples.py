@@ -366,7 +366,7 @@ def test_doctor_names_a_split_without_a_labelled_pixel(
         write(path, np.full_like(mask_of(0), 255))
     code, text = doctor(data, capsys)
     assert code == 2
-    assert "val: every pixel is ignored. Check the masks" in text
+    assert "none of the 2 images of split val has a labelled pixel" in text
 
 
 def test_every_cut_of_a_file_is_seen(tmp_path: Path) -> None:

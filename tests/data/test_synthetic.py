@@ -20,7 +20,7 @@ SIZE = (96, 192)
 
 
 def scenes(seed: int = 3, split: str = "train") -> SyntheticSamples:
-    return SyntheticSamples(seed=seed, split=split, num=200, size=SIZE)
+    return SyntheticSamples(seed=seed, split=split, num=200, scene_size=SIZE)
 
 
 def content(samples: SyntheticSamples, index: int) -> bytes:

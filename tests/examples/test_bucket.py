@@ -16,9 +16,10 @@ import torch
 from fsspec.asyn import AsyncFileSystem
 
 from segpipe.data.augment import Augmenter
+from segpipe.data.data_set import Samples
 from segpipe.data.loader import train_batches
 from segpipe.data.order import Order
-from segpipe.data.samples import Samples, image_sizes, open_samples
+from segpipe.data.samples import image_sizes, open_samples
 from segpipe.errors import ConfigError, DataError
 from segpipe.run.preflight import unpicklable
 from segpipe.settings.compose import compose

@@ -18,6 +18,7 @@ from runs import TINY, torch_restored
 from segpipe.cli.main import main as segpipe
 from segpipe.cli.tune_loader import choose
 from segpipe.data.catalog import STREET, ClassTable
+from segpipe.data.data_set import DataSet
 from segpipe.data.loader import Pixels
 from segpipe.data.samples import CachedSamples, open_samples
 from segpipe.run import preflight
@@ -27,7 +28,7 @@ from segpipe.settings.config import Config
 
 
 @dataclass
-class Nested:
+class Nested(DataSet):
     """Samples with something that no other process can get, unless `dropped`."""
 
     inner: Any
@@ -140,7 +141,7 @@ def test_threads_in_a_worker_are_seen() -> None:
     with torch_restored():
         torch.set_num_threads(1)
         cv2.setNumThreads(1)
-        assert ThreadsSeen(Nested(1), 0).read(0)[1].shape == (64, 96)
+        assert ThreadsSeen(Nested(1)).read(0)[1].shape == (64, 96)
 
 
 def test_a_run_is_refused_before_its_folder_is_claimed(

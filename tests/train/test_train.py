@@ -38,7 +38,8 @@ from runs import (
 )
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import STREET, ClassTable
-from segpipe.data.samples import Sample, Samples, SyntheticSamples, open_samples
+from segpipe.data.data_set import Sample, Samples
+from segpipe.data.samples import SyntheticSamples, open_samples
 from segpipe.distributed.watch.agreement import agree_on_step
 from segpipe.errors import CheckpointError
 from segpipe.export.artifact import origin

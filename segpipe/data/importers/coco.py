@@ -82,7 +82,7 @@ def load_json(path: Path, keys: Sequence[str]) -> dict[str, Any]:
     """Content of a JSON file that has `keys`. Raises DataError for any other file."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as JSON: {error}.") from None
     for key in keys:
         if not isinstance(content, dict) or key not in content:

@@ -21,6 +21,7 @@ from segpipe.data.importers.imported import (
 from segpipe.data.importers.outlines import (
     Area,
     Size,
+    check_inside,
     ellipse,
     pasted,
     polygon,
@@ -59,13 +60,15 @@ def cvat(source: Path, names: Sequence[str], background: str) -> ImportPlan:
                 f"{path} lists {file_name}, which is neither in images nor beside it. Export with the images."
             )
             continue
-        split = "" if subset.lower() in ("", "default") else split_name(subset)
         try:
+            split = "" if subset.lower() in ("", "default") else split_name(subset)
             areas, unread = _shapes(element, f"{path}: {file_name}")
             size = (int(element.attrib["height"]), int(element.attrib["width"]))
             drawings.append(
                 Drawing(split, entry_name(file_name), image, size, areas, unread)
             )
+        except DataError as error:
+            faults.append(f"{path}: {file_name}: {error}")
         except INCOMPLETE as error:
             faults.append(
                 f"{path}: {file_name} is not complete ({error!r}). Export it again."
@@ -107,9 +110,7 @@ def _area(shape: ElementTree.Element) -> Callable[[Size], Area]:
         left, top, width, height = (
             int(number(key)) for key in ("left", "top", "width", "height")
         )
-        return lambda size: pasted(
-            runs(counts, (height, width), by_column=False), left, top, size
-        )
+        return partial(_mask, counts, left, top, (height, width))
 
     def wrong(size: Size) -> Area:
         turned = "rotated " if number_or(shape, "rotation") else ""
@@ -118,6 +119,12 @@ def _area(shape: ElementTree.Element) -> Callable[[Size], Area]:
         )
 
     return wrong
+
+
+def _mask(counts: list[int], left: int, top: int, part: Size, size: Size) -> Area:
+    """The pixels of a mask of part of the image."""
+    check_inside(part, left, top, size)
+    return pasted(runs(counts, part, by_column=False), left, top, size)
 
 
 def number_or(shape: ElementTree.Element, key: str) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from segpipe import IGNORE_INDEX, files
 from segpipe.data.catalog import Color, distinct_colors
 from segpipe.data.folders import SUFFIXES
+from segpipe.data.headers import Header
 from segpipe.data.importers.outlines import Area, Size
 from segpipe.data.readers import read_header, threaded
 from segpipe.errors import ConfigError, DataError, did_you_mean
@@ -47,6 +49,7 @@ class ImportEntry(NamedTuple):
     name: str  # path below the folder of the split, without suffix
     image: Path
     target: Callable[[], Target]  # train ids; raises DataError
+    size: Size | None = None  # that the labels are for, as far as it is declared
 
 
 class Drawing(NamedTuple):
@@ -84,7 +87,12 @@ def entry_name(file_name: str) -> str:
 
 
 def split_name(name: str) -> str:
-    """The name of a split here: train, val, or as it is."""
+    """The name of a split here: train, val, or as it is. Raises DataError for a name that is no folder's."""
+    if not re.fullmatch(r"(\w[\w .-]*)?", name):
+        raise DataError(
+            f"{name!r} is the name of a split, but letters, digits, _ and - were needed."
+            " Rename it in the labelling tool."
+        )
     return SPLIT_NAMES.get(name.lower(), name.lower())
 
 
@@ -135,7 +143,11 @@ def plan_of_drawings(
             )
     entries = [
         ImportEntry(
-            drawing.split, drawing.name, drawing.image, _painter(drawing, ids, fill)
+            drawing.split,
+            drawing.name,
+            drawing.image,
+            _painter(drawing, ids, fill),
+            drawing.size,
         )
         for drawing in drawings
     ]
@@ -150,10 +162,6 @@ def _painter(
             more = len(drawing.unread) - 1
             raise DataError(
                 f"{drawing.unread[0]}{f' {more} more of {drawing.image} cannot be read.' if more else ''}"
-            )
-        if min(drawing.size) < 1:
-            raise DataError(
-                f"{drawing.image}: its labels are for {drawing.size} (height, width)."
             )
         target = np.full(drawing.size, fill, np.uint8)
         for label, area in drawing.areas:
@@ -244,16 +252,16 @@ def _put(entry: ImportEntry, out: Path, copy: bool) -> str:
             f"{entry.image} is of a format that is not read. Convert it to PNG or JPEG."
         )
     try:
-        header, target = read_header(str(entry.image)), entry.target()
+        header = read_header(str(entry.image))
+        # Declared sizes are believed only if the image has them: painting takes memory.
+        if entry.size is not None:
+            _check_size(entry, header, entry.size)
+        target = entry.target()
+        _check_size(entry, header, target.shape)
     except DataError as error:
         for left in (mask, image):  # of an import before, when it could be read
             left.unlink(missing_ok=True)
         return str(error)
-    if target.shape not in (header[:2], header.upright):
-        return (
-            f"{entry.image} is {header.height}x{header.width}, but its labels are for {target.shape[0]}x"
-            f"{target.shape[1]} (height x width). Was the image resized after it was labelled?"
-        )
     content = cv2.imencode(".png", target)[1].tobytes()
     if not mask.is_file() or mask.read_bytes() != content:
         files.put(mask, content)
@@ -268,6 +276,15 @@ def _put(entry: ImportEntry, out: Path, copy: bool) -> str:
         aside.symlink_to(entry.image.resolve())
     os.replace(aside, image)
     return ""
+
+
+def _check_size(entry: ImportEntry, header: Header, size: tuple[int, ...]) -> None:
+    if size not in (header[:2], header.upright):
+        raise DataError(
+            f"{entry.image} is {header.height}x{header.width}, but its labels are for "
+            f"{size[0]}x{size[1]} (height x width). Was the image resized after it was "
+            "labelled?"
+        )
 
 
 def _table(plan: ImportPlan, name: str) -> str:

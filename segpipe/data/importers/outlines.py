@@ -75,14 +75,20 @@ def runs(counts: Sequence[int], size: Size, *, by_column: bool) -> Area:
 
 def pasted(part: Area, left: int, top: int, size: Size) -> Area:
     """A mask of part of the image, in an area of its whole size. Raises ValueError where it lies outside."""
-    area = np.zeros(size, np.bool_)
     height, width = part.shape
+    check_inside((height, width), left, top, size)
+    area = np.zeros(size, np.bool_)
+    area[top : top + height, left : left + width] = part
+    return area
+
+
+def check_inside(part: Size, left: int, top: int, size: Size) -> None:
+    """Raise ValueError for a part of an image that lies outside of it."""
+    height, width = part
     if left < 0 or top < 0 or top + height > size[0] or left + width > size[1]:
         raise ValueError(
             f"has a mask of {height}x{width} at row {top}, column {left}, outside the image"
         )
-    area[top : top + height, left : left + width] = part
-    return area
 
 
 def coco_counts(text: str) -> list[int]:

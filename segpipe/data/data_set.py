@@ -1,0 +1,134 @@
+"""What a data set is: one protocol for folders, published sets, packs, mixtures, synthetic and plug-in sets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segpipe import IGNORE_INDEX
+from segpipe.errors import DataError
+
+if TYPE_CHECKING:
+    from segpipe.data.catalog import ClassTable, MaskTable
+    from segpipe.data.pairs import Pair
+    from segpipe.data.readers import Value
+
+Image = NDArray[np.uint8]  # (H, W, 3) RGB
+Target = NDArray[np.uint8]  # (H, W) train ids
+Sample = tuple[Image, Target]
+SOME = 64  # samples that stand for all where there is no bound on the cost of one
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a target holds, before the class table may refuse it."""
+
+    pixels: NDArray[np.int64]  # of each class, of ignored ones, of unknown values
+    # Pixels of each id or color in a mask file.
+    values: dict[Value, int] = field(default_factory=dict)
+    kind: str = ""  # of the mask file, such as "grey, 8 bits"
+    # Palette index: train ids by index and by color, if they differ.
+    ambiguous: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+class SubSet(NamedTuple):
+    """One set of a mixture, with the classes of the shared table; or a whole data set."""
+
+    label: str  # empty: it is no mixture
+    samples: DataSet
+    weight: float
+
+
+class Samples(Protocol):
+    """What training reads: small to pickle, one sample at a time, the same for every reader."""
+
+    if TYPE_CHECKING:  # a dataclass would take an inherited property for a default
+
+        @property
+        def classes(self) -> ClassTable:
+            """The table of the train ids that `read` returns."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """File stem or scene id, for messages and reports."""
+
+    def read(self, index: int) -> Sample:
+        """Image uint8 (H, W, 3) RGB and target uint8 (H, W) of train ids. Raises DataError naming the file."""
+
+
+class DataSet(Samples, Protocol):
+    """A split as it was opened, with all that checks and reports ask of it.
+
+    What a kind of data set does not define is found by reading samples.
+    """
+
+    def thread_safe(self) -> bool:
+        """Whether several threads may read at once."""
+        return True
+
+    def file_pairs(self) -> Sequence[Pair]:
+        """The files of the samples, as far as they lie in files."""
+        return ()
+
+    def mask_table(self) -> MaskTable | None:
+        """What the masks mean, if all of them lie in files of one data set."""
+        return None
+
+    def pack_use(self) -> Counter[tuple[str, str]]:
+        """Samples that were read from packs, or written to them, by folder and "intact", "replaced" or "added"."""
+        return Counter()
+
+    def image(self, index: int) -> Image:
+        """The image alone."""
+        return self.read(index)[0]
+
+    def target(self, index: int) -> Target:
+        """Train ids alone."""
+        return self.read(index)[1]
+
+    def size(self, index: int) -> tuple[int, int]:
+        """(height, width) of a sample."""
+        height, width = self.target(index).shape
+        return height, width
+
+    def counts(self, index: int) -> NDArray[np.int64]:
+        """Pixels of each class, int64 (C,); ignored pixels are not counted."""
+        counts = np.bincount(self.target(index).ravel(), minlength=IGNORE_INDEX + 1)
+        return counts[: self.classes.num_classes].astype(np.int64)
+
+    def content(self, index: int) -> Content:
+        """What the target holds."""
+        target = self.target(index)
+        counts = self.counts(index)
+        return Content(np.append(counts, [target.size - counts.sum(), 0]))
+
+    def countable(self) -> list[int]:
+        """Indices of the samples that tell the frequencies of classes at a bounded cost, in their order."""
+        return list(range(min(SOME, len(self))))
+
+    def parts(self) -> list[SubSet]:
+        """The sets of a mixture, or this one."""
+        return [SubSet("", self, float(len(self)))]
+
+    def problems(
+        self,
+        indices: Sequence[int],
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Iterator[str]:
+        """Message for every sample among these that cannot be read."""
+        for done, index in enumerate(indices, 1):
+            progress(done, len(indices))
+            try:
+                self.read(index)
+            except DataError as error:
+                yield str(error)
+
+    def keep_facts(self) -> None:
+        """Write what was found out about files to the cache of the data set's folder."""
+        return None

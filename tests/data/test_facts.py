@@ -1,0 +1,268 @@
+"""Files are read once, whatever the number of checks; what would spoil a run is refused before it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from segpipe.data import facts, pairs
+from segpipe.data.catalog import load_masks
+from segpipe.data.facts import CACHE, facts_of
+from segpipe.data.masks import read_target, settled
+from segpipe.data.pack import Pack
+from segpipe.data.pairs import Pair, left_out, scan
+from segpipe.data.problems import problems, verify
+from segpipe.data.readers import read_image
+from segpipe.data.samples import (
+    check_labelled,
+    class_pixels,
+    image_sizes,
+    open_samples,
+)
+from segpipe.errors import DataError
+from segpipe.settings.groups import DataConfig
+
+SPLITS = ("train", "val")
+SIZE = (12, 10)
+
+
+def pixels(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, (*SIZE, 3), np.uint8)
+
+
+def mask_of(number: int) -> np.ndarray:
+    return np.random.default_rng(90 + number).integers(0, 3, SIZE).astype(np.uint8)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataConfig:
+    root = tmp_path / "set"
+    for number in range(5):
+        split = "train" if number < 3 else "val"
+        for kind, content in (("images", pixels(number)), ("masks", mask_of(number))):
+            path = root / kind / split / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            cv2.imwrite(str(path), content)
+    (root / "classes.yaml").write_text("names: [a, b, c]\n")
+    time.sleep(0.06)  # facts of younger files are not kept
+    return DataConfig(name="folder", root=str(root))
+
+
+def start(data: DataConfig) -> list[int]:
+    """What a run asks before its first step."""
+    verify(data, SPLITS)
+    for split in SPLITS:
+        image_sizes(open_samples(data, split, 0))
+    train = open_samples(data, "train", 0)
+    check_labelled(train)
+    return class_pixels(train).tolist()
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
+    """How often each file is read, by the kind of reading."""
+    counts: Counter[tuple[str, str]] = Counter()
+
+    def counted(kind: str) -> None:
+        read = getattr(facts, kind)
+
+        def count(path: str) -> object:
+            counts[kind, path] += 1
+            return read(path)
+
+        monkeypatch.setattr(facts, kind, count)
+
+    for kind in ("read_header", "read_image", "read_mask"):
+        counted(kind)
+    return counts
+
+
+def test_each_file_is_read_once_whatever_is_asked(
+    data: DataConfig, reads: Counter[tuple[str, str]]
+) -> None:
+    found = start(data)
+    assert (
+        found == np.bincount(np.stack([mask_of(n) for n in range(3)]).ravel()).tolist()
+    )
+    assert set(reads.values()) == {1}
+    assert sum(kind == "read_header" for kind, _ in reads) == 10
+    assert sum(kind == "read_image" for kind, _ in reads) == 5
+    assert sum(kind == "read_mask" for kind, _ in reads) == 5
+    assert start(data) == found
+    assert set(reads.values()) == {1}
+
+
+def test_the_next_process_reads_only_what_changed(
+    data: DataConfig, reads: Counter[tuple[str, str]]
+) -> None:
+    start(data)
+    facts_of.cache_clear()
+    reads.clear()
+    start(data)
+    assert not reads
+    path = Path(data.root) / "masks/train/1.png"
+    cv2.imwrite(str(path), np.full(SIZE, 2, np.uint8))
+    facts_of.cache_clear()
+    assert class_pixels(open_samples(data, "train", 0)).tolist() == (
+        np.bincount(
+            np.concatenate([mask_of(0), mask_of(2), np.full(SIZE, 2)]).ravel()
+        ).tolist()
+    )
+    assert {path for _, path in reads} == {str(path)}
+
+
+@pytest.mark.parametrize("change", [lambda c: c[:-9], lambda c: c.replace(b"3", b"4")])
+def test_a_torn_or_edited_cache_is_not_believed(
+    data: DataConfig, reads: Counter[tuple[str, str]], change: object
+) -> None:
+    found = start(data)
+    cache = Path(data.root) / CACHE
+    cache.write_bytes(change(cache.read_bytes()))  # type: ignore[operator]
+    facts_of.cache_clear()
+    reads.clear()
+    assert start(data) == found
+    assert len(reads) == 20
+
+
+def test_a_folder_that_is_read_only_stays_as_it_is(
+    data: DataConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reads: Counter[tuple[str, str]],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path(data.root).chmod(0o555)
+    start(data)
+    assert not (Path(data.root) / CACHE).exists()
+    facts_of.cache_clear()
+    reads.clear()
+    start(data)
+    assert not reads
+
+
+def test_folders_are_listed_again_only_after_a_change(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = scan(data, "train")
+    below = pairs.files_below
+    monkeypatch.setattr(pairs, "files_below", lambda *_: pytest.fail("listed again"))
+    assert scan(data, "train") == before
+    monkeypatch.setattr(pairs, "files_below", below)
+    (Path(data.root) / "masks/train/1.png").unlink()
+    assert len(scan(data, "train")[0]) == 2
+
+
+@pytest.mark.parametrize("suffix", [".jpe", ".jfif"])
+def test_photos_of_other_suffixes_are_read(data: DataConfig, suffix: str) -> None:
+    image = Path(data.root) / "images/train/1.png"
+    content = cv2.imencode(".jpg", pixels(1))[1].tobytes()
+    image.with_suffix(suffix).write_bytes(content)
+    image.unlink()
+    verify(data, SPLITS)
+    assert len(open_samples(data, "train", 0)) == 3
+
+
+@pytest.mark.parametrize("suffix", [".ppm", ".pnm", ".tga", ".dib"])
+def test_pictures_without_loss_are_read_exactly(tmp_path: Path, suffix: str) -> None:
+    from PIL import Image
+
+    path = tmp_path / f"a{suffix}"
+    Image.fromarray(pixels(0)).save(
+        path, {".ppm": "PPM", ".pnm": "PPM", ".tga": "TGA", ".dib": "BMP"}[suffix]
+    )
+    assert np.array_equal(read_image(str(path)), pixels(0))
+
+
+@pytest.mark.parametrize(("dtype", "right"), [(np.uint8, True), (np.uint16, True)])
+def test_a_mask_may_be_a_pgm(tmp_path: Path, dtype: type, right: bool) -> None:
+    (tmp_path / "classes.yaml").write_text("names: [a, b, c]\n")
+    path = str(tmp_path / "m.pgm")
+    cv2.imwrite(path, mask_of(0).astype(dtype))
+    table = settled(load_masks(tmp_path / "classes.yaml"), [path])
+    assert np.array_equal(read_target(table, path), mask_of(0)) == right
+
+
+def test_a_mask_whose_values_pillow_would_scale_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "classes.yaml").write_text("names: [a, b, c]\n")
+    path = tmp_path / "m.pgm"
+    path.write_bytes(b"P5 3 1 2\n" + bytes([0, 1, 2]))
+    table = load_masks(tmp_path / "classes.yaml")
+    with pytest.raises(DataError, match=r"another maximum than 255.*PNG"):
+        read_target(table, str(path))
+
+
+@pytest.mark.parametrize("suffix", [".exr", ".jxl"])
+def test_formats_that_nobody_reads_are_named(data: DataConfig, suffix: str) -> None:
+    image = Path(data.root) / "images/train/1.png"
+    image.rename(image.with_suffix(suffix))
+    (found,) = problems(data, SPLITS)
+    assert f"1{suffix} is of a format that is not read" in found
+
+
+def test_a_name_that_ends_with_a_space_is_named(data: DataConfig) -> None:
+    for kind in ("images", "masks"):
+        path = Path(data.root) / kind / "train/1.png"
+        path.rename(f"{path} ")
+    assert all("1.png '" in fault for fault in scan(data, "train")[1])
+    assert len(scan(data, "train")[1]) == 2
+
+
+def test_files_of_unknown_kinds_are_counted_and_refused_if_they_are_many(
+    data: DataConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(data.root) / "images/train"
+    for number in range(40):
+        for kind in ("images", "masks"):
+            path = Path(data.root) / kind / "train" / f"x{number}.png"
+            path.write_bytes((Path(data.root) / kind / "train/1.png").read_bytes())
+    (folder / "a.raw2").write_text("")
+    verify(data, SPLITS)
+    assert "holds 1 files that are not read, beside 43 pictures: 1 .raw2" in (
+        capsys.readouterr().err
+    )
+    assert len(left_out(data, "train")) == 1
+    for number in range(3):
+        (folder / f"b{number}.raw2").write_text("")
+    with pytest.raises(DataError, match=r"holds 4 files that are not read"):
+        verify(data, SPLITS)
+
+
+def test_a_validation_without_a_label_is_refused(data: DataConfig) -> None:
+    for path in (Path(data.root) / "masks/val").iterdir():
+        cv2.imwrite(str(path), np.full(SIZE, 255, np.uint8))
+    with pytest.raises(DataError, match="none of the 2 images of split val has a lab"):
+        verify(data, SPLITS)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 500)])
+def test_a_validation_image_that_no_network_can_read_is_refused(
+    data: DataConfig, size: tuple[int, int]
+) -> None:
+    root = Path(data.root)
+    cv2.imwrite(str(root / "images/val/3.png"), np.zeros((*size, 3), np.uint8))
+    cv2.imwrite(str(root / "masks/val/3.png"), np.zeros(size, np.uint8))
+    with pytest.raises(DataError, match=rf"3\.png of split val is {size[0]}x{size[1]}"):
+        verify(data, SPLITS)
+
+
+def test_a_pack_with_other_pixels_is_refused_at_the_start(data: DataConfig) -> None:
+    """As if whoever wrote it had read other files, with every checksum right."""
+    data.pack = "auto"
+    samples = open_samples(data, "train", 0)
+    for index in range(len(samples)):
+        samples.read(index)
+    verify(data, SPLITS)
+    pack = Pack(str(Path(data.root) / ".segpipe-pack"), samples.pack.table)
+    (Path(data.root) / ".segpipe-pack/index").unlink()
+    for pair in samples.file_pairs():
+        pack.read(Pair(*pair), lambda: (pixels(77), mask_of(1)))
+    assert np.array_equal(open_samples(data, "train", 0).read(0)[0], pixels(77))
+    with pytest.raises(DataError, match=r"holds other pixels of \d than"):
+        verify(data, SPLITS)
+    whole = open_samples(data, "train", 0, packed=False)
+    assert not np.array_equal(whole.read(0)[0], pixels(77))
