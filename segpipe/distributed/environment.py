@@ -32,9 +32,7 @@ def world_size() -> int | None:
             )
     for name in ("MASTER_ADDR", "MASTER_PORT") if size > 1 else ():
         if name not in os.environ:
-            raise ConfigError(
-                f"{name} is not set, but WORLD_SIZE = {size}. {LAUNCHER}"
-            )
+            raise ConfigError(f"{name} is not set, but WORLD_SIZE = {size}. {LAUNCHER}")
     return size
 
 
