@@ -93,10 +93,10 @@ class Group:
             action()
         except SegpipeError as error:
             own = error
-        for error in self.gather(own):
-            if error is not None:
-                error.told = not self.is_main
-                raise error from own
+        for first in self.gather(own):
+            if first is not None:
+                first.told = not self.is_main
+                raise first from own
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import sys
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from segpipe.errors import ConfigError, Interrupted, NumericsError, SegpipeError
+from segpipe.files import sha256_of
 from segpipe.run.folder import finished
 from segpipe.run.tracking import failure
 from segpipe.settings.config import Config, recipe, to_mapping
@@ -343,4 +343,4 @@ def _in_a_name(text: str) -> str:
 def _shortened(shown: str, text: str, length: int) -> str:
     if len(shown) <= length:
         return shown
-    return f"{shown[: length - 9]}_{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+    return f"{shown[: length - 9]}_{sha256_of(text.encode())[:8]}"
