@@ -69,16 +69,13 @@ def not_written(path: Path, error: OSError, kept: str = "") -> CheckpointError:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Put `content` at `path` so that a crash leaves either the old file or the new one, never a part.
+    """`put` that survives a power cut and waits for a disk that hesitates.
 
     Raises CheckpointError when it cannot be written (a full disk, say); what was at `path` is then still there.
     """
-    aside = path.with_name(f".{path.name}.{this_host()}.{os.getpid()}.tmp")
     try:
-        patiently(path, lambda: _write(path, aside, content))
+        patiently(path, lambda: put(path, content, durable=True))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink()
         kept = (
             "the file that was there before is unharmed"
             if path.exists()
@@ -89,37 +86,41 @@ def write_atomically(path: Path, content: bytes) -> None:
         ) from error
 
 
-def put(path: Path, content: bytes) -> None:
-    """Put `content` at `path` so that the file is whole or not there, without waiting for the disk. Raises OSError."""
-    aside = path.with_name(f".{path.name}.tmp")
+def put(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Put `content` at `path` so that a crash leaves either the old file or the new one, never a part.
+
+    With `durable` it is on the disk afterwards, and what killed processes left is removed. Raises OSError.
+    """
+    writer = f".{this_host()}.{os.getpid()}" if durable else ""
+    aside = path.with_name(f".{path.name}{writer}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
+    if durable:
+        for left in path.parent.glob(f".{escape(path.name)}.*.tmp"):
+            if _writer_was_killed(left, path.name):
+                left.unlink(missing_ok=True)
     try:
         aside.write_bytes(content)
+        if durable:
+            _sync(aside)
         os.replace(aside, path)
-    finally:
+    except BaseException:
         with contextlib.suppress(OSError):
             aside.unlink()
+        raise
+    if durable:
+        _sync(path.parent)  # the rename itself must survive a power cut
 
 
-def _write(path: Path, aside: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{escape(path.name)}.*.tmp"):
-        if _writer_was_killed(left, path.name):
-            left.unlink(missing_ok=True)
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the rename itself must survive a power cut
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def _writer_was_killed(aside: Path, name: str) -> bool:
-    """Whether a temporary file of `write_atomically` was left by a process of this host that is gone."""
+    """Whether a temporary file of `put` was left by a process of this host that is gone."""
     host, _, pid = aside.name[len(name) + 2 : -len(".tmp")].rpartition(".")
     return host == this_host() and pid.isdecimal() and process_start(int(pid)) is None
 

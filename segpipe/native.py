@@ -77,9 +77,8 @@ def _library(source: Path, command: Sequence[str], folder: Path) -> Path:
         *command,
         *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
     ]
-    key = hashlib.sha256(
-        "\n".join([source.read_text(), *command, _processor()]).encode()
-    ).hexdigest()[:16]
+    parts = [source.read_text(), *command, _processor()]
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_private(folder):  # code loaded from there runs as this user
         raise PermissionError(f"others can write into {folder}")
@@ -104,9 +103,7 @@ def _is_private(path: Path) -> bool:
 def _processor() -> str:
     """What `-march=native` means here: machines of several kinds may share a home folder."""
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(
-            (line for line in lines if line.startswith(("flags", "Features"))),
-            platform.processor(),
-        )
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
     return platform.processor()

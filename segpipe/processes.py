@@ -1,6 +1,6 @@
 """Processes of this machine: who they are, whether they live, what they hold; and the one thread that watches.
 
-What /proc says is read here, but by the runtime on a robot, which stands alone.
+What /proc says about processes is read here, but by the runtime on a robot, which stands alone.
 """
 
 from __future__ import annotations

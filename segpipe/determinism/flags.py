@@ -7,10 +7,10 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from segpipe.errors import ConfigError
+from segpipe.processes import proc_lines
 
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
 NEEDED = (
@@ -58,18 +58,18 @@ def set_environment(threads: int = 1, mode: str = "elastic") -> None:
 
     Raises ConfigError when a variable already has another value, unless `mode` is off.
     """
-    for name, value in NEEDED.items() if mode != "off" else ():
-        found = os.environ.get(name, value)
-        if found.lower() != value:
-            raise ConfigError(
-                f"{name} = {found} in the environment, but compute.mode = {mode} needs {value} for equal bits. "
-                f"Unset it, or set compute.mode=off to train without determinism."
-            )
-    for name, value in ENVIRONMENT.items() if mode != "off" else ():
-        assert name in os.environ or not _cuda_runs(), (
-            f"CUDA has already started: {name} would come too late"
-        )
-        os.environ.setdefault(name, value)
+    if mode != "off":
+        for name, value in NEEDED.items():
+            given = os.environ.get(name, value)
+            if given.lower() != value:
+                raise ConfigError(
+                    f"{name} = {given} in the environment, but compute.mode = {mode} needs {value} for equal bits. "
+                    f"Unset it, or set compute.mode=off to train without determinism."
+                )
+        for name, value in ENVIRONMENT.items():
+            late = f"CUDA has already started: {name} would come too late"
+            assert name in os.environ or not _cuda_runs(), late
+            os.environ.setdefault(name, value)
     if threads > len(os.sched_getaffinity(0)):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -96,10 +96,10 @@ def apply(threads: int, mode: str = "elastic") -> None:
     torch.backends.cudnn.deterministic = exact
     torch.backends.cuda.matmul.allow_tf32 = not exact
     torch.backends.cudnn.allow_tf32 = not exact
-    found, right = switches(), wanted(threads, mode)
+    found = switches()
     wrong = [
         f"{name} is {found[name]} instead of {value}"
-        for name, value in right.items()
+        for name, value in wanted(threads, mode).items()
         if found[name] != value
     ]
     if wrong:
@@ -156,16 +156,11 @@ def fingerprint() -> dict[str, Any]:
     import numpy
     import torch
 
-    cuda, machine, found = (
-        torch.cuda.is_available(),
-        platform.processor() or platform.machine(),
-        _capabilities(),
-    )
-    models = [
-        line.partition(":")[2].strip()
-        for line in _lines("/proc/cpuinfo")
-        if line.startswith("model name")
-    ]
+    cuda, found = torch.cuda.is_available(), _capabilities()
+    machine = platform.processor() or platform.machine()
+    models = [line for line in proc_lines("cpuinfo") if line.startswith("model name")]
+    driver = proc_lines("driver/nvidia/version")
+    instructions = " ".join(name for name in INSTRUCTIONS if found.get(name))
     return {
         "python": platform.python_version(),
         "torch": str(
@@ -178,13 +173,11 @@ def fingerprint() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if cuda else None,  # type: ignore[no-untyped-call]
         "nccl": _nccl() if cuda else None,
         "resize": _resize() if cuda else None,
-        "driver": next(iter(_lines("/proc/driver/nvidia/version")), None),
+        "driver": driver[0] if driver else None,
         "device": torch.cuda.get_device_name() if cuda else machine,
-        "cpu": models[0] if models else machine,
+        "cpu": models[0].partition(":")[2].strip() if models else machine,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "instructions": " ".join(name for name in INSTRUCTIONS if found.get(name))
-        if found
-        else None,
+        "instructions": instructions if found else None,
         "threads": torch.get_num_threads(),
         "variables": _variables(),
     }
@@ -199,22 +192,21 @@ def differences(
     by them. So are the files of plug-ins; a fingerprint has them only if there are some.
     """
     recorded = "variables" in a and "variables" in b
-    flat_a, flat_b = (
-        {
-            LOSS: "plain",
-            **each,
-            **(each["variables"] if recorded else {}),
-            **each.get(PLUGINS, {}),
-            "variables": None,
-            PLUGINS: None,
-        }
-        for each in (a, b)
-    )
+    before, after = (_flat(entries, variables=recorded) for entries in (a, b))
     return {
-        n: (flat_a.get(n), flat_b.get(n))
-        for n in {**flat_a, **flat_b}
-        if flat_a.get(n) != flat_b.get(n)
+        name: (before.get(name), after.get(name))
+        for name in {**before, **after}
+        if before.get(name) != after.get(name)
     }
+
+
+def _flat(entries: Mapping[str, Any], *, variables: bool) -> dict[str, Any]:
+    flat = {LOSS: "plain", **entries, **entries.get(PLUGINS, {})}
+    if variables:
+        flat |= entries["variables"]
+    flat.pop("variables", None)
+    flat.pop(PLUGINS, None)
+    return flat
 
 
 def _variables() -> dict[str, str]:
@@ -230,12 +222,8 @@ def _variables() -> dict[str, str]:
 
 def emulated(precision: str) -> bool:
     """Whether this CPU lacks instructions for `precision` (fp32, bf16 or fp16); False when torch does not tell."""
-    found = _capabilities()
-    return (
-        bool(found)
-        and precision in NATIVE
-        and not any(found.get(name) for name in NATIVE[precision])
-    )
+    found, needed = _capabilities(), NATIVE.get(precision, ())
+    return bool(found and needed) and not any(found.get(name) for name in needed)
 
 
 def _capabilities() -> dict[str, Any]:
@@ -245,25 +233,14 @@ def _capabilities() -> dict[str, Any]:
     return dict(ask()) if ask else {}
 
 
-def _lines(path: str) -> list[str]:
-    """Lines of a file of the system, stripped; empty where there is none."""
-    try:
-        return [line.strip() for line in Path(path).read_text().splitlines()]
-    except OSError:
-        return []
-
-
 def _resize() -> str:
     """What resizes feature maps on this GPU."""
     import torch
 
     from segpipe.models.resize import gpu_kernels
 
-    return (
-        "triton"
-        if gpu_kernels(torch.device("cuda", torch.cuda.current_device())) is not None
-        else "products"
-    )
+    device = torch.device("cuda", torch.cuda.current_device())
+    return "triton" if gpu_kernels(device) is not None else "products"
 
 
 def _nccl() -> str | None:

@@ -34,24 +34,23 @@ _FRAME = re.compile(
 Arguments = Mapping[str, Any]  # of a call, by their names in the op's schema
 
 
+def _always(call: Arguments) -> bool:
+    return True
+
+
 class Rule(NamedTuple):
     """Ops that a network or loss must not call on CUDA, by aten name without overload and trailing underscore."""
 
-    ops: tuple[str, ...]
+    names: str  # separated by spaces
     state: str
     why: str
     instead: str
-    when: Callable[[Arguments], bool]  # whether the rule applies to a call
+    when: Callable[[Arguments], bool] = _always  # whether the rule applies to a call
 
-
-def _rule(
-    ops: str,
-    state: str,
-    why: str,
-    instead: str,
-    when: Callable[[Arguments], bool] = lambda call: True,
-) -> Rule:
-    return Rule(tuple(ops.split()), state, why, instead, when)
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The names one by one."""
+        return tuple(self.names.split())
 
 
 def _is_float(call: Arguments) -> bool:
@@ -73,135 +72,125 @@ _PADDING = "zero padding, or torch.cat of slices"
 
 # What CUDA does not compute the same way twice, or only slowly, and what to use instead.
 RULES = (
-    _rule(
+    Rule(
         "nll_loss2d_forward",
-        *(RAISES, "adds pixels in any order for reduction mean and sum"),
+        RAISES,
+        "adds pixels in any order for reduction mean and sum",
         'cross_entropy(reduction="none") with your own sum and count',
         lambda call: call["reduction"] != 0,
     ),
-    _rule(
+    Rule(
         "upsample_bilinear2d_backward",
         SLOW,
         f"{_ATOMICS}; F.interpolate changes forward bits too",
         _BILINEAR,
     ),
-    _rule(
-        "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward",
+    Rule(
+        "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward upsample_bicubic2d_backward "
+        "upsample_linear1d_backward upsample_trilinear3d_backward",
         RAISES,
         _ATOMICS,
         _BILINEAR,
     ),
-    _rule(
-        "upsample_bicubic2d_backward upsample_linear1d_backward upsample_trilinear3d_backward",
-        *(RAISES, _ATOMICS, _BILINEAR),
-    ),
-    _rule(
+    Rule(
         "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward",
         RAISES,
         _ATOMICS,
         _AVERAGE,
     ),
-    _rule(
-        "adaptive_max_pool2d_backward adaptive_max_pool3d_backward",
+    Rule(
+        "adaptive_max_pool2d_backward adaptive_max_pool3d_backward fractional_max_pool2d_backward "
+        "fractional_max_pool3d_backward avg_pool3d_backward max_pool3d_with_indices_backward",
         RAISES,
         _ATOMICS,
         _POOL,
     ),
-    _rule(
-        "fractional_max_pool2d_backward fractional_max_pool3d_backward",
-        RAISES,
-        _ATOMICS,
-        _POOL,
-    ),
-    _rule(
-        "avg_pool3d_backward max_pool3d_with_indices_backward", RAISES, _ATOMICS, _POOL
-    ),
-    _rule("max_unpool2d max_unpool3d", RAISES, _REPEATED, _BILINEAR),
-    _rule(
+    Rule("max_unpool2d max_unpool3d", RAISES, _REPEATED, _BILINEAR),
+    Rule(
         "reflection_pad1d_backward reflection_pad3d_backward",
         RAISES,
         _ATOMICS,
         _PADDING,
     ),
-    _rule(
-        "reflection_pad2d_backward", SLOW, _ATOMICS, _PADDING
-    ),  # documented to raise; no release since 2.11 does
-    _rule(
-        "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward",
-        *(SLOW, _ATOMICS, _PADDING),
+    Rule(
+        # reflection_pad2d_backward is documented to raise; no release since 2.11 does.
+        "reflection_pad2d_backward replication_pad1d_backward replication_pad2d_backward "
+        "replication_pad3d_backward",
+        SLOW,
+        _ATOMICS,
+        _PADDING,
     ),
-    _rule(
+    Rule(
         "grid_sampler_2d_backward grid_sampler_3d_backward cudnn_grid_sampler_backward",
-        *(RAISES, f"{_ATOMICS}; the cuDNN path did so silently"),
+        RAISES,
+        f"{_ATOMICS}; the cuDNN path did so silently",
         f"{_BILINEAR} for a regular grid; warp images before the network",
     ),
-    _rule(
+    Rule(
         "index_put _index_put_impl _unsafe_index_put",
-        *(
-            SLOW,
-            f"{_SORTS} tensor[indices], and synchronizes when they are a mask",
-            _WHERE,
-        ),
+        SLOW,
+        f"{_SORTS} tensor[indices], and synchronizes when they are a mask",
+        _WHERE,
         lambda call: bool(call["accumulate"]),
     ),
-    _rule("scatter_add index_add", SLOW, f"{_SORTS} gather and index_select", _ONE_HOT),
-    _rule("embedding_dense_backward", SLOW, "sorts the indices", _ONE_HOT),
-    _rule(
+    Rule("scatter_add index_add", SLOW, f"{_SORTS} gather and index_select", _ONE_HOT),
+    Rule("embedding_dense_backward", SLOW, "sorts the indices", _ONE_HOT),
+    Rule(
         "scatter",
-        *(
-            SLOW,
-            f"{_SORTS} max(dim), sort and topk",
-            "scatter of a number, torch.where, or amax for max(dim)",
-        ),
+        SLOW,
+        f"{_SORTS} max(dim), sort and topk",
+        "scatter of a number, torch.where, or amax for max(dim)",
         lambda call: "src" in call or "reduce" in call,
     ),
-    _rule(
+    Rule(
         "scatter_reduce",
-        *(SLOW, "sorts the indices for sum and mean, and raises for prod", _ONE_HOT),
+        SLOW,
+        "sorts the indices for sum and mean, and raises for prod",
+        _ONE_HOT,
         lambda call: call["reduce"] not in ("amax", "amin"),
     ),
-    _rule("index_reduce put", RAISES, _REPEATED, _WHERE),
-    _rule(
+    Rule("index_reduce put", RAISES, _REPEATED, _WHERE),
+    Rule(
         "histc",
         RAISES,
         "counts in floats, in any order",
         "torch.bincount of integers without weights",
     ),
-    _rule(
+    Rule(
         "bincount",
-        *(
-            RAISES,
-            "adds weights in any order",
-            f"torch.bincount without weights, or {_ONE_HOT}",
-        ),
+        RAISES,
+        "adds weights in any order",
+        f"torch.bincount without weights, or {_ONE_HOT}",
         lambda call: call["weights"] is not None,
     ),
-    _rule(
+    Rule(
         "median nanmedian",
         RAISES,
         _TIES,
         f"median without dim, or {_BY_VALUE}",
         lambda call: "dim" in call,
     ),
-    _rule("kthvalue topk", SILENT, _TIES, _BY_VALUE),
-    _rule(
+    Rule("kthvalue topk", SILENT, _TIES, _BY_VALUE),
+    Rule(
         "sort",
         SILENT,
         _TIES,
         f"stable=True, or {_BY_VALUE}",
         lambda call: not call.get("stable"),
     ),
-    _rule(
+    Rule(
         "cumsum",
         SLOW,
         "adds floats in an order that depends on the load",
         "cumsum of integers",
         _is_float,
     ),
-    _rule("_ctc_loss_backward", RAISES, _ATOMICS, "a loss per pixel"),
-    _rule(
+    Rule("_ctc_loss_backward", RAISES, _ATOMICS, "a loss per pixel"),
+    Rule(
         "_embedding_bag_backward _embedding_bag_dense_backward",
-        *(RAISES, f"{_ATOMICS} for mode max", "mode sum or mean"),
+        RAISES,
+        f"{_ATOMICS} for mode max",
+        "mode sum or mean",
         lambda call: call["mode"] == 2,
     ),
 )
@@ -269,12 +258,10 @@ def _arguments(
 ) -> dict[str, Any]:
     """Arguments by name, with the defaults that the dispatcher leaves out."""
     schema = op._schema.arguments
-    defaults = {argument.name: argument.default_value for argument in schema}
-    return {
-        **defaults,
-        **{argument.name: value for argument, value in zip(schema, args, strict=False)},
-        **kwargs,
-    }
+    call = {argument.name: argument.default_value for argument in schema}
+    for argument, value in zip(schema, args, strict=False):
+        call[argument.name] = value
+    return {**call, **kwargs}
 
 
 def _caller() -> tuple[str, int]:

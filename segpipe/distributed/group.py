@@ -38,12 +38,10 @@ class Group:
     local_rank: int
     world_size: int
     device: torch.device
-    subgroups: tuple[
-        Level, ...
-    ] = ()  # of several machines: the ranks of one, then those of one local rank on all
-    contract: Contract = field(
-        default_factory=Contract, compare=False
-    )  # every collective is announced to it
+    # Of several machines: the ranks of one, then those of one local rank on all.
+    subgroups: tuple[Level, ...] = ()
+    # Every collective is announced to it.
+    contract: Contract = field(default_factory=Contract, compare=False)
 
     def levels(self, leaves: int) -> tuple[Level, ...]:
         """From the leaves to the root: one level, or two on several machines if each rank holds one subtree."""
@@ -63,10 +61,9 @@ class Group:
 
     def runs(self, shards: int) -> list[range]:
         """The shards of every rank, `[rank*V/R, (rank+1)*V/R)` rounded down; their numbers differ by one at most."""
-        bounds = [
-            rank * shards // self.world_size for rank in range(self.world_size + 1)
-        ]
-        return [range(*pair) for pair in pairwise(bounds)]
+        size = self.world_size
+        bounds = [rank * shards // size for rank in range(size + 1)]
+        return [range(first, end) for first, end in pairwise(bounds)]
 
     def sum_tensor(self, counts: Tensor) -> Tensor:
         """Sum over the ranks of an integer tensor; floats are refused because their sum depends on the order."""
@@ -96,10 +93,10 @@ class Group:
             action()
         except SegpipeError as error:
             own = error
-        first = next((error for error in self.gather(own) if error is not None), None)
-        if first is not None:
-            first.told = not self.is_main
-            raise first from own
+        for first in self.gather(own):
+            if first is not None:
+                first.told = not self.is_main
+                raise first from own
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -130,54 +127,41 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
     `same`: further values that must be equal on all ranks, by name. Raises CollectiveError when they are not, or when
     ranks are missing. NCCL is used where each rank has a GPU of its own; gloo on CPUs and where ranks share a GPU.
     """
-    rank, local_rank, world_size = (
-        environment.rank(),
-        environment.local_rank(),
-        environment.world_size() or 1,
-    )
+    rank, local_rank = environment.rank(), environment.local_rank()
+    world_size = environment.world_size() or 1
     device = choose_device(config.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    contract = Contract()
-    if world_size > 1:
-        same = {**same, "device": device.type}
-        store = meeting.meet(
-            timeout_s=config.timeout_s, same=same, gpu=_name_of(device)
+    if world_size == 1:
+        return Group(rank, local_rank, world_size, device)
+    same = {**same, "device": device.type}
+    gpu = ""  # a name that is its own on all machines
+    if device.type == "cuda":
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    store = meeting.meet(timeout_s=config.timeout_s, same=same, gpu=gpu)
+    # Not by the number of visible GPUs: a launcher may show each rank its own alone.
+    shared = meeting.sharing(store, world_size)
+    if shared and rank == 0:
+        warnings.warn(
+            f"ranks {shared[:16]} share GPUs: all ranks exchange gradients through the host (gloo), which is slow. "
+            f"Start one process for each GPU.",
+            stacklevel=2,
         )
-        # Not by the number of visible GPUs: a launcher may show each rank its own alone.
-        shared = meeting.sharing(store, world_size)
-        if shared and rank == 0:
-            warnings.warn(
-                f"ranks {shared[:16]} share GPUs: all ranks exchange gradients through the host (gloo), which is slow. "
-                f"Start one process for each GPU.",
-                stacklevel=2,
-            )
-        alone = device.type == "cuda" and not shared
-        if environment.on_loopback():
-            for library in ("GLOO", "NCCL"):  # which listen for each other
-                os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-        if alone:
-            _configure_nccl()
-        dist.init_process_group(
-            "nccl" if alone else "gloo",
-            store=dist.PrefixStore("torch", store),  # type: ignore[attr-defined]
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=config.timeout_s + MARGIN_S),
-            device_id=device if alone else None,
-        )
-        contract = watch(store, rank, world_size, timeout_s=config.timeout_s)
+    if environment.on_loopback():
+        for library in ("GLOO", "NCCL"):  # whose ranks listen for each other
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    nccl = device.type == "cuda" and not shared
+    dist.init_process_group(
+        "nccl" if nccl else "gloo",
+        store=dist.PrefixStore("torch", store),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=config.timeout_s + MARGIN_S),
+        device_id=device if nccl else None,
+    )
+    contract = watch(store, rank, world_size, timeout_s=config.timeout_s)
     group = Group(rank, local_rank, world_size, device, contract=contract)
     return replace(group, subgroups=_subgroups(group, environment.local_world_size()))
-
-
-def _name_of(device: torch.device) -> str:
-    """Name of a GPU that is its own on all machines; empty for a CPU."""
-    return (
-        str(torch.cuda.get_device_properties(device).uuid)
-        if device.type == "cuda"
-        else ""
-    )
 
 
 def _subgroups(group: Group, local: int) -> tuple[Level, ...]:
@@ -185,25 +169,18 @@ def _subgroups(group: Group, local: int) -> tuple[Level, ...]:
     world = group.world_size
     if set(group.gather(local)) != {local} or local in (1, world):
         return ()
-    machines = [list(range(first, first + local)) for first in range(0, world, local)]
+    ranks = range(world)
+    machines = [list(ranks[first : first + local]) for first in range(0, world, local)]
+    places = [list(ranks[place::local]) for place in range(local)]
     within, _ = dist.new_subgroups_by_enumeration(machines)
-    across, _ = dist.new_subgroups_by_enumeration(
-        [list(places) for places in zip(*machines, strict=True)]
-    )
+    across, _ = dist.new_subgroups_by_enumeration(places)
     assert isinstance(within, dist.ProcessGroup)
     assert isinstance(across, dist.ProcessGroup)
     return (Level(local, within), Level(world // local, across))
 
 
-def _configure_nccl() -> None:
-    """Errors of NCCL end the process instead of hanging it, and its last collectives are recorded."""
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-
-
 def leave(group: Group) -> None:
-    """Destroy the process group, if there is one, and end the watcher."""
+    """Destroy the process group, if there is one, and watch no more."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     group.contract.close()

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,10 @@ from segpipe.errors import CollectiveError
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+Card = Mapping[str, Any]
 POLL_S = 0.05
 LINGER_S = 1.0  # for which the rank that holds the store stays after a failure, so that the others can read why
-SAME = (
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)  # variables that must be equal on all ranks
+SAME = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # must be equal on all ranks
 
 
 def meet(
@@ -38,18 +35,13 @@ def meet(
     has. Raises CollectiveError on every rank when values differ, when two processes have the same RANK, and after
     `timeout_s` when ranks are missing.
     """
-    rank, world_size = environment.rank(), environment.world_size() or 1
+    compared = {name: os.environ[name] for name in SAME} | dict(same or {})
+    rank = environment.rank()
     card = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "gpu": gpu}
-    card |= {name: os.environ[name] for name in SAME}
-    store, keeps = _open(rank, timeout_s)
+    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = _open(rank, timeout_s, keeps=keeps)
     try:
-        _gather(
-            store,
-            {**card, **(same or {})},
-            [*SAME, *(same or ())],
-            world_size,
-            timeout_s,
-        )
+        _exchange(store, card | compared, tuple(compared), timeout_s)
     except CollectiveError:
         time.sleep(LINGER_S if keeps else 0.0)
         raise
@@ -61,16 +53,11 @@ def meet(
     return store
 
 
-def _address() -> str:
-    return f"MASTER_ADDR:MASTER_PORT = {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-
-
 def local_store() -> TCPStore:
     """A store that no other machine reaches, held by this process."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    # TCPStore itself would listen on all interfaces, and asks for no password.
-    listener = socket.create_server((environment.LOOPBACK, 0))
+    listener = _listen(0)
     return TCPStore(
         environment.LOOPBACK,
         listener.getsockname()[1],
@@ -80,56 +67,50 @@ def local_store() -> TCPStore:
     )
 
 
-def _open(rank: int, timeout_s: float) -> tuple[Store, bool]:
-    """The store, and whether this process holds it: a launcher's agent does, or else rank 0."""
+def _listen(port: int) -> socket.socket:
+    """A socket for a store. TCPStore itself would listen on all interfaces, and asks for no password."""
+    return socket.create_server((environment.LOOPBACK, port))
+
+
+def _address() -> str:
+    return f"MASTER_ADDR:MASTER_PORT = {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def _open(rank: int, timeout_s: float, *, keeps: bool) -> Store:
+    """The store, which a launcher's agent holds, or else rank 0: it `keeps` it."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    keeps = rank == 0 and not agent
     try:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        listener = None
-        if keeps and environment.on_loopback():
-            listener = socket.create_server((address, port)).detach()
+        port = int(os.environ["MASTER_PORT"])
+        local = keeps and environment.on_loopback()
         store = TCPStore(
-            address,
+            os.environ["MASTER_ADDR"],
             port,
             None,
             keeps,
             timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
-            master_listen_fd=listener,
+            master_listen_fd=_listen(port).detach() if local else None,
         )
     except (RuntimeError, ValueError, OSError, OverflowError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
-        needed = (
-            "a free port of this machine"
-            if keeps
-            else "the address and port of a running rank 0"
-        )
+        place = "a free port" if keeps else "the address and port of a running rank 0"
         raise CollectiveError(
-            f"{_address()} on rank {rank}, but {needed} was needed: {reason}. Give all ranks the same values."
+            f"{_address()} on rank {rank}, but {place} was needed: {reason}. Give all ranks the same values."
         ) from error
-    return PrefixStore(
-        f"segpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
-    ), keeps
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"segpipe/{restart}", store)
 
 
-def _gather(
-    store: Store,
-    card: dict[str, Any],
-    same: list[str],
-    world_size: int,
-    timeout_s: float,
-) -> None:
+def _exchange(store: Store, card: Card, same: Sequence[str], timeout_s: float) -> None:
     """Publish `card`, and wait for those of all ranks."""
     store.set(f"card/{store.add('cards', 1)}", json.dumps(card))
-    cards: list[dict[str, Any]] = []
+    world_size = int(card["WORLD_SIZE"])
     end = time.monotonic() + timeout_s
+    cards: list[Card] = []
     while True:
-        while len(cards) < store.add("cards", 0):
-            cards.append(json.loads(store.get(f"card/{len(cards) + 1}")))
+        cards += _cards(store, len(cards), store.add("cards", 0))
         if problem := conflict(cards, same):
             raise CollectiveError(problem)
         if len(cards) == world_size:
@@ -139,22 +120,22 @@ def _gather(
         time.sleep(POLL_S)
 
 
+def _cards(store: Store, first: int, end: int) -> list[Card]:
+    return [json.loads(store.get(f"card/{place + 1}")) for place in range(first, end)]
+
+
 def sharing(store: Store, world_size: int) -> list[int]:
     """Ranks of a run that has met whose GPU another rank has too; ranks without one share none."""
-    cards = [
-        json.loads(store.get(f"card/{number}")) for number in range(1, world_size + 1)
-    ]
-    ranks: dict[str, list[int]] = {}
-    for card in cards:
-        ranks.setdefault(card["gpu"], []).append(card["rank"])
+    cards = _cards(store, 0, world_size)
+    gpus = [card["gpu"] for card in cards]
     return sorted(
-        rank for gpu, users in ranks.items() if gpu and len(users) > 1 for rank in users
+        card["rank"] for card in cards if card["gpu"] and gpus.count(card["gpu"]) > 1
     )
 
 
-def conflict(cards: list[dict[str, Any]], same: list[str]) -> str:
+def conflict(cards: Sequence[Card], same: Sequence[str]) -> str:
     """Why these ranks cannot be one run, naming both sides; empty if they can."""
-    by_rank: dict[int, dict[str, Any]] = {}
+    by_rank: dict[int, Card] = {}
     for card in cards:
         first = cards[0]
         for name in same:
@@ -174,15 +155,15 @@ def conflict(cards: list[dict[str, Any]], same: list[str]) -> str:
     return ""
 
 
-def _who(card: dict[str, Any]) -> str:
+def _who(card: Card) -> str:
     return f"rank {card['rank']} (host {card['host']}, process {card['pid']})"
 
 
-def _missing(cards: list[dict[str, Any]], world_size: int, timeout_s: float) -> str:
-    came = {card["rank"]: card["host"] for card in cards}
-    missing = [rank for rank in range(world_size) if rank not in came]
+def _missing(cards: Sequence[Card], world_size: int, timeout_s: float) -> str:
+    present = [card["rank"] for card in cards]
+    missing = [rank for rank in range(world_size) if rank not in present]
     return (
         f"ranks {missing[:16]} of WORLD_SIZE = {world_size} did not come to {_address()} within {timeout_s:.0f} s; "
-        f"there were {', '.join(f'{rank} (host {host})' for rank, host in sorted(came.items())[:16])}. Check how they "
-        f"were started; if they only needed longer, raise compute.timeout_s."
+        f"there were {', '.join(_who(card) for card in cards[:16])}. Check how they were started; if they only needed "
+        f"longer, raise compute.timeout_s."
     )

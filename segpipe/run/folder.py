@@ -23,11 +23,11 @@ def check_folder(config: Config) -> None:
     """Raise ConfigError if a living process trains into the run's folder, or `run.exists` forbids what it holds."""
     try:
         lock.check(config.run_dir)
+        _check_earlier_run(config)
     except OSError as error:
         raise ConfigError(
             f"{config.run_dir} cannot be read: {error.strerror}. Choose another run.root."
         ) from error
-    _check_earlier_run(config)
 
 
 def claim_folder(config: Config) -> None:
@@ -35,15 +35,13 @@ def claim_folder(config: Config) -> None:
 
     Raises ConfigError if a living process trains into it, if it already holds a run, or cannot be created.
     """
-    folder = config.run_dir
+    check_folder(config)
     try:
-        lock.check(folder)
-        _check_earlier_run(config)
-        folder.mkdir(parents=True, exist_ok=True)
+        config.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"run.root = {config.run.root}: {folder} cannot be created: {error.strerror}. Set run.root to a folder "
-            f"that you may write to."
+            f"run.root = {config.run.root}: {config.run_dir} cannot be created: {error.strerror}. Set run.root to a "
+            f"folder that you may write to."
         ) from error
 
 
@@ -117,28 +115,18 @@ def clear_folder(config: Config) -> None:
 def finished(config: Config) -> dict[str, Any] | None:
     """result.json of a run that `run.exists=resume` has nothing left to do for; None if there is work left."""
     folder = config.run_dir
-    if (
-        config.run.exists != "resume"
-        or not (folder / "report.html").is_file()
-        or failure(folder)[0]
-    ):
-        return None
-    if (
-        config.export.enabled
-        and not (
-            Path(config.export.dir or folder / "export") / "manifest.json"
-        ).is_file()
-    ):
+    made = [folder / "report.html"]
+    if config.export.enabled:
+        made.append(Path(config.export.dir or folder / "export") / "manifest.json")
+    whole = all(path.is_file() for path in made) and not failure(folder)[0]
+    if config.run.exists != "resume" or not whole:
         return None
     try:
         result = dict(json.loads((folder / "result.json").read_bytes()))
-        longer = (
-            not result.get("stopped_early")
-            and int(result.get("steps", 0)) < config.train.steps
-        )
+        done = int(result.get("steps", 0)) >= config.train.steps
     except (OSError, ValueError, TypeError):
         return None
-    return None if longer else result
+    return result if done or result.get("stopped_early") else None
 
 
 def _holds_run(folder: Path) -> bool:

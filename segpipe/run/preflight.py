@@ -68,24 +68,34 @@ def size_warnings(config: Config, samples: DataSet) -> Iterator[str]:
 
 def worker_problems(config: Config, samples: DataSet) -> Iterator[str]:
     """A message for each thing that would stop loader processes; none without them."""
-    data = config.data
-    if not data.workers:
+    if not config.data.workers:
         return
-    height, width = config.augment.crop_size
-    batches = (
-        data.workers
-        * data.prefetch
-        * config.compute.samples_per_shard
-        * height
-        * width
-        * BYTES_PER_PIXEL
-    )
+    yield from _memory_problems(config)
+    yield from _file_problems(config)
+    if config.data.start_method != "fork":
+        yield from _pickle_problems(config, samples)
+    elif _uses_cuda(config, samples):
+        yield (
+            "reading or augmenting a sample initialised CUDA in this process, and a loader process that is forked "
+            "later cannot use CUDA again. Keep code of a data set or transform off the GPU, or set "
+            "data.start_method=spawn."
+        )
+
+
+def _memory_problems(config: Config) -> Iterator[str]:
+    data, (height, width) = config.data, config.augment.crop_size
+    batch = config.compute.samples_per_shard * height * width * BYTES_PER_PIXEL
+    batches = data.workers * data.prefetch * batch
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if batches > memory:
         yield (
             f"data.workers = {data.workers} and data.prefetch = {data.prefetch} need {batches / 2**20:.0f} MiB of "
             f"shared memory, but this machine has {memory / 2**20:.0f} MiB. Lower one of the two."
         )
+
+
+def _file_problems(config: Config) -> Iterator[str]:
+    data = config.data
     needed = FILES_OF_A_RUN + data.workers * FILES_PER_WORKER
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if needed > allowed:
@@ -93,27 +103,23 @@ def worker_problems(config: Config, samples: DataSet) -> Iterator[str]:
             f"data.workers = {data.workers} may keep {needed} files open, but {allowed} are allowed. Run "
             f"`ulimit -n {2 * needed}` before (in Docker: --ulimit nofile={2 * needed}), or lower it."
         )
-    if data.start_method != "fork":
-        from segpipe.data.augment import Augmenter
 
-        sent = {
-            f"data.name = {data.name}": samples,
-            f"augment.extra = {config.augment.extra}": Augmenter(config.augment),
-        }
-        for setting, value in sent.items():
-            if found := unpicklable(value):
-                yield (
-                    f"{setting}: {type(value).__name__}{found[0]} cannot be pickled ({found[1]}), but "
-                    f"data.start_method = {data.start_method} sends it to every loader process. Open files and "
-                    f"databases in read, not in __init__, and define functions at the top of a module; or set "
-                    f"data.start_method=fork."
-                )
-    elif _uses_cuda(config, samples):
-        yield (
-            "reading or augmenting a sample initialised CUDA in this process, and a loader process that is forked "
-            "later cannot use CUDA again. Keep code of a data set or transform off the GPU, or set "
-            "data.start_method=spawn."
-        )
+
+def _pickle_problems(config: Config, samples: DataSet) -> Iterator[str]:
+    from segpipe.data.augment import Augmenter
+
+    sent = {
+        f"data.name = {config.data.name}": samples,
+        f"augment.extra = {config.augment.extra}": Augmenter(config.augment),
+    }
+    for setting, value in sent.items():
+        if found := unpicklable(value):
+            where, reason = found
+            yield (
+                f"{setting}: {type(value).__name__}{where} cannot be pickled ({reason}), but data.start_method = "
+                f"{config.data.start_method} sends it to every loader process. Open files and databases in read, not "
+                f"in __init__, and define functions at the top of a module; or set data.start_method=fork."
+            )
 
 
 def unpicklable(value: Any, where: str = "") -> tuple[str, str] | None:
@@ -135,20 +141,16 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from ((f"[{place}]", item) for place, item in enumerate(value))
     elif isinstance(value, partial):
-        yield from (
-            (".func", value.func),
-            (".args", value.args),
-            (".keywords", value.keywords),
-        )
+        for name in ("func", "args", "keywords"):
+            yield f".{name}", getattr(value, name)
     elif isinstance(value, MethodType):
         yield ".__self__", value.__self__
     elif not isinstance(value, (type, FunctionType)):
         state = value.__getstate__()
-        for attributes in (
-            state if isinstance(state, tuple) else (state,)
-        ):  # a tuple has those of __slots__ too
+        # A tuple has the attributes of __slots__ too.
+        for attributes in state if isinstance(state, tuple) else (state,):
             if isinstance(attributes, dict):
-                yield from ((f".{name}", inner) for name, inner in attributes.items())
+                yield from ((f".{name}", item) for name, item in attributes.items())
 
 
 def _uses_cuda(config: Config, samples: DataSet) -> bool:
@@ -201,10 +203,8 @@ class ThreadsSeen(DataSet):
         import torch
 
         sample = self.samples.read(index)
-        for library, number in (
-            ("OpenCV", cv2.getNumThreads()),
-            ("torch", torch.get_num_threads()),
-        ):
+        threads = {"OpenCV": cv2.getNumThreads(), "torch": torch.get_num_threads()}
+        for library, number in threads.items():
             if number > 1:
                 raise DataError(
                     f"{library} uses {number} threads in a loader process: code of a data set or transform has set "
@@ -226,13 +226,10 @@ def first_batch(config: Config, samples: DataSet) -> tuple[ShardBatch | None, st
         cache_mib=0,
         balance=0.0,
     )
-    alone = replace(
-        config, data=data, compute=replace(config.compute, mode="off")
-    )  # without a canary
-    seen, group = (
-        ThreadsSeen(samples) if data.workers else samples,
-        Group(0, 0, 1, torch.device("cpu")),
-    )
+    # Without a canary.
+    alone = replace(config, data=data, compute=replace(config.compute, mode="off"))
+    group = Group(0, 0, 1, torch.device("cpu"))
+    seen = ThreadsSeen(samples) if data.workers else samples
     try:
         with closing(shard_stream(alone, group, seen, range(1), None)) as batches:
             return next(batches), ""

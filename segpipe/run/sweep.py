@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -16,15 +15,15 @@ from rich.console import Console
 from rich.table import Table
 
 from segpipe.errors import ConfigError, Interrupted, NumericsError, SegpipeError
+from segpipe.files import sha256_of
 from segpipe.run.folder import finished
 from segpipe.run.tracking import failure
 from segpipe.settings.config import Config, recipe, to_mapping
 
 REFUSALS_SHOWN = 8
-SHORT_VALUE, SHORT_SUFFIX = (
-    24,
-    120,
-)  # characters in the name of a job; a longer text ends with a hash of the whole
+# Characters in the name of a job; a longer text ends with a hash of the whole.
+SHORT_VALUE = 24
+SHORT_SUFFIX = 120
 
 REPEATS = (
     "seed",
@@ -72,64 +71,57 @@ class Sweep:
         `searched`: chosen by a search, which may propose a job twice; its first result then counts for both.
         Raises ConfigError before the first job starts, naming every job that could not.
         """
-        twins = self._twins(jobs) if searched else {}
-        new = [job for place, job in enumerate(jobs) if place not in twins]
+        new: list[SweepJob] = []
+        for job in jobs:
+            if not searched or self._twin(job, new) is None:
+                new.append(job)
         self._check_all(new)
         self._jobs += new
         for job in new:
             if not self.interrupted:
                 self._run(job)
-        for place, twin in twins.items():
-            jobs[place].code, jobs[place].result, jobs[place].reason = (
-                twin.code,
-                twin.result,
-                twin.reason,
-            )
+        for job in jobs:
+            if searched and (twin := self._twin(job, [])) is not None:
+                job.code, job.result, job.reason = twin.code, twin.result, twin.reason
 
-    def _twins(self, jobs: Sequence[SweepJob]) -> dict[int, SweepJob]:
-        """Jobs, by place, that an earlier one with the same settings stands for."""
-        known, found = list(self._jobs), {}
-        for place, job in enumerate(jobs):
-            twin = next((other for other in known if other.config == job.config), None)
-            if twin is None:
-                known.append(job)
-            else:
-                found[place] = twin
-        return found
+    def _twin(self, job: SweepJob, more: Sequence[SweepJob]) -> SweepJob | None:
+        """The first job with the same settings."""
+        known = (*self._jobs, *more)
+        return next((other for other in known if other.config == job.config), None)
 
     def _check_all(self, jobs: Sequence[SweepJob]) -> None:
         taken = Counter(job.config.run_dir for job in [*self._jobs, *jobs])
         refused: dict[str, list[str]] = {}
-        code = 0
+        codes = []
         for job in jobs:
             try:
-                if taken[job.config.run_dir] > 1:
-                    raise ConfigError(
-                        f"run.name = {job.config.run.name} is the name of {taken[job.config.run_dir]} jobs. Give each "
-                        f"value once, or include the swept settings: 'run.name=NAME-${{optim.lr}}'."
-                    )
+                self._check_name(job.config, taken[job.config.run_dir])
                 self._check(job.config)
                 _recall(job)
                 self._examine_once(job.config)
             except SegpipeError as error:
-                refused.setdefault(str(error), []).append(
-                    job.swept or job.config.run.name
-                )
-                code = code or error.exit_code
+                named = refused.setdefault(str(error), [])
+                named.append(job.swept or job.config.run.name)
+                codes.append(error.exit_code)
         if refused:
             refusal = ConfigError(_refusals(refused, len(jobs)))
-            refusal.exit_code = code
+            refusal.exit_code = codes[0]
             raise refusal
+
+    @staticmethod
+    def _check_name(config: Config, number: int) -> None:
+        if number > 1:
+            raise ConfigError(
+                f"run.name = {config.run.name} is the name of {number} jobs. Give each value once, or include the "
+                f"swept settings: 'run.name=NAME-${{optim.lr}}'."
+            )
 
     def _examine_once(self, config: Config) -> None:
         """Jobs often share data and augmentation, and reading a large data set takes minutes."""
         values = to_mapping(config)
-        parts = {
-            name: values[name]
-            for name in ("data", "model", "loss", "augment", "track", "export")
-        }
-        parts["lr_scale"] = config.optim.lr_scale
-        key = json.dumps([parts, config.compute.mode == "off"], sort_keys=True)
+        names = ("data", "model", "loss", "augment", "track", "export")
+        parts = [*map(values.get, names), config.optim.lr_scale, config.compute.mode]
+        key = json.dumps(parts, sort_keys=True)
         if key not in self._examined:
             self._examine(config)
             self._examined.add(key)
@@ -199,94 +191,70 @@ def _recall(job: SweepJob) -> None:
 
 def _refusals(refused: dict[str, list[str]], number: int) -> str:
     """One line for each message, with the jobs that it is about."""
+    if number == 1:
+        return next(iter(refused))
     lines = []
     for message, jobs in list(refused.items())[:REFUSALS_SHOWN]:
-        about = (
-            "all jobs"
-            if len(jobs) == number
-            else "; ".join(jobs[:4]) + (" ..." if len(jobs) > 4 else "")
-        )
-        lines.append(f"{about}: {message}" if number > 1 else message)
+        about = "; ".join(jobs[:4]) + (" ..." if len(jobs) > 4 else "")
+        lines.append(f"{'all jobs' if len(jobs) == number else about}: {message}")
     if len(refused) > REFUSALS_SHOWN:
         lines.append(f"and {len(refused) - REFUSALS_SHOWN} messages more")
-    if number > 1:
-        lines.append("No job was started.")
-    return "\n".join(lines)
+    return "\n".join([*lines, "No job was started."])
 
 
 def _table(jobs: Sequence[SweepJob]) -> Table:
     table = Table(title=f"sweep in {jobs[0].config.run.root}", title_justify="left")
-    for title in ("run", "overrides", "mIoU %", "exit code"):
-        table.add_column(
-            title, no_wrap=title not in ("run", "overrides"), overflow="fold"
-        )
+    for title in ("run", "overrides"):
+        table.add_column(title, overflow="fold")
+    for title in ("mIoU %", "exit code"):
+        table.add_column(title, no_wrap=True)
     for job in jobs:
         score = "-" if job.miou is None else f"{100 * job.miou:.2f}"
-        table.add_row(
-            job.config.run.name,
-            job.swept,
-            score,
-            "not started" if job.code is None else str(job.code),
-        )
+        code = "not started" if job.code is None else str(job.code)
+        table.add_row(job.config.run.name, job.swept, score, code)
     return table
 
 
-def _by_recipe(jobs: Sequence[SweepJob]) -> list[tuple[str, list[dict[str, Any]]]]:
+def _by_recipe(jobs: Sequence[SweepJob]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Results of each recipe with more than one run, under the settings in which the recipes differ."""
     groups: dict[str, list[SweepJob]] = {}
-    recipes = {
-        id(job): {
-            key: value
-            for key, value in recipe(job.config).items()
-            if key not in REPEATS
-        }
-        for job in jobs
-    }
     for job in jobs:
-        groups.setdefault(json.dumps(recipes[id(job)], sort_keys=True), []).append(job)
-    firsts = [recipes[id(members[0])] for members in groups.values()]
-    differing = [
-        key
-        for key in (firsts[0] if firsts else {})
-        if len({str(first[key]) for first in firsts}) > 1
-    ]
-    found = []
-    for members, first in zip(groups.values(), firsts, strict=True):
+        settings = recipe(job.config)
+        for key in REPEATS:
+            settings.pop(key, None)
+        groups.setdefault(json.dumps(settings, sort_keys=True), []).append(job)
+    recipes = [json.loads(key) for key in groups]
+    for settings, members in zip(recipes, groups.values(), strict=True):
         if len(members) > 1:
-            repeated = (
-                "held-out sequences"
-                if len({job.config.data.hold_out for job in members}) > 1
-                else "seeds"
-            )
-            recipe_of = ", ".join(f"{key}={first[key]}" for key in differing)
-            title = f"{len(members)} {repeated}{f' of {recipe_of}' if recipe_of else ''}: IoU in %"
-            found.append(
-                (title, [job.result for job in members if job.result is not None])
-            )
-    return found
+            differing = [
+                f"{key}={value}"
+                for key, value in settings.items()
+                if any(other.get(key) != value for other in recipes)
+            ]
+            held_out = {job.config.data.hold_out for job in members}
+            repeated = "held-out sequences" if len(held_out) > 1 else "seeds"
+            of = f" of {', '.join(differing)}" if differing else ""
+            title = f"{len(members)} {repeated}{of}: IoU in %"
+            yield title, [job.result for job in members if job.result is not None]
 
 
 def _spread(title: str, results: list[dict[str, Any]]) -> Table:
     """Mean and range of mIoU and of each class's IoU over the runs of a recipe."""
-    table = Table(
-        "class", "mean", "lowest", "highest", "range", title=title, title_justify="left"
-    )
-    rows = {
-        name: [result["iou"].get(name) for result in results]
-        for name in results[0]["iou"]
-    }
-    rows["mean of classes"] = [result["miou"] for result in results]
-    for name, scores in rows.items():
-        known = [100 * score for score in scores if score is not None]
-        if name == "mean of classes":
-            table.add_section()
-        if known:
-            low, high = min(known), max(known)
-            table.add_row(
-                name,
-                *(f"{number:.2f}" for number in (fmean(known), low, high, high - low)),
-            )
+    columns = ("class", "mean", "lowest", "highest", "range")
+    table = Table(*columns, title=title, title_justify="left")
+    for name in results[0]["iou"]:
+        _add_spread(table, name, [result["iou"].get(name) for result in results])
+    table.add_section()
+    _add_spread(table, "mean of classes", [result["miou"] for result in results])
     return table
+
+
+def _add_spread(table: Table, name: str, scores: Sequence[float | None]) -> None:
+    known = [100 * score for score in scores if score is not None]
+    if known:
+        low, high = min(known), max(known)
+        cells = (fmean(known), low, high, high - low)
+        table.add_row(name, *(f"{number:.2f}" for number in cells))
 
 
 def distinct(
@@ -309,18 +277,14 @@ def distinct(
         hidden = {
             key: text for key, text in overrides.items() if not _shows(template, key)
         }
-        named.append("-".join([name, _suffix(hidden, keys)]) if hidden else name)
+        named.append(f"{name}-{_suffix(hidden, keys)}" if hidden else name)
     return named
 
 
 def _shows(template: str, key: str) -> bool:
     """Whether a run name contains a setting, or the name of the file that a group such as `model` was set to."""
-    return (
-        key == "run.name"
-        or "${hydra:job" in template
-        or f"${{{key}}}" in template
-        or f"${{{key}.name}}" in template
-    )
+    shown = ("${hydra:job", f"${{{key}}}", f"${{{key}.name}}")
+    return key == "run.name" or any(part in template for part in shown)
 
 
 def _suffix(overrides: Mapping[str, str], keys: Collection[str]) -> str:
@@ -329,9 +293,9 @@ def _suffix(overrides: Mapping[str, str], keys: Collection[str]) -> str:
     parts = []
     for key, text in overrides.items():
         leaf = key.rpartition(".")[2]
+        shown = _in_a_name(leaf if leaves[leaf] == 1 else key)
         value = _shortened(_in_a_name(text), text, SHORT_VALUE)
-        joint = "" if value[:1].isdigit() else "_"
-        parts.append(f"{_in_a_name(leaf if leaves[leaf] == 1 else key)}{joint}{value}")
+        parts.append(f"{shown}{'' if value[:1].isdigit() else '_'}{value}")
     suffix = "-".join(parts)
     return _shortened(suffix, suffix, SHORT_SUFFIX)
 
@@ -343,4 +307,4 @@ def _in_a_name(text: str) -> str:
 def _shortened(shown: str, text: str, length: int) -> str:
     if len(shown) <= length:
         return shown
-    return f"{shown[: length - 9]}_{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+    return f"{shown[: length - 9]}_{sha256_of(text.encode())[:8]}"

@@ -19,6 +19,7 @@ from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
 from segpipe.errors import CheckpointError, ConfigError
 from segpipe.losses.total import backend
+from segpipe.processes import proc_lines
 from segpipe.settings.groups import LossConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,10 +189,10 @@ def test_a_fingerprint_tells_processor_instructions_and_driver(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1\nGCC version: 12\n"
     )
     assert (
-        flags._lines(str(told))[0]
+        proc_lines(str(told))[0]
         == "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1"
     )
-    assert flags._lines(str(tmp_path / "none")) == []
+    assert proc_lines(str(tmp_path / "none")) == []
     there = {"avx512_bf16": True, "amx_bf16": False, "avx2": True, "avx512_vnni": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: there, raising=False)
     assert flags.fingerprint()["instructions"] == "avx512_vnni avx512_bf16"

@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -42,13 +42,11 @@ def common_fingerprint(
 
     `loss`: what computes it here. Raises ConfigError on every rank when that differs, or the code of a plug-in.
     """
-    divided = (
-        {}
-        if config.compute.mode in ("elastic", "audit")
-        else {"world_size": group.world_size}
-    )
-    own = {**flags.fingerprint(), **plugin_sources(config), **divided, flags.LOSS: loss}
+    own = {**flags.fingerprint(), **plugin_sources(config), flags.LOSS: loss}
+    if config.compute.mode not in ("elastic", "audit"):
+        own["world_size"] = group.world_size
     first, *others = group.gather(own)
+    phrases = []
     for rank, other in enumerate(others, 1):
         here, there = first.get(flags.PLUGINS, {}), other.get(flags.PLUGINS, {})
         if changed := [
@@ -64,12 +62,9 @@ def common_fingerprint(
                 f"on rank 0, which gives other bits. Install a C compiler (CPU) or triton (CUDA) on all machines, or "
                 f"set loss.backend=torch."
             )
-    differ = [
-        f"rank {rank}: {name} {there}, rank 0: {here}"
-        for rank, other in enumerate(others, 1)
-        for name, (here, there) in flags.differences(first, other).items()
-    ]
-    return first, differ
+        for name, (value, theirs) in flags.differences(first, other).items():
+            phrases.append(f"rank {rank}: {name} {theirs}, rank 0: {value}")
+    return first, phrases
 
 
 def plugin_sources(config: Config) -> dict[str, dict[str, str]]:
@@ -109,12 +104,10 @@ class Agreement:
         else one step later, from a copy that has reached the host by then.
         """
         group = self._group
-        own = torch.tensor([*numbers, group.contract.ticket(), 0]).to(
-            group.device, non_blocking=True
-        )
-        if isinstance(
-            digest := self._replica.state_digest, Tensor
-        ):  # a number would be a copy that a GPU waits for
+        ticket = group.contract.ticket()
+        own = torch.tensor([*numbers, ticket, 0]).to(group.device, non_blocking=True)
+        digest = self._replica.state_digest
+        if isinstance(digest, Tensor):  # a GPU would wait for the copy of a number
             own[-1] = digest
         total = group.sum_tensor(own.clone())
         if group.world_size > 1:
@@ -131,19 +124,16 @@ class Agreement:
             self._pending = _Flag(unequal)
         return (wait and bool(unequal)) or (before is not None and before.read())
 
-    def _stop(self) -> None:
+    def _stop(self) -> NoReturn:
         """Name the tensor and the ranks, and save the weights of one rank of either side."""
-        state = self._replica.state
+        state, rank = self._replica.state, self._group.rank
         by_rank = self._group.gather(self._replica.state_parts())
         verdict, odd = first_disagreement(by_rank, self._replica.part_names())
-        path = self._folder / FOLDER / f"rank{self._group.rank:02d}.pt"
-        if self._group.rank in (
-            odd[0],
-            min(set(range(len(by_rank))) - set(odd), default=odd[-1]),
-        ):
-            with contextlib.suppress(
-                OSError, RuntimeError
-            ):  # a full disk must not hide the verdict
+        others = [other for other in range(len(by_rank)) if other not in odd]
+        path = self._folder / FOLDER / f"rank{rank:02d}.pt"
+        if rank in (*odd[:1], *others[:1]):
+            # A full disk must not hide the verdict.
+            with contextlib.suppress(OSError, RuntimeError):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 torch.save(state.model.state_dict(), path)
         self._group.barrier()
@@ -179,20 +169,20 @@ def first_disagreement(
     """
     for kind, tensors in names.items():
         for place, tensor in enumerate(tensors):
-            digests = [rank[kind][place] for rank in by_rank]
-            if len(set(digests)) > 1:
-                usual, votes = Counter(digests).most_common(1)[0]
-                odd = [rank for rank, value in enumerate(digests) if value != usual]
-                listed = ", ".join(
-                    f"rank {rank} {digests[rank] % 2**64:016x}" for rank in odd[:8]
-                )
-                counted = (
-                    f"{votes} of {len(digests)} ranks have {usual % 2**64:016x}, but {listed}"
-                    if 2 * votes > len(digests)
-                    else f"{listed}, and {votes} others {usual % 2**64:016x}, so no side has a majority"
-                )
+            digests = [parts[kind][place] for parts in by_rank]
+            usual, votes = Counter(digests).most_common(1)[0]
+            odd = [rank for rank, digest in enumerate(digests) if digest != usual]
+            if odd:
+                listed = [f"rank {rank} {_hex(digests[rank])}" for rank in odd[:8]]
+                sides = f"{votes} of {len(digests)} ranks have {_hex(usual)}, but {', '.join(listed)}"
+                if 2 * votes <= len(digests):
+                    sides += ", so no side has a majority"
                 return (
-                    f"The first tensor that differs is {tensor} ({kind}): {counted}.",
+                    f"The first tensor that differs is {tensor} ({kind}): {sides}.",
                     odd,
                 )
     return "No tensor differs now, so the sum itself was corrupted on its way.", [0]
+
+
+def _hex(digest: int) -> str:
+    return f"{digest % 2**64:016x}"
