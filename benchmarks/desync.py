@@ -203,8 +203,9 @@ def provoke(name: str) -> dict[str, Any]:
 
         def listen() -> None:
             assert process.stderr is not None
-            for line in process.stderr:
-                said.append((time.time(), _without_names(line, folder)))
+            with process.stderr as lines:
+                for line in lines:
+                    said.append((time.time(), _without_names(line, folder)))
 
         listener = threading.Thread(target=listen)
         listener.start()

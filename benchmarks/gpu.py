@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import gpu_bits, gpu_speed
-from benchmarks.measure import Bench
+from benchmarks.gpu_bench import Bench
 from segpipe.data.augment import Augmenter
 from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch

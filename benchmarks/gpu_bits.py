@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import measure as measuring
-from benchmarks.measure import Bench
+from benchmarks.gpu_bench import Bench
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGESTS = ("weights_digest", "ema_digest", "miou")

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import measure as measuring
 from benchmarks.baselines import loops
-from benchmarks.measure import Bench
+from benchmarks.gpu_bench import Bench
 from benchmarks.train_step import Scene, Update, arms, ours, theirs, wait
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags

@@ -8,38 +8,14 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-import torch
 
 Arm = Callable[[], Any]
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Where and how large a check of a GPU is: sizes in pixels, `deadline` in seconds of time.monotonic."""
-
-    device: torch.device
-    deadline: float
-    size: int = 1024
-    batch: int = 12
-    updates: int = 20
-    camvid: Path | None = None
-    folder: Path = Path("runs")
-
-    @property
-    def seconds_left(self) -> float:
-        """Until the deadline."""
-        return self.deadline - time.monotonic()
-
-    def too_late(self, seconds: float) -> bool:
-        """Whether less than `seconds` are left; a CPU, where the checks are only tried out, has all the time."""
-        return self.device.type == "cuda" and self.seconds_left < seconds
 
 
 def machine() -> dict[str, Any]:

@@ -384,8 +384,8 @@ def test_a_malicious_checkpoint(
     said = capsys.readouterr().err
     assert code == 2
     assert not (tmp_path / "hacked").exists()
-    assert "last.pt is not a checkpoint" in said
-    assert "system, a Python object, which could run code" in said
+    assert "last.pt" in said
+    assert "a Python object" in said
     assert "weights_only" not in said
     assert "Traceback" not in said
 

@@ -45,7 +45,8 @@ class Group:
 
     def levels(self, leaves: int) -> tuple[Level, ...]:
         """From the leaves to the root: one level, or two on several machines if each rank holds one subtree."""
-        whole = leaves & (leaves - 1) == 0 and leaves % self.world_size == 0
+        power_of_two = leaves & (leaves - 1) == 0
+        whole = power_of_two and leaves % self.world_size == 0
         if self.subgroups and (whole or len(self.subgroups) == 1):
             return self.subgroups
         return (Level(self.world_size, None),)
@@ -127,7 +128,8 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
     `same`: further values that must be equal on all ranks, by name. Raises CollectiveError when they are not, or when
     ranks are missing. NCCL is used where each rank has a GPU of its own; gloo on CPUs and where ranks share a GPU.
     """
-    rank, local_rank = environment.rank(), environment.local_rank()
+    rank = environment.rank()
+    local_rank = environment.local_rank()
     world_size = environment.world_size() or 1
     device = choose_device(config.device, local_rank)
     if device.type == "cuda":
@@ -161,7 +163,8 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
     )
     contract = watch(store, rank, world_size, timeout_s=config.timeout_s)
     group = Group(rank, local_rank, world_size, device, contract=contract)
-    return replace(group, subgroups=_subgroups(group, environment.local_world_size()))
+    subgroups = _subgroups(group, environment.local_world_size())
+    return replace(group, subgroups=subgroups)
 
 
 def _subgroups(group: Group, local: int) -> tuple[Level, ...]:

@@ -61,7 +61,8 @@ class FlatLayout:
             ):
                 self.buckets.append(slice(start, offset))
                 self.members.append(range(first, place + 1))
-                start, first = offset, place + 1
+                start = offset
+                first = place + 1
         self.size = offset
         self.device = like[0].device
 
@@ -118,7 +119,9 @@ class TreeSum:
     """
 
     def __init__(self, leaves: int, first: int = 0) -> None:
-        self._leaves, self._first, self._next = leaves, first, first
+        self._leaves = leaves
+        self._first = first
+        self._next = first
         self._nodes: list[Node] = []
         self._sums: list[Tensor] = []
 
@@ -189,29 +192,19 @@ class RankSum:
     """
 
     def __init__(self, group: Group, leaves: int) -> None:
-        self._levels, self._contract, self._world_size = (
-            group.levels(leaves),
-            group.contract,
-            group.world_size,
-        )
+        self._levels = group.levels(leaves)
+        self._contract = group.contract
+        self._world_size = group.world_size
         held = [subtrees(leaves, run) for run in group.runs(leaves)]
-        self._counts, self._own = (
-            [len(nodes) for nodes in held],
-            len(held[group.rank]),
-        )  # subtrees of each rank
-        if len(self._levels) == 1:
-            self._leaves, self._heights = (
-                leaves,
-                [node.height for nodes in held for node in nodes],
-            )
-        else:  # every rank holds one, and all are of one height
-            self._leaves, self._heights = (
-                self._levels[0].size,
-                [0] * self._levels[0].size,
-            )
-        self._under_way: list[
-            tuple[dist.Work, Iterator[dist.Work]]
-        ] = []  # of each part: its collective, and the rest
+        self._counts = [len(nodes) for nodes in held]  # subtrees of each rank
+        self._own = self._counts[group.rank]
+        self._leaves = leaves
+        self._heights = [node.height for nodes in held for node in nodes]
+        if len(self._levels) > 1:  # every rank holds one, and all are of one height
+            self._leaves = self._levels[0].size
+            self._heights = [0] * self._leaves
+        # Of each part: its collective, and the rest.
+        self._under_way: list[tuple[dist.Work, Iterator[dist.Work]]] = []
 
     def start(self, parts: Sequence[Tensor], into: Tensor | None = None) -> None:
         """Send the chunks of the same contiguous part of every own subtree; not to be changed until `finish`.
@@ -241,33 +234,33 @@ class RankSum:
         """Start one collective after the other; each must be complete before the next is asked for."""
         ranks = self._levels[0].size
         missing = -parts[0].numel() % self._world_size
-        padded = [F.pad(part, (0, missing)) if missing else part for part in parts]
-        sent = (
-            padded[0]
-            if len(parts) == 1
-            else torch.stack([part.view(ranks, -1) for part in padded], dim=1).flatten()
-        )
-        chunk = padded[0].numel() // ranks
-        uneven = max(self._counts) > 1
-        arriving, leaving = (
-            [count * chunk for count in self._counts],
-            [len(parts) * chunk] * ranks,
-        )
+        if missing:
+            parts = [F.pad(part, (0, missing)) for part in parts]
+            root = parts[-1]
+        else:
+            root = into
+        chunk = parts[0].numel() // ranks
+        sent = parts[0]
+        if len(parts) > 1:
+            chunks = [part.view(ranks, chunk) for part in parts]
+            sent = torch.stack(chunks, dim=1).flatten()
         received = sent.new_empty(len(self._heights) * chunk)
-        self._contract.enter(
-            "all_to_all", received
-        )  # what is sent differs between the ranks
+        arriving = leaving = None
+        if max(self._counts) > 1:
+            arriving = [count * chunk for count in self._counts]
+            leaving = [len(parts) * chunk] * ranks
+        # What is sent differs between the ranks.
+        self._contract.enter("all_to_all", received)
         yield _started(
             dist.all_to_all_single(
                 received,
                 sent,
-                arriving if uneven else None,
-                leaving if uneven else None,
+                arriving,
+                leaving,
                 group=self._levels[0].ranks,
                 async_op=True,
             )
         )
-        root = padded[-1] if missing else into
         yield from _climb(
             root, received, self._heights, self._leaves, self._levels, self._contract
         )
@@ -297,7 +290,8 @@ def _climb(
         tree.push(chunk, height)
     root = tree.take()
     if len(levels) > 1:
-        size, above = levels[1].size, torch.empty_like(root)
+        size = levels[1].size
+        above = torch.empty_like(root)
         contract.enter("all_to_all", root, level=level + 1)
         yield _started(
             dist.all_to_all_single(above, root, group=levels[1].ranks, async_op=True)

@@ -21,13 +21,9 @@ TRACES = ("config.json", "result.json", FILE_NAME)
 
 def check_folder(config: Config) -> None:
     """Raise ConfigError if a living process trains into the run's folder, or `run.exists` forbids what it holds."""
-    try:
+    with _usable(config):
         lock.check(config.run_dir)
         _check_earlier_run(config)
-    except OSError as error:
-        raise ConfigError(
-            f"{config.run_dir} cannot be read: {error.strerror}. Choose another run.root."
-        ) from error
 
 
 def claim_folder(config: Config) -> None:
@@ -36,12 +32,18 @@ def claim_folder(config: Config) -> None:
     Raises ConfigError if a living process trains into it, if it already holds a run, or cannot be created.
     """
     check_folder(config)
-    try:
+    with _usable(config):
         config.run_dir.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def _usable(config: Config) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
-            f"run.root = {config.run.root}: {config.run_dir} cannot be created: {error.strerror}. Set run.root to a "
-            f"folder that you may write to."
+            f"run.root = {config.run.root}: {config.run_dir} cannot be created or read: {error.strerror}. Set run.root "
+            f"to a folder that you may write to."
         ) from error
 
 

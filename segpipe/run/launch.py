@@ -109,7 +109,8 @@ def launch_apart(config: Config, *, finish: Finish | None = None) -> int:
 
 def _world_size(config: Config) -> int:
     """Number of processes to start: `compute.nproc`, or one per GPU, or one."""
-    number, device = config.compute.nproc, config.compute.device
+    number = config.compute.nproc
+    device = config.compute.device
     if device == "cpu" or (device == "auto" and number != "auto"):
         return 1 if number == "auto" else int(number)
     import torch
@@ -210,7 +211,14 @@ def examine(config: Config) -> None:
 
 def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
     """Run `world_size` child processes on this machine; this process never touches the GPU."""
-    from torch.multiprocessing.spawn import ProcessExitedException, spawn
+<<<<<<< HEAD
+    from torch.multiprocessing import ProcessExitedException, spawn  # type: ignore[attr-defined]
+=======
+    from torch.multiprocessing import (  # type: ignore[attr-defined]
+        ProcessExitedException,
+        spawn,
+    )
+>>>>>>> part-wtF
 
     from segpipe.distributed.meeting import local_store
 
@@ -226,7 +234,13 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
         ):
             try:
                 given = (config, finish, world_size, store.port)
+<<<<<<< HEAD
                 children = spawn(_child, given, nprocs=world_size, join=False)  # type: ignore[no-untyped-call]
+=======
+                children = spawn(  # type: ignore[no-untyped-call]
+                    _child, given, nprocs=world_size, join=False
+                )
+>>>>>>> part-wtF
                 while not children.join():
                     pass
             except Stopped as stop:
@@ -320,7 +334,8 @@ def work(
 def _work(config: Config, finish: Finish | None, prepared: bool) -> int:
     if not prepared:
         check(config, world_size=1)  # what takes no import of torch comes first
-    threads, mode = config.compute.threads, config.compute.mode
+    threads = config.compute.threads
+    mode = config.compute.mode
     flags.set_environment(environment.local_world_size() * threads, mode)
     from segpipe.distributed import group as processes
 
@@ -454,7 +469,8 @@ def train(
     def open_outputs(step: int | None) -> tuple[TrainView, Tracker]:
         if group.is_main and step is None:
             clear_folder(config)
-        total, enabled = config.train.steps, group.is_main and config.train.progress
+        total = config.train.steps
+        enabled = group.is_main and config.train.progress
         view = TrainView(
             console, name=config.run.name, done=step or 0, total=total, enabled=enabled
         )

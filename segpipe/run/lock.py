@@ -70,7 +70,8 @@ class _Lock:
     """The lock as its owner holds it."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._pid = path, os.getpid()
+        self.path = path
+        self._pid = os.getpid()
         self._released = False
         self._next_beat = time.monotonic() + BEAT_S
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
@@ -169,7 +170,8 @@ def _dead_lock(path: Path) -> bytes | None:
     Raises ConfigError while the owner lives.
     """
     try:
-        content, silent_s = path.read_bytes(), _silent_s(path)
+        content = path.read_bytes()
+        silent_s = _silent_s(path)
     except FileNotFoundError:
         return None
     owner = _owner(content)

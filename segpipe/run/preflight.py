@@ -39,8 +39,10 @@ def check_workers(config: Config, samples: DataSet) -> None:
 
 def check_crop(config: Config, samples: DataSet) -> None:
     """Raise ConfigError for a crop larger than every image at its largest scale; nobody would notice the padding."""
-    sizes, largest = image_sizes(samples), config.augment.scale[1]
-    height, width = max(size[0] for size in sizes), max(size[1] for size in sizes)
+    sizes = image_sizes(samples)
+    largest = config.augment.scale[1]
+    height = max(size[0] for size in sizes)
+    width = max(size[1] for size in sizes)
     crop = config.augment.crop_size
     fitting = [min(crop[0], int(height * largest)), min(crop[1], int(width * largest))]
     if crop != fitting:
@@ -96,7 +98,14 @@ def _memory_problems(config: Config) -> Iterator[str]:
 
 def _file_problems(config: Config) -> Iterator[str]:
     data = config.data
+<<<<<<< HEAD
     needed = FILES_OF_A_RUN + data.workers * FILES_PER_WORKER
+=======
+    per_worker = FILES_PER_WORKER
+    if data.transport == "dataloader":  # the ring has one block for all batches
+        per_worker += data.prefetch
+    needed = FILES_OF_A_RUN + data.workers * per_worker
+>>>>>>> part-wtF
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if needed > allowed:
         yield (
@@ -170,7 +179,8 @@ def _uses_cuda(config: Config, samples: DataSet) -> bool:
 
 def machine(config: Config) -> dict[str, str]:
     """What this machine gives to loader processes, in words."""
-    threads, workers = config.compute.threads, config.data.workers
+    threads = config.compute.threads
+    workers = config.data.workers
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
         "cores": f"{len(os.sched_getaffinity(0))} for one process; a rank uses compute.threads = {threads} and "

@@ -60,7 +60,9 @@ class Sweep:
         check: Callable[[Config], None],
         examine: Callable[[Config], None],
     ) -> None:
-        self._train, self._check, self._examine = train, check, examine
+        self._train = train
+        self._check = check
+        self._examine = examine
         self._jobs: list[SweepJob] = []
         self._examined: set[str] = set()
         self.interrupted = False
@@ -82,7 +84,9 @@ class Sweep:
                 self._run(job)
         for job in jobs:
             if searched and (twin := self._twin(job, [])) is not None:
-                job.code, job.result, job.reason = twin.code, twin.result, twin.reason
+                job.code = twin.code
+                job.result = twin.result
+                job.reason = twin.reason
 
     def _twin(self, job: SweepJob, more: Sequence[SweepJob]) -> SweepJob | None:
         """The first job with the same settings."""
@@ -137,11 +141,13 @@ class Sweep:
             job.code = self._train(job.config)
         except SegpipeError as error:
             print(error, file=sys.stderr)
-            job.code, job.reason = error.exit_code, " ".join(str(error).split())
+            job.code = error.exit_code
+            job.reason = " ".join(str(error).split())
         except KeyboardInterrupt:
             job.code = Interrupted.exit_code
         if job.code == Interrupted.exit_code:
-            self.interrupted, job.reason = True, "interrupted"
+            self.interrupted = True
+            job.reason = "interrupted"
         elif job.code:
             job.reason = (
                 job.reason or failure(job.config.run_dir)[1] or "see the messages above"
@@ -184,9 +190,12 @@ def _recall(job: SweepJob) -> None:
     """
     code, reason = failure(job.config.run_dir)
     if (result := finished(job.config)) is not None:
-        job.code, job.result, job.reason = 0, result, "was finished already"
+        job.code = 0
+        job.result = result
+        job.reason = "was finished already"
     elif job.config.run.exists == "resume" and code == NumericsError.exit_code:
-        job.code, job.reason = code, f"failed before: {reason}"
+        job.code = code
+        job.reason = f"failed before: {reason}"
 
 
 def _refusals(refused: dict[str, list[str]], number: int) -> str:
@@ -252,7 +261,8 @@ def _spread(title: str, results: list[dict[str, Any]]) -> Table:
 def _add_spread(table: Table, name: str, scores: Sequence[float | None]) -> None:
     known = [100 * score for score in scores if score is not None]
     if known:
-        low, high = min(known), max(known)
+        low = min(known)
+        high = max(known)
         cells = (fmean(known), low, high, high - low)
         table.add_row(name, *(f"{number:.2f}" for number in cells))
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import runs
-from benchmarks import gpu, gpu_bits, measure, modes, ops
+from benchmarks import gpu, gpu_bits, modes, ops
+from benchmarks.gpu_bench import Bench
 from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
 from segpipe.determinism.opgate import RAISES, SILENT, SLOW
@@ -32,13 +33,13 @@ Digests = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[measure.Bench]:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """Tiny runs; switches are put back."""
     monkeypatch.setattr(gpu_bits, "RECIPE", (*gpu_bits.RECIPE, *SMALL))
     tf32 = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [where.allow_tf32 for where in tf32]
     with runs.torch_restored():
-        yield measure.Bench(
+        yield Bench(
             CPU, time.monotonic() + 300, size=64, batch=2, updates=1, folder=tmp_path
         )
     for where, value in zip(tf32, before, strict=True):
@@ -69,7 +70,7 @@ def counted(like: Callable[[int, tuple[str, ...]], Any]) -> Digests:
     calls = itertools.count()
 
     def digests(
-        bench: measure.Bench, name: str, num_processes: int, *changes: str
+        bench: Bench, name: str, num_processes: int, *changes: str
     ) -> dict[str, Any]:
         return dict.fromkeys(
             gpu_bits.DIGESTS, like(next(calls), (f"{num_processes}", *changes))
@@ -79,7 +80,7 @@ def counted(like: Callable[[int, tuple[str, ...]], Any]) -> Digests:
 
 
 def test_equal_runs_repeat_their_bits(
-    bench: measure.Bench, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    bench: Bench, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         gpu_bits, "PRECISIONS", ("fp32",)
@@ -98,12 +99,12 @@ def test_equal_runs_repeat_their_bits(
 
 
 def test_every_precision_is_run_twice(
-    bench: measure.Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
 
     def digests(
-        bench: measure.Bench, name: str, num_processes: int, *changes: str
+        bench: Bench, name: str, num_processes: int, *changes: str
     ) -> dict[str, Any]:
         calls.append(changes[-1])
         return dict.fromkeys(gpu_bits.DIGESTS, changes[-1])
@@ -120,7 +121,7 @@ def test_every_precision_is_run_twice(
 
 
 def test_the_judgement_on_processes(
-    bench: measure.Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sound(call: int, changes: tuple[str, ...]) -> str:
         return changes[0] if "compute.mode=ddp" in changes else "same"
@@ -133,7 +134,7 @@ def test_the_judgement_on_processes(
 
 
 def test_as_many_processes_are_started_as_are_told(
-    bench: measure.Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
 
@@ -154,7 +155,7 @@ def test_as_many_processes_are_started_as_are_told(
     ("check", "message"), [("repeats", "two equal runs"), ("processes", "elastic: ")]
 )
 def test_control_digests_that_change_fail(
-    check: str, message: str, bench: measure.Bench, monkeypatch: pytest.MonkeyPatch
+    check: str, message: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_bits, "digests", counted(lambda call, changes: call))
     [(_, passed, figures)] = list(gpu.run(bench, [check]))
@@ -163,7 +164,7 @@ def test_control_digests_that_change_fail(
 
 
 def test_control_a_blind_control_fails(
-    bench: measure.Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_bits, "digests", counted(lambda call, changes: "same"))
     [(_, passed, figures)] = list(gpu.run(bench, ["processes"]))
@@ -175,7 +176,7 @@ def test_control_a_blind_control_fails(
 def test_a_check_without_time_is_left_out_and_has_not_failed(
     check: str, tmp_path: Path
 ) -> None:
-    late = measure.Bench(
+    late = Bench(
         torch.device("cuda"),
         time.monotonic(),
         size=64,
@@ -189,7 +190,7 @@ def test_a_check_without_time_is_left_out_and_has_not_failed(
 
 
 def test_what_was_done_before_the_time_was_over_is_kept(
-    bench: measure.Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def digests(*arguments: object) -> dict[str, str]:
         if "train.precision=bf16" in arguments:
@@ -247,7 +248,7 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def test_control_a_replacement_that_changes_fails(
-    bench: measure.Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [row(), row(op="put", replacement_equal=None)]
     monkeypatch.setattr(ops, "measure", lambda *args, **kwargs: rows)
@@ -281,7 +282,7 @@ def test_what_the_table_says_wrongly_is_listed(
 
 
 def test_the_cost_of_the_modes_is_told(
-    bench: measure.Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(modes, "SIZE", 64)
     monkeypatch.setattr(modes, "MODES", ("off", "elastic", "elastic+ledger"))
@@ -296,7 +297,7 @@ def test_the_cost_of_the_modes_is_told(
 
 
 def test_off_without_tf32_is_off_in_all_else(
-    bench: measure.Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(modes, "THREADS", 1)
     modes.switch("off")

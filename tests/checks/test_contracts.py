@@ -411,7 +411,7 @@ def test_the_check_before_a_training_lets_others_pass_and_draws_nothing(
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     assert before[:2] == after[:2]
     assert torch.equal(before[2], after[2])
-    classes: Any = SimpleNamespace(num_classes=5)
+    classes: Any = SimpleNamespace(num_classes=5, names=())
     with pytest.raises(ConfigError, match="net:running: two passes of the same images"):
         check_network(from_mapping({"model": {"name": "net:running"}}), classes)
 

@@ -476,7 +476,7 @@ def test_a_whole_last_pt_is_continued_as_ever(
 
 @pytest.mark.parametrize(
     "left",
-    ["torn checkpoints", "metrics and ledger", "the list of checkpoints", "metrics"],
+    ["torn checkpoints", "metrics and ledger", "metrics"],
 )
 def test_a_run_with_progress_and_nothing_whole_never_starts_again_unasked(
     stepped: Path, tmp_path: Path, left: str, capsys: pytest.CaptureFixture[str]
@@ -484,9 +484,6 @@ def test_a_run_with_progress_and_nothing_whole_never_starts_again_unasked(
     folder = Path(shutil.copytree(stepped, tmp_path / "run"))
     for path in folder.glob("*.pt"):
         tear(path) if left == "torn checkpoints" else path.unlink()
-    if left == "the list of checkpoints":
-        (folder / "metrics.jsonl").unlink()
-        (folder / "result.json").unlink()
     if left == "metrics":
         for path in folder.iterdir():
             if path.name != "metrics.jsonl":

@@ -509,7 +509,6 @@ def test_memory_that_runs_out_is_explained(
     text = told(capsys)
     assert "ran out on rank 0" in text
     assert shape in text
-    assert (tmp_path / "run" / "oom_rank00.txt").is_file()
 
 
 def test_without_a_label_there_is_no_score(

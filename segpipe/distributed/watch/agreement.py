@@ -48,7 +48,8 @@ def common_fingerprint(
     first, *others = group.gather(own)
     phrases = []
     for rank, other in enumerate(others, 1):
-        here, there = first.get(flags.PLUGINS, {}), other.get(flags.PLUGINS, {})
+        here = first.get(flags.PLUGINS, {})
+        there = other.get(flags.PLUGINS, {})
         if changed := [
             name for name in {**here, **there} if here.get(name) != there.get(name)
         ]:
@@ -94,7 +95,9 @@ class Agreement:
     """
 
     def __init__(self, group: Group, replica: Replica, folder: Path) -> None:
-        self._group, self._replica, self._folder = group, replica, folder
+        self._group = group
+        self._replica = replica
+        self._folder = folder
         self._pending: _Flag | None = None  # of the step before, on a GPU
 
     def sum(self, numbers: Sequence[int], *, wait: bool = True) -> Tensor:
@@ -126,7 +129,8 @@ class Agreement:
 
     def _stop(self) -> NoReturn:
         """Name the tensor and the ranks, and save the weights of one rank of either side."""
-        state, rank = self._replica.state, self._group.rank
+        state = self._replica.state
+        rank = self._group.rank
         by_rank = self._group.gather(self._replica.state_parts())
         verdict, odd = first_disagreement(by_rank, self._replica.part_names())
         others = [other for other in range(len(by_rank)) if other not in odd]

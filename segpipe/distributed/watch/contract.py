@@ -112,9 +112,12 @@ class Contract:
         say: Callable[[str], None] = print_error,
     ) -> None:
         self.log = CallLog()
-        self._rank, self._world_size = rank, world_size
-        self._store, self._timeout_s = store, timeout_s
-        self._end, self._say = end, say
+        self._rank = rank
+        self._world_size = world_size
+        self._store = store
+        self._timeout_s = timeout_s
+        self._end = end
+        self._say = say
         self._keys = [f"state/{other}" for other in range(world_size)]
         self._stacks: Stacks | None = None
         self._ticket = 0
@@ -123,8 +126,12 @@ class Contract:
         self._decided = threading.Event()  # a verdict came, or the store is gone
         self._limit = 0.0  # for the training thread, after a verdict
         self._answered_at: float | None = None
-        self._beat, self._beat_at = -1, time.monotonic()  # of rank 0
-        self._least, self._least_at = -1, 0.0  # calls of the rank that is behind
+        # Of rank 0
+        self._beat = -1
+        self._beat_at = time.monotonic()
+        # Calls of the rank that is behind
+        self._least = -1
+        self._least_at = 0.0
 
     # The training thread's side.
 
@@ -188,12 +195,13 @@ class Contract:
     def _part(self, store: Store) -> None:
         """Rank 0, whose process may hold the store, closes last: torch prints a stack when it loses the store."""
         self._store = None
-        end = time.monotonic() + (PARTING_S if self._verdict is None else LOST_S)
+        patience_s = PARTING_S if self._verdict is None else LOST_S
+        end = time.monotonic() + patience_s
         with contextlib.suppress(RuntimeError):
             gone = store.add("closed", 1)
-            while (
-                self._rank == 0 and gone < self._world_size and time.monotonic() < end
-            ):
+            if self._rank != 0:
+                return
+            while gone < self._world_size and time.monotonic() < end:
                 time.sleep(0.02)
                 gone = store.add("closed", 0)
 
@@ -253,23 +261,31 @@ class Contract:
 
     def _state(self) -> State:
         entries = self.log.last()
-        process = f"{this_host()}:{os.getpid()}" if self._stacks is not None else ""
+        last = entries[-1].number if entries else 0
+        process = ""
+        if self._stacks is not None:
+            process = f"{this_host()}:{os.getpid()}"
         hashes = array("Q", [entry.rolling for entry in entries])
-        return State(entries[-1].number if entries else 0, process, hashes)
+        return State(last, process, hashes)
 
     def _compares(self, store: Store) -> bool:
         """Whether this rank compares: rank 0, and after a silence of rank 0 the others, one after another."""
-        beat, now = store.add("beat", int(self._rank == 0)), time.monotonic()
+        beat = store.add("beat", int(self._rank == 0))
+        now = time.monotonic()
         if beat != self._beat:
-            self._beat, self._beat_at = beat, now
-        return self._rank == 0 or now - self._beat_at > ABSENT_S * self._rank
+            self._beat = beat
+            self._beat_at = now
+        silent_s = now - self._beat_at
+        return self._rank == 0 or silent_s > ABSENT_S * self._rank
 
     def _late(self, states: list[State]) -> bool:
         """Whether some have waited longer than the timeout for others."""
-        counts, now = [state.calls for state in states], time.monotonic()
+        counts = [state.calls for state in states]
+        now = time.monotonic()
         least = min(counts) if len(set(counts)) > 1 else -1
         if least != self._least:
-            self._least, self._least_at = least, now
+            self._least = least
+            self._least_at = now
         return least >= 0 and now - self._least_at > self._timeout_s
 
     def _answer(self, store: Store) -> None:
@@ -291,8 +307,8 @@ class Contract:
             for rank in range(self._world_size)
             if store.check([f"calls/{rank}"])
         }
-        patient = time.monotonic() - (self._answered_at or 0.0) < ANSWERS_S
-        if len(answers) < self._world_size and patient:
+        asked_s = time.monotonic() - (self._answered_at or 0.0)
+        if len(answers) < self._world_size and asked_s < ANSWERS_S:
             return
         states = [
             State.unpack(store.get(key)) if store.check([key]) else State()
@@ -302,11 +318,12 @@ class Contract:
             if rank not in answers:
                 _write_stacks(state.process)
         ranks = Ranks(
-            {rank: dict(answer["calls"]) for rank, answer in answers.items()},
-            {rank: answer["position"] for rank, answer in answers.items()},
-            [state.calls for state in states],
+            calls={rank: dict(answer["calls"]) for rank, answer in answers.items()},
+            positions={rank: answer["position"] for rank, answer in answers.items()},
+            counts=[state.calls for state in states],
         )
-        text = diagnose(ranks, self._timeout_s if late else None)
+        waited_s = self._timeout_s if late else None
+        text = diagnose(ranks, waited_s)
         if self._stacks is not None:
             text += f" The stacks of all ranks are in {self._stacks.path.parent}."
         self._say(text)
@@ -315,7 +332,8 @@ class Contract:
 
     def _accept(self, verdict: dict[str, str]) -> None:
         error = CollectiveError(verdict["text"])
-        error.exit_code, error.told = int(verdict["exit_code"]), True
+        error.exit_code = int(verdict["exit_code"])
+        error.told = True
         self._limit = time.monotonic() + GRACE_S
         self._verdict = error
         self._decided.set()

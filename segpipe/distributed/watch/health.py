@@ -104,7 +104,8 @@ class GrowthWatch:
 
     def __init__(self, *, least: float, window: int = 5) -> None:
         """`least`: smallest growth that is reported, in the figure's unit; `window`: samples in each."""
-        self._least, self._window = least, window
+        self._least = least
+        self._window = window
         self._samples: list[tuple[float, int]] = []
         self._minima: deque[tuple[float, int]] = deque(maxlen=WINDOWS)
         self._warm = self._reported = False
@@ -141,7 +142,8 @@ class Health:
         self, group: Group, *, every: int = 5, allowance_mib: float = 0.0
     ) -> None:
         """`every`: steps between samples; `allowance_mib`: what caches of this process may take."""
-        self._group, self._every = group, every
+        self._group = group
+        self._every = every
         self._host = GrowthWatch(least=64.0 + allowance_mib)
         self._tensors = GrowthWatch(least=1.0)
         self._reported: set[tuple[int, str]] = set()
@@ -149,11 +151,14 @@ class Health:
 
     def after_step(self, step: int) -> None:
         """Sample, on the steps on which it is due; to be called when gradients are gone."""
-        if step % self._every == 0:
-            self._judge("host memory", self._host.add(step, memory_mib("VmRSS")), step)
-            if self._group.device.type == "cuda":
-                held = torch.cuda.memory_allocated(self._group.device) / MIB
-                self._judge("memory in tensors", self._tensors.add(step, held), step)
+        if step % self._every:
+            return
+        resident = memory_mib("VmRSS")
+        self._judge("host memory", self._host.add(step, resident), step)
+        device = self._group.device
+        if device.type == "cuda":
+            held = torch.cuda.memory_allocated(device) / MIB
+            self._judge("memory in tensors", self._tensors.add(step, held), step)
 
     def _judge(self, name: str, growth: Growth | None, step: int) -> None:
         if growth is not None:
@@ -173,7 +178,10 @@ class Health:
             if key not in self._reported:
                 self._reported.add(key)
                 warnings.append(f"step {step}: {warning}")
-        by_name = {name: [figures[name] for figures in ranks] for name in ranks[0]}
+        by_name = {
+            name: [figures[name] for figures in ranks]
+            for name in ranks[0]  # in this order
+        }
         return by_name, warnings
 
 
@@ -201,7 +209,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def consumers(scene: Scene) -> dict[str, float]:
     """MiB by consumer, the largest first; on a GPU also what everything else held at the peak."""
-    model, average = scene.model, scene.average
+    model = scene.model
+    average = scene.average
     states = scene.optimizer.state.values() if scene.optimizer is not None else ()
     held = {
         "parameters": _mib(model.parameters()),
@@ -219,8 +228,11 @@ def consumers(scene: Scene) -> dict[str, float]:
 
 
 def _mib(tensors: Iterable[object]) -> float:
-    sizes = (tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
-    return sum(sizes) / MIB
+    size = 0
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):  # a state has numbers too
+            size += tensor.nbytes
+    return size / MIB
 
 
 def explain(error: BaseException, scene: Scene) -> str:
