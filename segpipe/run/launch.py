@@ -211,14 +211,10 @@ def examine(config: Config) -> None:
 
 def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
     """Run `world_size` child processes on this machine; this process never touches the GPU."""
-<<<<<<< HEAD
-    from torch.multiprocessing import ProcessExitedException, spawn  # type: ignore[attr-defined]
-=======
     from torch.multiprocessing import (  # type: ignore[attr-defined]
         ProcessExitedException,
         spawn,
     )
->>>>>>> part-wtF
 
     from segpipe.distributed.meeting import local_store
 
@@ -234,13 +230,9 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
         ):
             try:
                 given = (config, finish, world_size, store.port)
-<<<<<<< HEAD
-                children = spawn(_child, given, nprocs=world_size, join=False)  # type: ignore[no-untyped-call]
-=======
                 children = spawn(  # type: ignore[no-untyped-call]
                     _child, given, nprocs=world_size, join=False
                 )
->>>>>>> part-wtF
                 while not children.join():
                     pass
             except Stopped as stop:

@@ -98,14 +98,7 @@ def _memory_problems(config: Config) -> Iterator[str]:
 
 def _file_problems(config: Config) -> Iterator[str]:
     data = config.data
-<<<<<<< HEAD
     needed = FILES_OF_A_RUN + data.workers * FILES_PER_WORKER
-=======
-    per_worker = FILES_PER_WORKER
-    if data.transport == "dataloader":  # the ring has one block for all batches
-        per_worker += data.prefetch
-    needed = FILES_OF_A_RUN + data.workers * per_worker
->>>>>>> part-wtF
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if needed > allowed:
         yield (
