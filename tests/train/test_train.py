@@ -49,6 +49,7 @@ from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.run import tracking
 from segpipe.run.overview import read_row
+from segpipe.run.tracking import failure
 from segpipe.settings.compose import compose
 from segpipe.train import batches as batches_module
 from segpipe.train import checkpoint, engine, state
@@ -507,7 +508,8 @@ def test_memory_that_runs_out_is_explained(
     text = told(capsys)
     assert "ran out on rank 0" in text
     assert shape in text
-    assert (tmp_path / "run" / "oom_rank00.txt").is_file()
+    code, reason = failure(tmp_path / "run")
+    assert (code, shape in reason) == (10, True)
 
 
 def test_without_a_label_there_is_no_score(
