@@ -37,7 +37,7 @@ class Watch:
         cache_mib: float = 0.0,
     ) -> None:
         """`folder`: for reports of failures; `cache_mib`: memory that this process's caches may use."""
-        self.group, self.state, self._folder = group, state, folder
+        self.group, self.state = group, state
         self.health = Health(group, allowance_mib=cache_mib)
         # Sums integers over the ranks, which compare their states on the way. Bound, not wrapped: the line of a
         # collective is the nearest outside segpipe/distributed, and must be that of the caller.
