@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from segpipe.settings.groups import DataConfig
 Hashes = dict[str, str]  # path -> SHA-256
 Sizes = dict[str, int | None]  # path -> bytes; None: of no file that is there yet
 Read = Callable[[], str]  # reads a sample; its SHA-256
+STATS = 256  # files that a thread asks for their sizes at once
 SOURCES = Path(segpipe.__file__).parent
 SOURCE_SUFFIXES = (".py", ".c", ".json", ".j2")
 
@@ -145,8 +146,8 @@ def data_hashes(data: DataConfig, splits: Iterable[str]) -> Hashes:
 def data_sizes(data: DataConfig, splits: Iterable[str]) -> Sizes:
     """Sizes of what `data_hashes` reads, by the same names. Raises DataError when images and masks are not paired."""
     found = sorted(_inputs(data, splits).items())
-    sizes = threaded(_size, (source for _, source in found))
-    return {name: size for (name, _), size in zip(found, sizes, strict=True)}
+    parts = [found[first : first + STATS] for first in range(0, len(found), STATS)]
+    return {name: size for sizes in threaded(_sizes, parts) for name, size in sizes}
 
 
 def _resized(before: Sizes, now: Sizes) -> list[str]:
@@ -202,9 +203,13 @@ def _only(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: values[name] for name in values if name in names}
 
 
+def _sizes(found: Sequence[tuple[str, Path | Read]]) -> list[tuple[str, int | None]]:
+    return [(name, _size(source)) for name, source in found]
+
+
 def _size(source: Path | Read) -> int | None:
     try:
-        return source.stat().st_size if isinstance(source, Path) else None
+        return os.stat(source).st_size if isinstance(source, Path) else None
     except OSError:  # of a user's class that fetches its files later
         return None
 
@@ -228,8 +233,12 @@ def _paths(part: DataPart) -> Mapping[str, Path | Read]:
     if data.classes or data.name == "folder":
         paths.add(data.classes or str(Path(data.root) / "classes.yaml"))
     paths |= {str(table)} if (table := pairing(data, part.split)) else set()
+    below = f"{Path(data.root)}/"  # relpath takes 20 times as long
     return {
-        Path(os.path.relpath(path, data.root)).as_posix(): Path(path) for path in paths
+        path[len(below) :]
+        if path.startswith(below)
+        else Path(os.path.relpath(path, data.root)).as_posix(): Path(path)
+        for path in paths
     }
 
 

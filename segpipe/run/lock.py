@@ -92,10 +92,14 @@ class _Lock:
             if (dead := _dead_lock(self.path)) is not None:
                 line = f"{self.path.parent}: taken over from {_owner(dead).name}, which is gone."
                 _remove(self.path, dead)
-            # Another job may be faster: then look again.
-            with contextlib.suppress(FileExistsError):
+            try:
                 self._create()
                 return line
+            except FileExistsError:  # another job was faster: look again
+                if self.path.is_symlink():
+                    raise ConfigError(
+                        f"{self.path} is a link, but a file was needed. Delete it."
+                    ) from None
 
     def _create(self) -> None:
         file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)

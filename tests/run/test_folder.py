@@ -701,3 +701,10 @@ def test_no_task_of_srun_trains(
     assert run(tmp_path / "run") == 2
     assert "srun --ntasks=1 segpipe train" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_lock_that_is_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
+    """Created exclusively it exists, read it does not: looking again would never end."""
+    (tmp_path / lock.NAME).symlink_to(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="is a link"), lock.held(tmp_path):
+        pass
