@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -225,18 +225,24 @@ def impure_transforms() -> Iterator[Row]:
         }
 
 
+# What is tried, each in a folder beside a sound run.
+PARTS: tuple[Callable[[Path, Path], Iterable[Row]], ...] = (
+    lambda sound, folder: impure_transforms(),
+    lambda sound, folder: second_owner(folder / "owners"),
+    lambda sound, folder: other_environment(sound, folder / "environment"),
+    lambda sound, folder: changed(sound, folder / "changed"),
+)
+SMOKE = {"PARTS": PARTS[1:2]}
+
+
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """All attacks and controls; passed when each attack is refused by name and each control goes through."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         ended(train(root / "sound"))
-        parts = (
-            impure_transforms(), second_owner(root / "owners"), other_environment(root / "sound", root / "environment"),
-            changed(root / "sound", root / "changed"),
-        )  # fmt: skip
-        for part in parts:
-            for found in part:
+        for part in PARTS:
+            for found in part(root / "sound", root):
                 told = (
                     json.dumps(found)
                     .replace(name, "FOLDER")

@@ -27,12 +27,9 @@ NOT_FIGURES = (
 HEAD = """# Performance
 
 `segpipe profile experiment=...` runs a few updates of a fresh network and prints where they spend their time: the wait
-for data, the copy to the device, forward, loss, backward, reduction, clipping, optimizer, average and ledger. For each
-part it says how many bytes its tensors hold, and which share of a plain copy's bandwidth that makes (but for the
-loss, whose compiled kernels torch does not see); then what a sample costs the loader, and what to change first. A
-trace for ui.perfetto.dev lies in `runs/NAME_profile`. Settings are those of `segpipe train`; under torchrun every
-process takes its own shards. A part near 100 % of a plain copy's bandwidth is
-limited by memory; only fewer bytes make it faster.
+for data, the copy to the device, forward, loss, backward, reduction, clipping, optimizer, average and ledger. Then it
+says what a sample costs the loader, and what to change first. A trace for ui.perfetto.dev lies in `runs/NAME_profile`.
+Settings are those of `segpipe train`; under torchrun every process takes its own shards.
 
 ## What a step does, and why
 
@@ -54,7 +51,7 @@ limited by memory; only fewer bytes make it faster.
   equal bits for any number of processes as long as hardware and torch are equal, since every shard has one shape and
   the compiler is told not to choose kernels by trials (`torch._inductor.config.deterministic`). It works with
   `compute.mode=elastic` alone. A compiled backward hands over all gradients at its end, so with several processes
-  nothing is sent while it runs. The first update takes up to minutes; `compare replay=true` cannot look into layers.
+  nothing is sent while it runs. The first update takes up to minutes.
 - `compute.cuda_graph=true` records forward and backward of the network at the first batch and replays them, which pays
   where launches take longer than kernels: small networks, small crops. Numbers: the kernels are those of eager, so the
   bits should be too; `segpipe gpu-check only=[graphs]` compares them on your GPU. As compiled networks, recorded ones

@@ -100,9 +100,7 @@ class Demo:
     def _ordinary(self, change: plain.Augment) -> int:
         """Number of samples that differed between the trainings; saves a picture of one."""
         sizes = self.sizes
-        samples = SyntheticSamples(
-            seed=0, split="train", num=sizes.num, size=sizes.size
-        )
+        samples = SyntheticSamples(0, "train", sizes.num, sizes.size)
         first, *others = [
             plain.train(samples, change, workers=number, epochs=sizes.epochs)
             for number in sizes.workers

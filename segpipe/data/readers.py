@@ -154,7 +154,7 @@ def read_header(path: str) -> Header:
 
 
 def _read_header(path: str) -> Header:
-    with open(path, "rb") as file:
+    with Path(path).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         with _named(path, size):
             for length in HEAD_BYTES:

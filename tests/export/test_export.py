@@ -577,7 +577,7 @@ def test_check_images_are_spread_over_the_split() -> None:
 @pytest.fixture
 def _run_exists(tiny: TrainedNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "load_network", lambda *_: tiny)
-    monkeypatch.setattr(dataset, "open_samples", lambda *_: FakeSamples(IMAGES))
+    monkeypatch.setattr(dataset, "open_samples", lambda *_, **__: FakeSamples(IMAGES))
 
 
 @pytest.mark.usefixtures("_run_exists")

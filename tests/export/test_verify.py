@@ -554,7 +554,7 @@ def test_without_data_a_file_is_published_only_on_request(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def absent(*_: Any) -> Any:
+    def absent(*_: Any, **__: Any) -> Any:
         raise DataError("data.root = there is no folder.")
 
     folder, wanted = (

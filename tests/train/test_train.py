@@ -511,21 +511,16 @@ def test_memory_that_runs_out_is_explained(
     assert shape in text
 
 
-def test_without_a_label_there_is_no_score(
+def test_a_validation_without_a_label_is_refused_before_the_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = write_camvid(tmp_path / "data")
     for path in (data / "valannot").iterdir():
         cv2.imwrite(str(path), np.full((72, 96), 11, np.uint8))  # void
     folder = tmp_path / "run"
-    assert run(folder, "data=camvid", f"data.root={data}", "train.steps=1") == 0
-    assert result(folder)["miou"] is None
-    assert "NaN" not in (folder / "result.json").read_text()
-    capsys.readouterr()
-    assert evaluate([f"run={folder}"]) == 0
-    assert (
-        json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["miou"] is None
-    )
+    assert run(folder, "data=camvid", f"data.root={data}", "train.steps=1") == 2
+    assert "val" in capsys.readouterr().err
+    assert not folder.exists()
 
 
 def test_full_disk_leaves_the_last_good_checkpoint(
