@@ -99,7 +99,7 @@ def second_owner(folder: Path) -> Iterator[Row]:
         )
     alive = first.poll() is None
     measuring.kill_with_children(first)
-    first.wait()
+    first.communicate()
     yield {"attack": "the first job trains on", "passed": alive}
     found = ended(train(folder / "run", "run.exists=replace"))
     yield row(

@@ -32,7 +32,7 @@ LAYOUTS = [
     *((workers, how) for workers in (1, 3) for how in ("fork", "forkserver", "spawn")),
 ]
 CONTROLS = (1, 2, 4)  # processes in mode ddp
-SMOKE: dict[str, Any] = {"UNEVEN": (), "CONTROLS": (1,)}
+SMOKE = {"UNEVEN": (), "CONTROLS": (1,), "LAYOUTS": LAYOUTS[:1]}
 
 
 @dataclass(frozen=True)
