@@ -358,7 +358,7 @@ class _Exchange:
         ]
         self._next = len(layout.buckets) - 1
         # Buckets up to this one wait for statistics and figures.
-        self._held = layout.bucket_of[self._first - 1] if parts_of else self._next
+        self._held = layout.bucket_of[self._first - 1]
 
     def has_sent(self, place: int) -> bool:
         """Whether the gradient of parameter `place` has left."""

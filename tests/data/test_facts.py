@@ -10,6 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
+from benchmarks import frames
 from segpipe.data import facts, pairs
 from segpipe.data.catalog import load_masks
 from segpipe.data.facts import CACHE, facts_of
@@ -25,6 +26,7 @@ from segpipe.data.samples import (
     open_samples,
 )
 from segpipe.errors import DataError
+from segpipe.ledger import inputs
 from segpipe.settings.groups import DataConfig
 
 SPLITS = ("train", "val")
@@ -266,3 +268,20 @@ def test_a_pack_with_other_pixels_is_refused_at_the_start(data: DataConfig) -> N
         verify(data, SPLITS)
     whole = open_samples(data, "train", 0, packed=False)
     assert not np.array_equal(whole.read(0)[0], pixels(77))
+
+
+def test_sizes_have_the_names_of_the_files_below_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where more files are asked for than one thread takes at once."""
+    root = tmp_path / "set"
+    frames.write(root, 3, size=(8, 16), splits=("train", "val"))
+    monkeypatch.setattr(inputs, "STATS", 2)
+    data = DataConfig(name="folder", root=str(root))
+    expected = {
+        path.relative_to(root).as_posix(): path.stat().st_size
+        for path in root.rglob("*.*")
+        if path.is_file() and ".segpipe-cache" not in path.parts
+    }
+    assert len(expected) == 13
+    assert inputs.data_sizes(data, ["train", "val"]) == expected

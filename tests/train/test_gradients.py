@@ -413,6 +413,35 @@ def test_no_bucket_leaves_before_statistics_and_figures_are_in_it() -> None:
     assert sent == [128, 256, 384]
 
 
+def test_a_bucket_waits_when_a_gradient_has_more_parts_than_ever() -> None:
+    """Whether a third part comes is not known: the bucket leaves when the backward is over."""
+    parameters = [nn.Parameter(torch.zeros(200)) for _ in range(3)]
+    layout = FlatLayout(
+        [torch.zeros(300), torch.zeros(3), *parameters], bucket_size=256
+    )
+    sent: list[int] = []
+
+    class Across:
+        def start(self, parts: list[Tensor], into: Tensor) -> None:
+            sent.append(into.numel())
+
+    def ready(*fired: tuple[int, int]) -> int:
+        sent.clear()
+        flat = layout.new()
+        exchange = gradients._Exchange(
+            layout, TreeSum(1), flat, layout.views(flat), parameters, Across(),
+            layout.new(), [1, 1, 1],
+        )  # type: ignore[arg-type]  # fmt: skip
+        for parameter in parameters:
+            parameter.grad = torch.ones(200)
+        for place, part in fired:
+            exchange.on_grad_ready(place, part)
+        return len(sent)
+
+    assert ready((0, 1), (1, 1), (2, 1)) == 2
+    assert ready((0, 1), (1, 1), (1, 2), (2, 1)) == 1
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_view_starts_at_the_same_512_bytes_for_any_number_of_ranks(
     name: str,
