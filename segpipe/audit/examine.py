@@ -13,16 +13,15 @@ from typing import NamedTuple
 import torch
 
 from segpipe import plugins
-from segpipe.audit import evidence, outcomes
-from segpipe.audit.evidence import CheckedCheckpoint
-from segpipe.audit.outcomes import Evaluate, Verify
-from segpipe.audit.replay import Task, first_difference, in_folder, run_task
+from segpipe.audit import evidence
+from segpipe.audit.evidence import CheckedCheckpoint, Evaluate, Verify
+from segpipe.audit.replay import first_difference, in_folder, replay
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
 from segpipe.data.mix import absent_root
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.watch.agreement import plugin_sources
-from segpipe.errors import CheckpointError, CollectiveError, ConfigError, SegpipeError
+from segpipe.errors import CheckpointError, ConfigError, SegpipeError
 from segpipe.keys import generator, sample_key
 from segpipe.ledger.divergence import compare
 from segpipe.ledger.reader import RunLedger, read_run
@@ -31,6 +30,7 @@ from segpipe.losses.total import backend
 from segpipe.settings.arguments import with_settings
 from segpipe.settings.check import check
 from segpipe.settings.config import Config
+from segpipe.train.start import teacher_path
 
 # What is being done, updates done, updates in all.
 Progress = Callable[[str, int, int], None]
@@ -44,7 +44,6 @@ class AuditRequest:
     seed: int  # of the choice of the spans
     spans: int = 3
     span_steps: int = 100  # longest replay of a span; 0: up to the next checkpoint
-    nproc: int = 1  # processes that replay
     any_environment: bool = False  # replay although versions or hardware differ
     # By dotted name: those that do not affect the numbers.
     settings: dict[str, str] = field(default_factory=dict)
@@ -101,8 +100,7 @@ def examine(
 ) -> Audit:
     """All lines of the report. Without `evaluate` or `verify`, that part is not checked.
 
-    Raises CheckpointError when there is no run at all, ConfigError for a request that cannot be met, and
-    CollectiveError when the replaying processes failed to work together.
+    Raises CheckpointError when there is no run at all, and ConfigError for a request that cannot be met.
     """
     run, started = request.run, time.monotonic()
     recorded = ledger_files(run)
@@ -156,7 +154,6 @@ def examine(
         seed=request.seed,
         replayed=sum(span.last - span.first for span in spans),
         updates=updates,
-        processes=request.nproc,
         seconds=round(time.monotonic() - started, 1),
     )
 
@@ -176,8 +173,10 @@ def _obstacle(config: Config, ledger: RunLedger, request: AuditRequest) -> str:
         return f"compute.mode = {mode} does not promise the same bits for any number of processes; elastic does"
     if not ledger.num_updates:
         return "the ledger holds no update"
-    check(config, world_size=request.nproc)
-    flags.set_environment(config.compute.threads * request.nproc, mode)
+    if config.loss.teacher and not teacher_path(config).is_file():
+        return f"loss.teacher = {config.loss.teacher} does not exist here. Set loss.teacher=FOLDER"
+    check(config, world_size=1)
+    flags.set_environment(config.compute.threads, mode)
     flags.apply(config.compute.threads, mode)
     on_gpu = torch.cuda.is_available() and config.compute.device != "cpu"
     now = {
@@ -232,7 +231,6 @@ def _replay(
         for number, span in enumerate(spans):
             folder = Path(scratch) / f"span{number}"
             copy = in_folder(config, folder, any_environment=request.any_environment)
-            task = Task(copy, str(span.start or ""), span.first, span.last)
 
             def report(
                 done: int, *, base: int = before - span.first, span: Span = span
@@ -241,10 +239,8 @@ def _replay(
 
             report(span.first)
             try:
-                run_task(task, nproc=request.nproc, report=report)
+                replay(copy, span.start, span.first, span.last, report)
                 line = _judge(span, ledger, read_run(folder))
-            except CollectiveError:
-                raise  # the processes failed, which says nothing about the run
             except SegpipeError as error:
                 line = Line("replay", FAILED, f"{span}: {error}")
             if line.status == PASSED:
@@ -299,14 +295,14 @@ def _outcomes(
     """Result, scores, best score and export. `config`, never a checkpoint, says what is measured and how."""
     by_name = {each.path.name: each for each in checkpoints}
     last, best = by_name.get("last.pt"), by_name.get("best.pt")
-    result, unread = outcomes.read_result(run)
-    yield unread or outcomes.check_result(result, last, ledger)
+    result, unread = evidence.read_result(run)
+    yield unread or evidence.check_result(result, last, ledger)
     if unread or evaluate is None or last is None:
         yield Line("scores", UNCHECKED, "not measured again")
     else:
-        yield outcomes.check_scores(config, result, evaluate)
+        yield evidence.check_scores(config, result, evaluate)
     if unread or evaluate is None or last is None or best is None:
         yield Line("best", UNCHECKED, "not measured again")
     else:
-        yield outcomes.check_best(config, result, last, best, evaluate)
-    yield outcomes.check_export(run, config, verify)
+        yield evidence.check_best(config, result, last, best, evaluate)
+    yield evidence.check_export(run, config, verify)

@@ -9,7 +9,6 @@ from rich.table import Table
 
 from segpipe.checks.clause import Clause
 from segpipe.checks.data_contract import DataContract, augment_clauses
-from segpipe.checks.export_contract import exported
 from segpipe.checks.loss_contract import CLASSES, LossContract
 from segpipe.checks.network_contract import NetworkContract
 from segpipe.data.samples import open_samples
@@ -29,10 +28,7 @@ PARTS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code: that of a wrong setting if a check fails.
-
-    Prints a table of the checks, then what is wrong and what to do.
-    """
+    """Exit code: that of a wrong setting if a check fails."""
     config = compose(arguments)
     parts = chosen(arguments, config)
     if not parts:
@@ -46,6 +42,11 @@ def main(arguments: list[str]) -> int:
             found.append(clause)
             status.update(f"{clause.part}: {clause.name}")
 
+    return ConfigError.exit_code if show(found, ", ".join(parts)) else 0
+
+
+def show(found: list[Clause], what: str) -> bool:
+    """Whether a check failed. Prints a table of the checks, then what is wrong and what to do."""
     CONSOLE.print(table(found))
     broken = [clause for clause in found if clause.problem]
     for clause in broken:
@@ -57,8 +58,8 @@ def main(arguments: list[str]) -> int:
     if left:
         result += f", {len(left)} not checked"
     checks = "check" if len(found) == 1 else "checks"
-    CONSOLE.print(f"{len(found)} {checks} of {', '.join(parts)}: {result}")
-    return ConfigError.exit_code if broken else 0
+    CONSOLE.print(f"{len(found)} {checks} of {what}: {result}")
+    return bool(broken)
 
 
 def chosen(arguments: list[str], config: Config) -> list[str]:
@@ -72,8 +73,7 @@ def chosen(arguments: list[str], config: Config) -> list[str]:
 def clauses(config: Config, parts: list[str]) -> Iterator[Clause]:
     """Clauses of these parts, as they are checked."""
     if "model" in parts:
-        num_classes = _num_classes(config)
-        yield from NetworkContract(config, num_classes, export=exported).clauses()
+        yield from NetworkContract(config, _num_classes(config)).clauses()
 
     if "loss" in parts:
         yield from LossContract(config).clauses()

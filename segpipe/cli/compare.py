@@ -21,11 +21,7 @@ def main(given: dict[str, Any]) -> int:
     """Exit code."""
     a, b = Path(given["a"]), Path(given["b"])
     try:
-        found = (
-            replayed(a, b, given["nproc"])
-            if given["replay"]
-            else compare(read_run(a), read_run(b))
-        )
+        found = replayed(a, b) if given["replay"] else compare(read_run(a), read_run(b))
     except SegpipeError as error:
         found = not_comparable(str(error))
     if given["json"]:
@@ -35,13 +31,13 @@ def main(given: dict[str, Any]) -> int:
     return found.exit_code
 
 
-def replayed(a: Path, b: Path, nproc: int) -> Comparison:
+def replayed(a: Path, b: Path) -> Comparison:
     """The comparison of two run folders after training both again up to the first difference."""
     # It imports torch, which a comparison without replay does not need.
-    from segpipe.audit.locate import compare_again
+    from segpipe.audit.replay import compare_again
 
     with progress("training again", console=Console(stderr=True)) as show:
-        return compare_again(a, b, nproc=nproc, progress=show)
+        return compare_again(a, b, show)
 
 
 def show(found: Comparison, console: Console) -> None:
