@@ -128,7 +128,7 @@ def check_ledger(run: Path) -> tuple[RunLedger | None, list[Line]]:
         return None, [Line("ledger", FAILED, str(error))]
     lines = [Line("ledger", FAILED, fault) for fault in ledger.faults]
     if not lines:
-        rows = sum(map(len, ledger.rows.values()))
+        rows = len(ledger.rows)
         text = f"{rows} rows of {ledger.num_updates} updates are whole"
         lines.append(Line("ledger", PASSED, text))
     return ledger, lines + [Line("ledger", NOTED, note) for note in ledger.notes]

@@ -258,7 +258,7 @@ def _judge(span: Span, ledger: RunLedger, again: RunLedger) -> Line:
     if found.steps < span.last - span.first:
         text = f"{span}: the ledger has {found.steps} of these updates"
         return Line("replay", FAILED, text)
-    rows = sum(map(len, again.rows.values()))
+    rows = len(again.rows)
     return Line("replay", PASSED, f"{span}: {rows} rows are bitwise equal")
 
 

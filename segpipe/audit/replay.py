@@ -59,8 +59,8 @@ def replay(
     """Write the ledger of updates `first` to `last - 1`, and digests of the state after them.
 
     One process trains all shards, from a checkpoint or the seed. Nothing is validated, exported or saved.
-    `report(done)` is called after each update. Raises CheckpointError when the checkpoint is truncated, altered, or of another recipe
-    or environment, and DataError when a sample cannot be read.
+    `report(done)` is called after each update. Raises CheckpointError when the checkpoint is truncated, altered, or of
+    another recipe or environment, and DataError when a sample cannot be read.
     """
     compute = config.compute
     flags.set_environment(compute.threads, compute.mode)

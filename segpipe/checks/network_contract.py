@@ -46,7 +46,6 @@ LARGEST = 256  # side of the images, where the crop is larger
 NUM_IMAGES = 2  # of the export
 QUICK = 64  # the same before a training
 ODD = (13, 27)  # rows and columns that an odd image has less than the crop
-SHAPES = "logits of every head in training"
 MISTAKES = (AttributeError, LookupError, NameError, TypeError)  # on a GPU the same
 CLOSE = 1e-3  # largest difference of logits that are the same, in standard deviations
 
@@ -74,13 +73,8 @@ class NetworkContract:
         self.target[:, :3] = IGNORE_INDEX
 
     def clauses(self) -> Iterator[Clause]:
-        """All clauses; the first alone when there is no network."""
-        questions = iter(self._questions())
-        for clause in answers("model", questions):
-            yield clause
-            if clause.problem and clause.name == SHAPES:
-                for name, _ in questions:
-                    yield Clause("model", name, checked=False)
+        """All clauses; none further when there is no network, or one of other weights each time or of wrong shapes."""
+        return answers("model", self._questions(), vital=3)
 
     def runs(self) -> bool:
         """Whether the network, which this builds, takes these images on the CPU. Raises SegpipeError for its outputs.
@@ -116,7 +110,7 @@ class NetworkContract:
         return [
             ("is built", self._is_built),
             ("equal seeds give equal weights", self._equal_weights),
-            (SHAPES, self._training_shapes),
+            ("logits of every head in training", self._training_shapes),
             ("odd image sizes", self._odd_sizes),
             ("gradients reach all parameters", self._gradients),
             ("randomness of torch's generator alone", self._training_randomness),

