@@ -193,8 +193,7 @@ def _check_fingerprint(
     give_up = (
         "set run.allow_fingerprint_change=true and give up the promise of equal bits"
     )
-    old, new = (each.get(flags.PLUGINS, {}) for each in (before, now))
-    if code := [name for name in {**old, **new} if old.get(name) != new.get(name)]:
+    if code := flags.changed_plugins(before, now):
         raise CheckpointError(
             f"{path} was trained with other code of yours: {', '.join(code[:5])} changed since. Restore it, start "
             f"another run with another run.name, or {give_up}."

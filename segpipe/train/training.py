@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from segpipe.data.frequency import PixelCounts
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
+    from segpipe.train.recorder import Watch
     from segpipe.train.state import TrainState
-    from segpipe.train.watch import Watch
 
 
 class View(contextlib.AbstractContextManager[Any], Protocol):

@@ -15,7 +15,7 @@ from segpipe.data.loader import eval_images
 from segpipe.losses import compiled, strips
 from segpipe.losses.strips import ClassHead
 from segpipe.models.resize import bilinear, bilinear_axes
-from segpipe.train.gradients import autocast
+from segpipe.train.forward import autocast
 from segpipe.train.metrics import confusion, confusion_of
 
 if TYPE_CHECKING:

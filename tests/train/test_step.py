@@ -22,13 +22,12 @@ from segpipe.losses.total import valid_pixels
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, from_mapping
+from segpipe.train.forward import AllHeads, GraphedHeads, statistics
 from segpipe.train.gradients import ElasticGradients
-from segpipe.train.heads import AllHeads, GraphedHeads
-from segpipe.train.norms import statistics
 from segpipe.train.optim import Ema, build_optimizer, learning_rate
+from segpipe.train.recorder import Watch
 from segpipe.train.state import TrainState
 from segpipe.train.step import NEVER, StepResult, TrainStep, train_step
-from segpipe.train.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 ALONE = Group(0, 0, 1, torch.device("cpu"))

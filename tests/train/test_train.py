@@ -40,7 +40,7 @@ from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import STREET, ClassTable
 from segpipe.data.data_set import Sample, Samples
 from segpipe.data.samples import SyntheticSamples, open_samples
-from segpipe.distributed.watch.agreement import agree_on_step
+from segpipe.distributed.agreement import agree_on_step
 from segpipe.errors import CheckpointError
 from segpipe.export.artifact import origin
 from segpipe.export.gates import latency
