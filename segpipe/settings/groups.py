@@ -252,9 +252,10 @@ class LossConfig:
     )
     class_weights: Any = setting(
         "none",
-        "weight of each class, with mean 1 over the training pixels: log: 1 / log(1.02 + frequency), sqrt: "
-        "1 / sqrt(frequency); a list: these weights as they are, in the order of the classes",
+        "weight of each class, with mean 1 over the training pixels: logX: 1 / log(X + frequency) with 1 < X <= 2, "
+        "log: log1.02, sqrt: 1 / sqrt(frequency); a list: these weights as they are, in the order of the classes",
         choices=("none", "log", "sqrt"),
+        family=("log1.10", r"log1\.(?=0*[1-9])\d{1,4}|log2(\.0{1,4})?"),
         numbers=True,
         low=0,
         high=1e6,
