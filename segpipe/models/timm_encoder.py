@@ -19,6 +19,7 @@ from segpipe.errors import ConfigError
 from segpipe.models.layers import (
     Classifier,
     GlobalPool,
+    Keys,
     SegHead,
     SegmentationNet,
     conv_bn,
@@ -169,19 +170,11 @@ def _unreachable(encoder: str, reason: str) -> str:
     )
 
 
-def _file_keys(encoder: nn.Module) -> dict[str, str]:
-    """Prefixes of our names -> those in timm's own files. timm flattens `stages.0` to `stages_0` to tap its output."""
-    flat = {
-        name: re.sub(r"_(\d+)$", r".\1", name) for name, _ in encoder.named_children()
-    }
-    return {
-        "encoder.": "",
-        **{
-            f"encoder.{name}.": f"{file}."
-            for name, file in flat.items()
-            if file != name
-        },
-    }
+def _file_keys(encoder: nn.Module) -> Keys:
+    """From our names to those in timm's own files. timm flattens `stages.0` to `stages_0` to tap its output."""
+    flat = [name for name, _ in encoder.named_children() if re.search(r"_\d+$", name)]
+    renamed = ((rf"^{name}\.", re.sub(r"_(\d+)$", r".\1.", name)) for name in flat)
+    return (r"^encoder\.", ""), *renamed
 
 
 def _normalization(encoder: str) -> tuple[list[float] | None, list[float]]:
