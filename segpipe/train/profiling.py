@@ -23,6 +23,7 @@ from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.recorder import open_watch
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep, train_step
+from segpipe.train.teacher import teacher_of
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import DataSet
@@ -152,6 +153,7 @@ def _updates(
     counts = counted(config, group, samples, kept=None, say=print)
     steps = range(WARM + TIMED + TRACED)
     state = build_state(config, samples.classes, group.device)
+    state.teacher = teacher_of(config, group.device)
     stream = shard_stream(config, group, samples, steps, counts)
     with tempfile.TemporaryDirectory() as scratch, contextlib.closing(stream):
         elsewhere = replace(config, run=replace(config.run, root=scratch))
