@@ -28,6 +28,7 @@ class Setting:
     free: bool = False  # cannot reach the numbers: may change when a run is resumed
     required: bool = False  # has no default; `default` is then an example
     numbers: bool = False  # a list of numbers in the range is valid, too
+    several: bool = False  # a list of the choices is valid, too
     mappings: bool = False  # a list of mappings, empty by default
     ending: str = ""  # of the name of a file
     # An import path package.module:Name is valid, too; its form is checked where it is
