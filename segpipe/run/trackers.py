@@ -73,9 +73,7 @@ def _has_login() -> bool:
     import wandb
     from wandb.sdk.lib.wbauth import wbnetrc
 
-    settings = wandb.Settings()
-    settings.update_from_system_settings()
-    settings.update_from_env_vars(dict(os.environ))
+    settings = wandb.setup().settings
     if settings.api_key or settings.identity_token_file:
         return True
     try:

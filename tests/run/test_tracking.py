@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from runs import run
@@ -172,7 +173,7 @@ def test_another_rank_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A home folder in which nobody ever logged in; returns it."""
     for name in [
         name for name in os.environ if name.startswith("WANDB") or name == "NETRC"
@@ -180,7 +181,9 @@ def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    wandb.teardown()
+    yield tmp_path
+    wandb.teardown()
 
 
 def test_online_without_a_login_stops_before_training(no_login: Path) -> None:
@@ -205,6 +208,7 @@ def test_login_of_an_own_server_is_asked_for_that_server(
     no_login: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.robots.test")
+    wandb.teardown()
     (no_login / ".netrc").write_text(
         "machine api.wandb.ai login user password " + "0" * 40
     )
@@ -224,8 +228,10 @@ def test_login_by_variable_or_settings_file_is_found(
     settings.write_text(f"[default]\napi_key = {'0' * 40}\n")
     check_tracking(with_wandb("online"))
     settings.write_text("torn [")
+    wandb.teardown()  # it reads them once
     with pytest.raises(ConfigError):
         check_tracking(with_wandb("online"))
+    wandb.teardown()
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     check_tracking(with_wandb("online"))
 
