@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
-from segpipe.predict.overlay import blend as blend
+from segpipe.predict.outputs import blend as blend
 
 PANEL_WIDTH = 480  # pixels; 32 panels of a page stay below 2 MB
 _WRONG = (225, 20, 30)
