@@ -139,7 +139,7 @@ def network_rate(config: Config, group: Group, samples: DataSet) -> float:
     config = replace(
         config,
         data=replace(config.data, balance=0.0, workers=0),
-        loss=replace(config.loss, class_weights="none"),
+        loss=replace(config.loss, class_weights="none", teacher=""),
     )
     own = group.own_shards(config.compute.shards)
     state = build_state(config, samples.classes, group.device)

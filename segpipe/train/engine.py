@@ -31,6 +31,7 @@ from segpipe.train.result import check_space, header, result_of
 from segpipe.train.start import WEIGHTS, read_start
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
+from segpipe.train.teacher import teacher_of
 from segpipe.train.training import OpenOutputs, Run
 from segpipe.train.validate import Validation, validate
 
@@ -139,6 +140,7 @@ def _start(
     found = checkpoint.newest_whole(config.run_dir) if resumes else None
     weights = None if found else read_start(config, checkpoint.load)
     current = state.build_state(config, classes, group.device, weights)
+    current.teacher = teacher_of(config, group.device)
     fingerprint, rank_differences = common_fingerprint(
         config, group, backend(config.loss, group.device.type)
     )

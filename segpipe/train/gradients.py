@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from segpipe.distributed.reduce import FlatLayout, RankSum, TreeSum, tree_over_ranks
 from segpipe.errors import CollectiveError
 from segpipe.keys import torch_seed
+from segpipe.losses.distill import TeacherLogits
 from segpipe.losses.total import shard_loss
 from segpipe.models.plugin_network import ShardGuard
 from segpipe.models.preprocess import Preprocess
@@ -73,6 +74,7 @@ class BatchLoss:
             class_weights.to(self.device) if class_weights is not None else None
         )
         self.preprocess = Preprocess().to(self.device)
+        assert bool(config.loss.teacher) == (self.state.teacher is not None)
         self.guard = ShardGuard(config, self.state.model)
         self._copies: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
@@ -103,6 +105,7 @@ class BatchLoss:
         ):
             seen = self.preprocess(image, *rest)
             heads = network(seen)
+            wanted = self._taught(seen)
         self.watch.forward(seen, heads)
         with self.watch.span("loss"):
             return shard_loss(
@@ -112,7 +115,16 @@ class BatchLoss:
                 class_weights=self.class_weights,
                 global_valid=global_valid,
                 align_corners=self.state.model.align_corners,
+                teacher=wanted,
             )
+
+    def _taught(self, image: Tensor) -> TeacherLogits | None:
+        """What the teacher answers, without a gradient; None without a teacher."""
+        if self.state.teacher is None:
+            return None
+        with torch.no_grad():
+            logits = self.state.teacher(image)
+        return TeacherLogits(logits, self.state.teacher.align_corners)
 
     def _on_device(self, *values: Tensor) -> list[Tensor]:
         """All on the device; the host does not wait.

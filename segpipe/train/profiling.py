@@ -25,6 +25,7 @@ from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.recorder import open_watch
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep, train_step
+from segpipe.train.teacher import teacher_of
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import DataSet
@@ -153,6 +154,7 @@ def _updates(
     counts = counted(config, group, samples, kept=None, say=print)
     steps = range(WARM + TIMED + TRACED)
     state = build_state(config, samples.classes, group.device)
+    state.teacher = teacher_of(config, group.device)
     with (
         tempfile.TemporaryDirectory() as scratch,
         contextlib.closing(

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
 
 PLAIN, FUSED = (
     partial(LossConfig, backend="plain"),
-    partial(LossConfig, backend="torch"),
+    partial(LossConfig, backend="native"),
 )
 LOSSES: dict[str, tuple[LossConfig, Tensor | None]] = {
     "cross_entropy": (PLAIN(), None),

@@ -16,12 +16,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from segpipe.data.loader import ShardBatch
+from segpipe.data.samples import open_samples
 from segpipe.distributed.group import Group
 from segpipe.errors import ConfigError
 from segpipe.losses.total import valid_pixels
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, from_mapping
+from segpipe.train.batches import counted, loss_weights
 from segpipe.train.gradients import ElasticGradients
 from segpipe.train.heads import AllHeads, GraphedHeads
 from segpipe.train.norms import statistics
@@ -361,6 +363,25 @@ def test_class_weights_reach_the_loss() -> None:
         for weights in (None, torch.full((C,), 3.0))
     )
     assert float(heavy) == pytest.approx(3 * float(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize("balance", [0.0, 0.5])
+def test_the_start_says_how_far_the_weights_of_classes_go_apart(balance: float) -> None:
+    settings = from_mapping(
+        {
+            "loss": {"class_weights": "log1.10"},
+            "data": {"num_train": 4, "size": [64, 64], "balance": balance},
+        }
+    )
+    samples, lines = open_samples(settings.data, "train", 0), list[str]()
+    counts = counted(settings, ALONE, samples, say=lines.append)
+    weights = loss_weights(settings, samples, counts)
+    assert weights is not None
+    assert counts is not None
+    present = weights[torch.from_numpy(counts.pixels.sum(0) > 0)]
+    ratio = f"weighs {present.max() / present.min():.1f} times as much"
+    assert ratio in lines[-1]
+    assert lines[-1].startswith("loss.class_weights = log1.10: ")
 
 
 def named(state: TrainState) -> list[tuple[str, nn.Parameter]]:

@@ -61,7 +61,7 @@ def common_fingerprint(
             raise ConfigError(
                 f"loss.backend = {config.loss.backend} is {other[flags.LOSS]} on rank {rank} and {first[flags.LOSS]} "
                 f"on rank 0, which gives other bits. Install a C compiler (CPU) or triton (CUDA) on all machines, or "
-                f"set loss.backend=torch."
+                f"set loss.backend=plain."
             )
         for name, (value, theirs) in flags.differences(first, other).items():
             phrases.append(f"rank {rank}: {name} {theirs}, rank 0: {value}")
