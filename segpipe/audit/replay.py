@@ -13,8 +13,8 @@ from segpipe.audit.evidence import read_config
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed import group as processes
+from segpipe.distributed.agreement import common_fingerprint
 from segpipe.distributed.group import Group
-from segpipe.distributed.watch.agreement import common_fingerprint
 from segpipe.errors import ConfigError
 from segpipe.ledger.digest import tensor_digests
 from segpipe.ledger.divergence import RESULT, Comparison, compare
