@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import torch
 from segpipe import plugins
 from segpipe.audit import evidence
 from segpipe.audit.evidence import CheckedCheckpoint, Evaluate, Verify
-from segpipe.audit.replay import first_difference, in_folder, replay
+from segpipe.audit.replay import first_difference, replay
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
 from segpipe.data.mix import absent_root
 from segpipe.data.samples import open_samples
@@ -24,7 +23,7 @@ from segpipe.distributed.agreement import plugin_sources
 from segpipe.errors import CheckpointError, ConfigError, SegpipeError
 from segpipe.keys import generator, sample_key
 from segpipe.ledger.divergence import compare
-from segpipe.ledger.reader import RunLedger, read_run
+from segpipe.ledger.reader import RunLedger
 from segpipe.ledger.rows import FOLDER, ledger_files
 from segpipe.losses.total import backend
 from segpipe.settings.arguments import with_settings
@@ -226,28 +225,32 @@ def _replay(
     """The ledger of each replayed span against that of the run, and its last state against the checkpoints."""
     total = sum(span.last - span.first for span in spans)
     before = 0
-    ends: dict[int, Path] = {}  # folders of replays by the updates after which they end
-    with tempfile.TemporaryDirectory(prefix="segpipe-audit-") as scratch:
-        for number, span in enumerate(spans):
-            folder = Path(scratch) / f"span{number}"
-            copy = in_folder(config, folder, any_environment=request.any_environment)
+    ends: dict[int, dict[str, str]] = {}  # digests by the updates after which they are
+    for span in spans:
+        updates = range(span.first, span.last)
 
-            def report(
-                done: int, *, base: int = before - span.first, span: Span = span
-            ) -> None:
-                progress(f"replaying {span}", base + done, total)
+        def report(
+            done: int, *, base: int = before - span.first, span: Span = span
+        ) -> None:
+            progress(f"replaying {span}", base + done, total)
 
-            report(span.first)
-            try:
-                replay(copy, span.start, span.first, span.last, report)
-                line = _judge(span, ledger, read_run(folder))
-            except SegpipeError as error:
-                line = Line("replay", FAILED, f"{span}: {error}")
+        report(span.first)
+        try:
+            again = replay(
+                config,
+                span.start,
+                updates,
+                report,
+                any_environment=request.any_environment,
+            )
+            line = _judge(span, ledger, again.ledger)
             if line.status == PASSED:
-                ends[span.last] = folder
-            yield line
-            before += span.last - span.first
-        yield from _check_states(checkpoints, ends)
+                ends[span.last] = again.tensors
+        except SegpipeError as error:
+            line = Line("replay", FAILED, f"{span}: {error}")
+        yield line
+        before += len(updates)
+    yield from _check_states(checkpoints, ends)
 
 
 def _judge(span: Span, ledger: RunLedger, again: RunLedger) -> Line:
@@ -263,9 +266,9 @@ def _judge(span: Span, ledger: RunLedger, again: RunLedger) -> Line:
 
 
 def _check_states(
-    checkpoints: Sequence[CheckedCheckpoint], ends: Mapping[int, Path]
+    checkpoints: Sequence[CheckedCheckpoint], ends: Mapping[int, Mapping[str, str]]
 ) -> Iterator[Line]:
-    """Checkpoints against the states in which replayed spans ended: updates done -> folder of the replay."""
+    """Checkpoints against the states in which replayed spans ended: updates done -> digests of its tensors."""
     equal, unknown = [], []
     for each in checkpoints:
         name = each.path.name

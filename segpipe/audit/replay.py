@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from segpipe.audit.evidence import read_config
 from segpipe.data.samples import open_samples
@@ -18,7 +18,8 @@ from segpipe.distributed.group import Group
 from segpipe.errors import ConfigError
 from segpipe.ledger.digest import tensor_digests
 from segpipe.ledger.divergence import RESULT, Comparison, compare
-from segpipe.ledger.reader import read_run
+from segpipe.ledger.reader import RunLedger, read_run
+from segpipe.ledger.results import mapping_differences
 from segpipe.losses.total import backend
 from segpipe.settings.config import Config, from_mapping, to_mapping
 from segpipe.train import checkpoint, state
@@ -28,40 +29,57 @@ from segpipe.train.start import read_start
 from segpipe.train.step import TrainStep, train_step
 from segpipe.train.teacher import teacher_of
 
-STATE = "state.json"  # in the folder of a replay: digests of all tensors at its end
 PARTS = ("model", "ema", "optimizer")  # of a checkpoint, whose tensors are compared
 
 Report = Callable[[int], None]  # updates done
 
 
+class Replay(NamedTuple):
+    """What updates gave when they were trained again."""
+
+    ledger: RunLedger
+    tensors: dict[str, str]  # digests of all tensors at its end, as `tensor_digests`
+
+
 def in_folder(
-    config: Config, folder: Path, *, mode: str = "", any_environment: bool = False
+    config: Config, root: Path, mode: str, *, any_environment: bool
 ) -> Config:
-    """Configuration for a replay of a run into `folder`; settings that affect numbers are unchanged."""
+    """Configuration for a replay of a run below `root`; settings that affect numbers are unchanged."""
     values = to_mapping(config)
-    values["run"] |= {
-        "root": str(folder.parent),
-        "name": folder.name,
-        "exists": "resume",
-        "allow_fingerprint_change": any_environment,
-    }
-    values["compute"] |= {
-        "ledger": True,
-        "nproc": "auto",
-        "mode": mode or config.compute.mode,
-    }
+    values["run"]["root"] = str(root)
+    values["run"]["exists"] = "resume"
+    values["run"]["allow_fingerprint_change"] = any_environment
+    values["compute"]["ledger"] = True
+    values["compute"]["nproc"] = "auto"
+    values["compute"]["mode"] = mode or config.compute.mode
     return from_mapping(values)
 
 
 def replay(
-    config: Config, start: Path | None, first: int, last: int, report: Report
-) -> None:
-    """Write the ledger of updates `first` to `last - 1`, and digests of the state after them.
+    config: Config,
+    start: Path | None,
+    updates: range,
+    report: Report,
+    *,
+    mode: str = "",
+    any_environment: bool = False,
+) -> Replay:
+    """Train updates of a run again, from a checkpoint or the seed, in this process and a folder that is then deleted.
 
-    One process trains all shards, from a checkpoint or the seed. Nothing is validated, exported or saved.
-    `report(done)` is called after each update. Raises CheckpointError when the checkpoint is truncated, altered, or of
-    another recipe or environment, and DataError when a sample cannot be read.
+    Nothing is validated, exported or saved. `mode` replaces compute.mode. `report(done)` is called after each update.
+    Raises CheckpointError when the checkpoint is truncated, altered, or of another recipe or environment, and DataError
+    when a sample cannot be read.
     """
+    with tempfile.TemporaryDirectory(prefix="segpipe-replay-") as root:
+        copy = in_folder(config, Path(root), mode, any_environment=any_environment)
+        tensors = _train(copy, start, updates, report)
+        return Replay(read_run(copy.run_dir), tensors)
+
+
+def _train(
+    config: Config, start: Path | None, updates: range, report: Report
+) -> dict[str, str]:
+    """Write the ledger of the updates; digests of the state after them."""
     compute = config.compute
     flags.set_environment(compute.threads, compute.mode)
     flags.apply(compute.threads, compute.mode)
@@ -74,36 +92,31 @@ def replay(
     fingerprint, _ = common_fingerprint(config, group, loss_backend)
     if start:
         checkpoint.restore(start, current, config, samples.classes, fingerprint)
-    assert current.step == first, (current.step, first)
+    assert current.step == updates.start
     counts = counted(config, group, samples)
-    updates, shards = range(first, last), range(compute.shards)
     recorder = Recorder(config, group, current, samples, fingerprint)
     stream = shard_stream(config, group, samples, updates, counts)
     with contextlib.closing(recorder), contextlib.closing(stream):
         step = TrainStep(config, recorder, loss_weights(config, samples, counts))
         for _ in updates:
-            train_step(step, [next(stream) for _ in shards])
+            train_step(step, [next(stream) for _ in range(compute.shards)])
             report(current.step)
     content = {
         "model": current.model.state_dict(),
         "ema": current.ema.model.state_dict(),
         "optimizer": current.optimizer.state_dict(),
     }
-    (config.run_dir / STATE).write_text(json.dumps(tensor_digests(content)))
+    return tensor_digests(content)
 
 
-def first_difference(path: Path, folder: Path) -> str:
-    """Name of the first tensor of a checkpoint that differs from the end of the replay in `folder`; empty if none does.
+def first_difference(path: Path, wanted: Mapping[str, str]) -> str:
+    """Name of the first tensor of a checkpoint with another digest than in `wanted`; empty if none has.
 
     Raises CheckpointError when the file cannot be read.
     """
     saved = checkpoint.load(path)
     found = tensor_digests({part: saved[part] for part in PARTS})
-    wanted = dict(json.loads((folder / STATE).read_bytes()))
-    names = [
-        name for name in {**wanted, **found} if found.get(name) != wanted.get(name)
-    ]
-    return names[0] if names else ""
+    return next(iter(mapping_differences(wanted, found)), "")
 
 
 def compare_again(a: Path, b: Path, progress: Callable[[int, int], None]) -> Comparison:
@@ -117,25 +130,24 @@ def compare_again(a: Path, b: Path, progress: Callable[[int, int], None]) -> Com
     if found.step is None or found.step < 0 or found.stage in (None, RESULT):
         return found
     first, starts = last_common(a, b, found.step)
-    updates = found.step + 1 - first
-    again = []
+    updates = range(first, found.step + 1)
+    again: list[RunLedger] = []
     odd = ""
-    with tempfile.TemporaryDirectory(prefix="segpipe-replay-") as scratch:
-        for number, (run, start) in enumerate(zip(runs, starts, strict=True)):
-            config = read_config(run.folder)
-            if config.compute.mode not in ("elastic", "audit"):
-                text = f"compute.mode = {config.compute.mode} of {run.folder} cannot be replayed"
-                raise ConfigError(f"{text}. Compare runs of compute.mode=elastic.")
-            folder = Path(scratch, "ab"[number])
-            copy = in_folder(config, folder, mode="audit", any_environment=True)
+    for run, start in zip(runs, starts, strict=True):
+        config = read_config(run.folder)
+        if config.compute.mode not in ("elastic", "audit"):
+            text = f"compute.mode = {config.compute.mode} of {run.folder} cannot be replayed"
+            raise ConfigError(f"{text}. Compare runs of compute.mode=elastic.")
 
-            def report(done: int, *, base: int = number * updates - first) -> None:
-                progress(base + done, 2 * updates)
+        def report(done: int, *, before: int = len(again) * len(updates)) -> None:
+            progress(before + done - first, 2 * len(updates))
 
-            replay(copy, start, first, found.step + 1, report)
-            again.append(read_run(folder))
-            if not compare(run, again[-1]).no_difference:
-                odd += "AB"[number]
+        ledger, _ = replay(
+            config, start, updates, report, mode="audit", any_environment=True
+        )
+        if not compare(run, ledger).no_difference:
+            odd += "AB"[len(again)]
+        again.append(ledger)
     if odd:
         words = f"{' and '.join(odd)} did not come out again: not its settings, nor the data and code here"
         found = replace(found, odd=odd if len(odd) == 1 else None)
