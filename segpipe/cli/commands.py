@@ -60,8 +60,8 @@ COMMANDS = {
     "train": Command(
         "train a network",
         "Starts compute.nproc processes itself; `torchrun ... -m segpipe train key=value ...` works too.\n"
-        "Flags of Hydra: -m (one run per combination of key=1,2,3), --cfg job (print the configuration),\n"
-        "--config-dir FOLDER (more config files), -sc install=bash (shell completion).",
+        "-m: one run per combination of key=1,2,3; --cfg job: print the configuration; --config-dir FOLDER: files as\n"
+        "in conf/, of your own.",
         overrides=tuple(dict.fromkeys(key.partition(".")[0] for key in SETTINGS)),
     ),
     "evaluate": Command(

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from segpipe.cli.commands import COMMANDS, Command
-from segpipe.settings.compose import GROUPS, OWN_FILES
-from segpipe.settings.config import SETTINGS
+from segpipe.settings.arguments import choices
+from segpipe.settings.config import GROUPS, SETTINGS
 from segpipe.settings.setting import Setting, shown
 
 USAGE = """usage: segpipe COMMAND [key=value ...]
@@ -20,7 +19,7 @@ USAGE = """usage: segpipe COMMAND [key=value ...]
 {commands}
 
 segpipe COMMAND --help lists the keys of a command, segpipe --version prints the version.
-Exit codes: docs/exit-codes.md. Completion for bash: eval "$(segpipe train -sc install=bash)\""""
+Exit codes: docs/exit-codes.md. Completion for bash: complete -o nospace -C "segpipe --complete" segpipe"""
 
 SETTINGS_PAGE = """# Settings
 
@@ -64,7 +63,7 @@ def _sections(command: Command) -> Iterator[tuple[str, Rows]]:
         yield (
             "files of conf/",
             [
-                (f"{group}=FILE", f"one of {', '.join(OWN_FILES.choices(group))}")
+                (f"{group}=FILE", f"one of {', '.join(choices(group))}")
                 for group in files
             ],
         )
@@ -98,19 +97,27 @@ def meaning(entry: Setting) -> str:
     return f"{entry.doc} ({notes})" if notes else entry.doc
 
 
-def complete(line: str) -> list[str] | None:
-    """Completions of a command line; None if Hydra completes it, with COMP_LINE set to what Hydra understands."""
-    words = line.split(" ")
-    if len(words) <= 2:
-        return list(COMMANDS)
-    command = COMMANDS.get(words[1])
+def completions(line: str) -> list[str]:
+    """What may follow a line, as bash needs it: after a `=` only the value."""
+    _, *words = line.split(" ")
+    word = words[-1] if words else ""
+    known = list(COMMANDS) if len(words) < 2 else _arguments(words[0])
+    typed = word.rpartition("=")[0]
+    start = len(typed) + 1 if typed else 0
+    return [text[start:] for text in known if text.startswith(word)]
+
+
+def _arguments(name: str) -> list[str]:
+    """Keys of a command with their values."""
+    command = COMMANDS.get(name)
     if command is None:
         return []
-    if command.overrides:
-        os.environ["COMP_LINE"] = " ".join([words[0], *words[2:]])
-        return None
+    entries = [*command.keys, *(SETTINGS[key] for key in command.settings)]
     found = []
-    for entry in (*command.keys, *(SETTINGS[key] for key in command.settings)):
+    if command.overrides:
+        entries += SETTINGS.values()
+        found += [f"{group}={name}" for group in GROUPS for name in choices(group)]
+    for entry in entries:
         is_switch = isinstance(entry.default, bool)
         values = ("false", "true") if is_switch else entry.choices or ("",)
         found += [f"{entry.key}={value}" for value in values]

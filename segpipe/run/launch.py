@@ -73,7 +73,7 @@ COMMON_ERRORS = (
 def launch(config: Config, *, finish: Finish | None = None) -> int:
     """Train with this configuration; returns the exit code of the command.
 
-    `finish` runs on rank 0 after the training.
+    `finish` runs on rank 0 after the training. Raises SegpipeError when the run is refused before its processes start.
     """
     if environment.under_launcher():
         return work(config, finish=finish)
@@ -86,8 +86,6 @@ def launch(config: Config, *, finish: Finish | None = None) -> int:
         config = with_steps(config)
         world_size = _world_size(config)
         prepare(config, world_size)
-    except SegpipeError as error:
-        return _report(error)
     except KeyboardInterrupt:
         print("stopped before the first step; nothing was written.", file=sys.stderr)
         return Interrupted.exit_code
