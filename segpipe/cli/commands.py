@@ -1,4 +1,4 @@
-"""All commands with their keys: what --help, shell completion and the parser read. Imports no torch."""
+"""All commands with their keys: what --help and the parser read. Imports no torch."""
 
 from __future__ import annotations
 
@@ -75,7 +75,6 @@ COMMANDS = {
                 "out",
                 "",
                 "HTML file for a report with the worst images; empty: none",
-                ending=".html",
             ),
             *INFERENCE,
             TRUST,
@@ -160,7 +159,6 @@ COMMANDS = {
                 "out",
                 "",
                 "HTML page to write: problems, classes, leaks, samples, an augmented batch; empty: none",
-                ending=".html",
             ),
             Setting("write", False, "write the proposed classes.yaml"),
             Setting("lines", 20, "problems to print; 0: all", low=0),
@@ -290,7 +288,6 @@ COMMANDS = {
                 "FILE.safetensors",
                 "file to write; must not exist yet",
                 required=True,
-                ending=".safetensors",
             ),
             Setting(
                 "names",
@@ -414,7 +411,6 @@ COMMANDS = {
                 "out",
                 "",
                 "HTML page to write: the table, and the curves of the best runs",
-                ending=".html",
             ),
             Setting("json", False, "print one line of JSON"),
         ),

@@ -1,4 +1,4 @@
-"""Help, shell completion and docs/settings.md, generated from the declarations. Imports no torch.
+"""Help and docs/settings.md, generated from the declarations. Imports no torch.
 
 `python -m segpipe.cli.help` prints docs/settings.md, `python -m segpipe.cli.help commands` tests/cli/help.txt.
 """
@@ -19,7 +19,7 @@ USAGE = """usage: segpipe COMMAND [key=value ...]
 {commands}
 
 segpipe COMMAND --help lists the keys of a command, segpipe --version prints the version.
-Exit codes: docs/exit-codes.md. Completion for bash: complete -o nospace -C "segpipe --complete" segpipe"""
+Exit codes: docs/exit-codes.md."""
 
 SETTINGS_PAGE = """# Settings
 
@@ -95,33 +95,6 @@ def meaning(entry: Setting) -> str:
     """The meaning of a setting with its valid values."""
     notes = "; ".join(filter(None, ["required" * entry.required, entry.valid]))
     return f"{entry.doc} ({notes})" if notes else entry.doc
-
-
-def completions(line: str) -> list[str]:
-    """What may follow a line, as bash needs it: after a `=` only the value."""
-    _, *words = line.split(" ")
-    word = words[-1] if words else ""
-    known = list(COMMANDS) if len(words) < 2 else _arguments(words[0])
-    typed = word.rpartition("=")[0]
-    start = len(typed) + 1 if typed else 0
-    return [text[start:] for text in known if text.startswith(word)]
-
-
-def _arguments(name: str) -> list[str]:
-    """Keys of a command with their values."""
-    command = COMMANDS.get(name)
-    if command is None:
-        return []
-    entries = [*command.keys, *(SETTINGS[key] for key in command.settings)]
-    found = []
-    if command.overrides:
-        entries += SETTINGS.values()
-        found += [f"{group}={name}" for group in GROUPS for name in choices(group)]
-    for entry in entries:
-        is_switch = isinstance(entry.default, bool)
-        values = ("false", "true") if is_switch else entry.choices or ("",)
-        found += [f"{entry.key}={value}" for value in values]
-    return found
 
 
 def settings_page() -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from segpipe import __version__, plugins
 from segpipe.cli.commands import COMMANDS, TRUST
-from segpipe.cli.help import completions, overview, page
+from segpipe.cli.help import overview, page
 from segpipe.errors import ConfigError, Interrupted, SegpipeError
 from segpipe.settings.arguments import parse
 from segpipe.settings.setting import nearest
@@ -22,9 +22,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code of a command line, see docs/exit-codes.md; `arguments` are those of the process by default."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        if name == "--complete":
-            print("\n".join(completions(os.environ.get("COMP_LINE", ""))))
-            return 0
         if name in HELP or name == "--version":
             print(f"segpipe {__version__}" if name == "--version" else overview())
             return 0

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra import version
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_loader import ConfigLoader
@@ -134,11 +132,7 @@ def sweep(line: CommandLine) -> int:
 
 def train_job(composed: DictConfig) -> int:
     """Exit code of a job, in the process that its launcher started; its own processes do the training."""
-    try:
-        return launch_apart(resolve(composed), finish=finish)
-    except SegpipeError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    return launch_apart(resolve(composed), finish=finish)
 
 
 class JobFailedError(Exception):
@@ -160,9 +154,12 @@ class Jobs:
         self._config = config
         sweeper = config.hydra.sweeper
         self._searched = not str(sweeper._target_).endswith(".BasicSweeper")
+        target = str(config.hydra.launcher._target_)
+        self._one_by_one = target.endswith(".BasicLauncher")
         # Jobs and their overrides, by folder of the run.
         self._batch: dict[Path, tuple[SweepJob, list[str]]] = {}
-        self._codes: dict[Path, int] = {}
+        # Exit code of each job, or what it raised.
+        self._ended: dict[Path, int | Exception] = {}
         for key, needed in DIRECTIONS.items():
             found = OmegaConf.select(sweeper, key)
             direction = getattr(found, "name", found)  # of an enumeration
@@ -187,24 +184,28 @@ class Jobs:
         return [self._returned(job, overrides) for job, overrides in pairs]
 
     def _train(self, config: Config) -> int:
-        """Exit code of a job."""
-        if config.run_dir not in self._codes:
+        """Exit code of a job. Raises what the job raised."""
+        if config.run_dir not in self._ended:
             folders = [config.run_dir]
-            if not isinstance(self._launcher, BasicLauncher):
+            if not self._one_by_one:
                 folders = [
                     folder
                     for folder, (job, _) in self._batch.items()
-                    if job.code is None and folder not in self._codes
+                    if job.code is None and folder not in self._ended
                 ]
             overrides = [self._batch[folder][1] for folder in folders]
             try:
-                returned = self._launcher.launch(overrides, len(self._codes))
-                codes = [each.return_value for each in returned]
+                returned = self._launcher.launch(overrides, len(self._ended))
             except Exception as error:
-                print(f"hydra/launcher: {plugins.located(error)}.", file=sys.stderr)
-                codes = [1] * len(folders)
-            self._codes |= zip(folders, codes, strict=True)
-        return self._codes[config.run_dir]
+                refusal = ConfigError(f"hydra/launcher: {plugins.located(error)}.")
+                self._ended |= dict.fromkeys(folders, refusal)
+            else:
+                ends = [each._return_value for each in returned]
+                self._ended |= zip(folders, ends, strict=True)
+        end = self._ended[config.run_dir]
+        if isinstance(end, Exception):
+            raise end
+        return end
 
     def _jobs(
         self, job_overrides: Sequence[Sequence[str]], first: int

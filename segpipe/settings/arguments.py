@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from segpipe.errors import ConfigError, all_of
@@ -85,15 +85,6 @@ def command_line(arguments: Sequence[str]) -> CommandLine:
     line.sweeps = line.sweeps or any(_is_sweep(text, line.added) for text in typed)
     checks = (partial(override, text, line.added, line.sweeps) for text in typed)
     line.overrides = all_of(checks)
-    lengths = [
-        text
-        for text in typed
-        if text.startswith(("train.steps=", "train.epochs=")) and text[-2:] != "=0"
-    ]
-    if len({text.partition("=")[0] for text in lengths}) > 1:
-        raise ConfigError(
-            f"{' and '.join(lengths)} both say how long to train. Set one of them."
-        )
     return line
 
 
@@ -118,50 +109,36 @@ def _is_sweep(text: str, added: Sequence[Path]) -> bool:
 def override(text: str, added: Sequence[Path] = (), sweeps: bool = False) -> str:
     """`text` as Hydra needs it: text in quotes, and entries of a mapping added.
 
-    Raises ConfigError for a key, a file of conf/ or a value that is not valid.
+    Raises ConfigError for a key, a file of conf/ or a value that is not valid. The values of a sweep are checked with
+    its jobs.
     """
     key, equals, value = text.partition("=")
     key = key.lstrip("+")
     if key.startswith("hydra"):
         return text
     if not equals or not key:
-        raise ConfigError(f"{text!r} is not of the form key=value.{_form(key)}")
+        raise ConfigError(
+            f"{text!r} is not of the form key=value.{nearest(key, [*SETTINGS, *GROUPS])}"
+        )
+    is_entry = any(f"{key}.".startswith(f"{mapping}.") for mapping in MAPPINGS)
+    if key not in SETTINGS and key not in GROUPS and not is_entry:
+        raise ConfigError(no_setting(key))
+    if sweeps:
+        return f"++{key}={value}" if is_entry else text
     if key in GROUPS:
         valid = choices(key, added)
-        names = value.split(",") if sweeps else [value]
-        for name in names:
-            if name not in valid and not (sweeps and "(" in value):
-                raise ConfigError(
-                    f"{key} = {name} is not one of {', '.join(valid)}.{nearest(name, valid)}"
-                )
+        if value not in valid:
+            raise ConfigError(
+                f"{key} = {value} is not one of {', '.join(valid)}.{nearest(value, valid)}"
+            )
         return text
-    if any(f"{key}.".startswith(f"{mapping}.") for mapping in MAPPINGS):
+    if is_entry:
         _parsed(key, value, "{name: value}")
         return f"++{key}={value}"
-    if key not in SETTINGS:
-        raise ConfigError(no_setting(key))
     entry = SETTINGS[key]
-    swept = _swept(key, value)
-    if swept is None or (entry.is_text and not sweeps):
-        if "${" not in value and value != "???":
-            read(entry, value)
-        return f"{key}={quoted(value) if entry.is_text else value}"
-    if not sweeps:
-        raise ConfigError(
-            f"{text!r} has several values. One run for each: add --multirun. A list: "
-            f"{key}=[{value}]."
-        )
-    for item in swept:
-        _checked(entry, item)
-    return f"{key}={value}"
-
-
-def _form(key: str) -> str:
-    if key in SETTINGS:
-        return f" Write {key}=VALUE."
-    if key and Path(key).is_dir():
-        return f" For the data set in this folder write data=folder data.root={key}."
-    return nearest(key, [*SETTINGS, *GROUPS])
+    if "${" not in value and value != "???":
+        read(entry, value)
+    return f"{key}={quoted(value) if entry.is_text else value}"
 
 
 def _parsed(key: str, text: str, example: str) -> Override:
@@ -172,19 +149,6 @@ def _parsed(key: str, text: str, example: str) -> Override:
         raise ConfigError(
             f"'{key}={text}' cannot be read. Write it like {key}={example}."
         ) from None
-
-
-def _swept(key: str, text: str) -> list[Any] | None:
-    """The values of a sweep, none of a range, which only Hydra knows; None for a single value."""
-    try:
-        parsed = _parsed(key, text, "")
-    except ConfigError:
-        return None
-    if not parsed.is_sweep_override():
-        return None
-    value = parsed.value()
-    items = value.list if isinstance(value, ChoiceSweep) else []
-    return [getattr(item, "text", item) for item in items]
 
 
 def _unquoted(text: str) -> str:
@@ -210,7 +174,12 @@ def _value(entry: Setting, text: str) -> Any:
     if entry.is_text:
         return _unquoted(text)
     parsed = _parsed(entry.key, text, shown(entry.default))
-    return text if parsed.is_sweep_override() else parsed.value()
+    if parsed.is_sweep_override():
+        raise ConfigError(
+            f"'{entry.key}={text}' has several values. A list: {entry.key}=[{text}]. "
+            f"One training for each: add --multirun."
+        )
+    return parsed.value()
 
 
 def _checked(entry: Setting, value: Any) -> Any:

@@ -41,7 +41,6 @@ class Setting:
     # A family of names that are valid, too: an example, and the regular expression.
     family: tuple[str, str] = ("", "")
     mappings: bool = False  # a list of mappings, empty by default
-    ending: str = ""  # of the name of a file
     # An import path package.module:Name is valid, too; its form is checked where it is
     # imported.
     plugin: bool = False
@@ -120,8 +119,6 @@ class Setting:
 
     def problem(self, value: Any) -> str:
         """What is wrong with `value`, which has the right type; empty when it is valid."""
-        if self.ending and value and not value.endswith(self.ending):
-            return f"{self.key} = {value}, but a file that ends in {self.ending} was needed."
         items = value if isinstance(value, list) else [value]
         if isinstance(value, dict):
             items = list(value.values()) if math.isfinite(self.low) else []

@@ -83,12 +83,8 @@ def test_every_misspelled_override_names_the_right_one(prefix: str) -> None:
         ("experiment=null", "experiment = null is not one of"),
         ("data={name: x}", "data = {name: x} is not one of"),
         ("optim=5", "optim"),
-        ("optim.lr", "'optim.lr' is not of the form key=value. Write optim.lr=VALUE."),
+        ("optim.lr", "'optim.lr' is not of the form key=value."),
         ("optim.lrr", "Did you mean optim.lr?"),
-        (
-            ".",
-            "'.' is not of the form key=value. For the data set in this folder write data=folder data.root=.",
-        ),
         (
             "data.root=shots",
             "data.root = shots, but data=synthetic, the default, draws its scenes",
@@ -140,7 +136,7 @@ def test_every_misspelled_override_names_the_right_one(prefix: str) -> None:
             "data.root=${oc.env:SEGPIPE_NOWHERE}",
             "Environment variable 'SEGPIPE_NOWHERE' not found",
         ),
-        ("seed=1,2,3", "One run for each: add --multirun. A list: seed=[1,2,3]."),
+        ("seed=1,2,3", "A list: seed=[1,2,3]. One training for each: add --multirun."),
         ("optim.lr=nan", "optim.lr = nan, but a number"),
         ("~data", "data"),
         ("~optim.lr=1", "Did you mean optim.lr?"),
@@ -235,10 +231,8 @@ def test_flags_and_sweeps_pass_the_first_check() -> None:
     assert line.sweeps
     assert line.shows
     command_line(["-m", "model=glob(*)", "run.name=choice(a,b)", "hydra.verbose=true"])
-    with pytest.raises(ConfigError, match="fast_scn "):
-        command_line(["-m", "model=fast_scn,pidnet_s"])
-    with pytest.raises(ConfigError, match=r"optim\.lr = 'a'"):
-        command_line(["-m", "optim.lr=0.1,a"])
+    with pytest.raises(ConfigError, match="lrr is not a setting"):
+        command_line(["-m", "optim.lrr=0.1,0.2"])
 
 
 def test_all_wrong_settings_are_named_at_once() -> None:
@@ -609,12 +603,6 @@ def test_entries_of_a_mapping_need_no_plus() -> None:
         compose(["model.arg.width=3"])
     with pytest.raises(ConfigError, match=r"model\.args = 3, but a mapping"):
         from_mapping({"model": {"args": 3}})
-
-
-def test_steps_and_epochs_on_one_command_line_are_refused() -> None:
-    assert "both say how long to train" in refused("train.steps=400", "train.epochs=3")
-    command_line(["train.steps=0", "train.epochs=3"])
-    command_line(["train.steps=400", "train.epochs=0"])
 
 
 def test_an_experiment_that_is_a_sweep_is_known_by_its_file() -> None:
