@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,9 @@ def sweep(line: CommandLine) -> int:
 
 def train_job(composed: DictConfig) -> int:
     """Exit code of a job, in the process that its launcher started; its own processes do the training."""
+    if multiprocessing.get_start_method(allow_none=True) == "loky":
+        # Of joblib, which our processes would not know.
+        multiprocessing.set_start_method("spawn", force=True)
     return launch_apart(resolve(composed), finish=finish)
 
 
