@@ -146,7 +146,7 @@ class Exported:
         overlap: float,
         resize: bool,
     ) -> None:
-        height, width, _ = artifact.shapes.exported
+        height, width, _ = artifact.shapes.frame
         self.artifact = artifact
         self.tile: Size = tile or (height, width)
         self.overlap = overlap
@@ -156,7 +156,7 @@ class Exported:
         if not artifact.shapes.fits((*self.tile, 3)):
             raise ConfigError(
                 f"tile = {self.tile[0]}x{self.tile[1]}, but the file in {artifact.folder} takes images of "
-                f"{artifact.shapes.describe()}. Leave tile out, or export with export.dynamic=hw."
+                f"{artifact.shapes.describe()}. Leave tile out."
             )
 
     def predict(self, image: Pixels) -> Answer:
