@@ -517,11 +517,6 @@ class ExportConfig:
         "engines besides onnxruntime in which every ONNX file must pass the gates",
         choices=("openvino",),
     )
-    dynamic: str = setting(
-        "none",
-        "dimensions that stay variable, see docs/export.md",
-        choices=("none", "batch", "hw"),
-    )
     images: int = setting(
         ENOUGH_IMAGES, "validation images that the gates compare", low=1
     )
