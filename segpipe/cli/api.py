@@ -25,7 +25,7 @@ from segpipe.settings.compose import compose
 from segpipe.settings.config import GROUPS, SETTINGS, Config
 
 if TYPE_CHECKING:
-    from segpipe.export.gates.outcome import ExportReport
+    from segpipe.export.report import ExportReport
     from segpipe.ledger.divergence import Comparison
     from segpipe.predict.predictor import Predictor
 
@@ -85,8 +85,7 @@ def load(
     values = keys | {kind: folder, "trust": trust, "source": "-", "out": "-"}
     given = _given("predict", values, settings)
     predict.check(given, has_video=False)
-    made = predict.of_artifact if kind == "artifact" else predict.of_run
-    found: Predictor = made(given)
+    found: Predictor = predict.predictor(given)
     return found
 
 

@@ -40,6 +40,7 @@ class Setting:
     numbers: bool = False  # a list of numbers in the range is valid, too
     # A family of names that are valid, too: an example, and the regular expression.
     family: tuple[str, str] = ("", "")
+    several: bool = False  # a list of the choices is valid, too
     mappings: bool = False  # a list of mappings, empty by default
     # An import path package.module:Name is valid, too; its form is checked where it is
     # imported.
@@ -48,7 +49,7 @@ class Setting:
     @property
     def is_text(self) -> bool:
         """Whether every value is text, taken as it was typed."""
-        return isinstance(self.default, str) and not self.numbers
+        return isinstance(self.default, str) and not (self.numbers or self.several)
 
     @property
     def valid(self) -> str:
@@ -84,10 +85,14 @@ class Setting:
             ):
                 return {key: self._entry(key, each) for key, each in value.items()}
             raise self._unfit(value, "a mapping such as {name: value}")
-        if isinstance(default, list) or self.numbers:
-            item = 1.0 if self.numbers else {} if self.mappings else [*default, ""][0]
+        if isinstance(default, list) or self.numbers or self.several:
+            item = 1.0 if self.numbers else {} if self.mappings else ""
+            if isinstance(default, list) and default:
+                item = default[0]
             if isinstance(value, list | tuple) and (value or default == []):
-                one = replace(self, default=item, numbers=False, choices=())
+                one = replace(
+                    self, default=item, numbers=False, several=False, choices=()
+                )
                 return [
                     replace(one, key=f"{self.key}[{place}]").convert(each)
                     for place, each in enumerate(value)

@@ -361,13 +361,13 @@ def test_dice_part_under_stride_counts_what_a_strided_pixel_stands_for(
     )
 
 
-@pytest.mark.parametrize("backend_name", ["auto", "plain", "torch", "native"])
+@pytest.mark.parametrize("backend_name", ["auto", "plain", "native"])
 def test_a_loss_that_no_term_computes_is_refused_on_every_backend(
     backend_name: str,
 ) -> None:
     target, logits = batch(2), noise(2, C, 12, 16)
-    config = LossConfig(name="focal", backend=backend_name)
-    with pytest.raises(ConfigError, match="focal"):
+    config = LossConfig(name="tversky", backend=backend_name)
+    with pytest.raises(ConfigError, match="tversky"):
         shard_loss(
             {"main": logits},
             target,
