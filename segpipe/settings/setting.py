@@ -86,7 +86,7 @@ class Setting:
                 return {key: self._entry(key, each) for key, each in value.items()}
             raise self._unfit(value, "a mapping such as {name: value}")
         if isinstance(default, list) or self.numbers or self.several:
-            item = 1.0 if self.numbers else {} if self.mappings else ""
+            item: Any = 1.0 if self.numbers else {} if self.mappings else ""
             if isinstance(default, list) and default:
                 item = default[0]
             if isinstance(value, list | tuple) and (value or default == []):
