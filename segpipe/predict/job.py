@@ -192,9 +192,7 @@ class PredictJob:
 
 
 def _read(source: Input, upright: bool) -> Decoded:
-    pixels = read_image(
-        str(source.path), lambda header: header.orientation if upright else 1
-    )
+    pixels = read_image(str(source.path), exif="apply" if upright else "ignore")
     return Decoded(source, sha256(source.path), pixels)
 
 
