@@ -14,7 +14,7 @@ import torch
 from segpipe.data import frequency
 from segpipe.data.samples import Splits, open_splits
 from segpipe.determinism import flags
-from segpipe.distributed.watch.agreement import agree_on_step, common_fingerprint
+from segpipe.distributed.agreement import agree_on_step, common_fingerprint
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
 from segpipe.files import to_json, write_atomically
 from segpipe.ledger import inputs
@@ -31,6 +31,7 @@ from segpipe.train.start import WEIGHTS, read_start
 from segpipe.train.state import TrainState, build_state
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
+from segpipe.train.teacher import teacher_of
 from segpipe.train.training import OpenOutputs, Run
 from segpipe.train.validate import Validation, validate
 
@@ -113,8 +114,6 @@ def _open(
         ledger = keeps_ledger(config)
         inputs.record(config, data, fresh=not found, ledger=ledger)
     group.keep_stacks(config.run_dir)
-    # The images of training are cached in the workers, where there are any.
-    cache_mib = config.data.cache_mib * (1 if config.data.workers else 2)
     run = Run(
         config,
         group,
@@ -123,7 +122,7 @@ def _open(
         counts,
         state,
         fingerprint,
-        open_watch(config, group, state, data.train, fingerprint, cache_mib),
+        open_watch(config, group, state, data.train, fingerprint),
         view,
         log,
         saved=done if found and not found.note else None,
@@ -138,6 +137,7 @@ def _start(
     """The state, fresh or that of the checkpoint; the fingerprint of rank 0, and warnings."""
     weights = None if found else read_start(config, checkpoint.load)
     state = build_state(config, classes, group.device, weights)
+    state.teacher = teacher_of(config, group.device)
     fingerprint, rank_differences = common_fingerprint(
         config, group, backend(config.loss, group.device.type)
     )
@@ -355,6 +355,7 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
     figures = summary(found.total, run.val_samples.classes.names)
     if log:
         run.log.log(current.step, "validation", {"precision": precision, **figures})
+        run.log.validated(run, found)
     run.view.say(f"step {current.step}: validation mIoU {100 * figures['miou']:.2f} %")
     return found
 
