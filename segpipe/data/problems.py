@@ -12,7 +12,6 @@ import numpy as np
 
 from segpipe.data.catalog import MaskTable, mask_table
 from segpipe.data.facts import Facts, facts_of
-from segpipe.data.headers import Header
 from segpipe.data.masks import (
     check_kind,
     check_sizes,
@@ -26,6 +25,7 @@ from segpipe.data.pairs import Pair, left_out, scan
 from segpipe.data.plugin_samples import open_plugin
 from segpipe.data.readers import (
     JPEG_DAMAGE,
+    Header,
     check_mask,
     decoders_heard,
     jpeg_damage,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from segpipe.errors import ConfigError
 from segpipe.models.resize import bilinear
-from segpipe.train.gradients import AUTOCAST, autocast
+from segpipe.train.forward import AUTOCAST, autocast
 from segpipe.train.validate import predict
 
 if TYPE_CHECKING:

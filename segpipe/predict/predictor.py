@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
-from segpipe.distributed.watch.health import is_out_of_memory
+from segpipe.distributed.health import is_out_of_memory
 from segpipe.errors import ConfigError, ExportMismatch, IntegrityError, OutOfMemory
 from segpipe.files import sha256
 from segpipe.predict.inference import Inference, Size, answers, segment

@@ -216,7 +216,7 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
         spawn,
     )
 
-    from segpipe.distributed.meeting import local_store
+    from segpipe.distributed.group import local_store
 
     before = failure(config.run_dir)  # of an earlier session
     others = set(multiprocessing.active_children())

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from segpipe.data.frequency import PixelCounts
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
+    from segpipe.train.recorder import Watch
     from segpipe.train.state import TrainState
     from segpipe.train.validate import Validation
-    from segpipe.train.watch import Watch
 
 
 class View(contextlib.AbstractContextManager[Any], Protocol):
