@@ -15,7 +15,7 @@ from rich.table import Table
 
 from segpipe.errors import ConfigError, Interrupted
 from segpipe.run.console import percent
-from segpipe.run.pages import COLORS, Chart, Line, points_of, write_page
+from segpipe.run.pages import COLORS, Chart, Curve, points_of, write_page
 from segpipe.run.tracking import FILE_NAME, failure, read_metrics
 from segpipe.settings.config import FREE_KEYS, flat, saved_config
 from segpipe.settings.setting import shown
@@ -281,7 +281,7 @@ def _charts(
     charts = []
     for kind, key, title in _FIGURES:
         lines = [
-            Line(points, *style)
+            Curve(points, *style)
             for style, history in histories
             if (points := points_of(history, kind, key))
         ]

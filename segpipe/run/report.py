@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.run.console import lowest_first
-from segpipe.run.pages import Axis, Chart, Line, points_of, render_page, write_page
+from segpipe.run.pages import Chart, Curve, PlotAxis, points_of, render_page, write_page
 from segpipe.run.pictures import Picture
 from segpipe.run.tracking import FILE_NAME, read_metrics
 from segpipe.settings.config import Config, flat, to_mapping
@@ -331,7 +331,7 @@ def advice(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, str]:
         )
         if share < _RARE:
             remedy = "Try augment.rare_crop=0.5, data.balance=0.5 or loss.class_weights=sqrt."
-        elif most > 0.5 * wrong:
+        elif hits and most > 0.5 * wrong:
             remedy = "Check on the images below that the labels tell the two apart."
         evidence = text.format(wrong, most, names[int(pixels.argmax())])
         sentences[name] = (
@@ -352,7 +352,7 @@ def _charts(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, Chart]]:
         is_score = key == "miou"
         marks = () if is_score else validations
         caption = f"best {max(values):.3g}" if is_score else f"last {values[-1]:.3g}"
-        charts.append((caption, Chart(title, [Line(points)], is_score, marks)))
+        charts.append((caption, Chart(title, [Curve(points)], is_score, marks)))
     return charts
 
 
@@ -361,8 +361,8 @@ def _trends(data: ReportData) -> dict[str, str]:
     known = [line for line in data.history if isinstance(line.get("iou"), Mapping)]
     if len(known) < 2:
         return {}
-    x = Axis(known[0]["step"], known[-1]["step"], 0, 100)
-    y = Axis(0.0, 1.0, 19, 1)
+    x = PlotAxis(known[0]["step"], known[-1]["step"], 0, 100)
+    y = PlotAxis(0.0, 1.0, 19, 1)
     return {
         name: " ".join(
             f"{x.at(line['step'])},{y.at(line['iou'].get(name) or 0.0)}"
