@@ -36,16 +36,11 @@ from segpipe.errors import (
 )
 from segpipe.files import not_written
 from segpipe.run import lock
+from segpipe.run.callbacks import Tracker, open_tracker
 from segpipe.run.console import TrainView
 from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
 from segpipe.run.trackers import check_tracking
-from segpipe.run.tracking import (
-    Tracker,
-    failure,
-    note_failure,
-    note_lost,
-    open_tracker,
-)
+from segpipe.run.tracking import failure, note_failure, note_lost
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash
 from segpipe.train.start import check_pins, pin_weights
