@@ -83,16 +83,17 @@ class BatchLoss:
         torch.manual_seed(
             torch_seed(config.seed, self.state.step, batch.shard, "dropout")
         )
+        tensors = [batch.image, batch.target]
+        if batch.color is not None:
+            tensors.append(batch.color)
         with watch.span("copy"):
-            image, target, color = self._on_device(
-                batch.image, batch.target, batch.color
-            )
+            image, target, *color = self._on_device(tensors)
         with (
             watch.span("forward"),
             autocast(self.device, config.train.precision),
             uncounted(self._norms),
         ):
-            seen = self.preprocess(image, color)
+            seen = self.preprocess(image, *color)
             heads = network(seen)
             wanted = self._taught(seen)
         watch.forward(seen, heads)
@@ -115,26 +116,21 @@ class BatchLoss:
             logits = self.state.teacher(image)
         return TeacherLogits(logits, self.state.teacher.align_corners)
 
-    def _on_device(self, *values: Tensor | None) -> list[Tensor | None]:
+    def _on_device(self, values: Sequence[Tensor]) -> list[Tensor]:
         """All on the device; the host does not wait.
 
         A stream of its own copies them: the host is ahead of a GPU by up to a step, so a batch is there when the GPU
         comes to it, and copies take no time of the stream that computes.
         """
-        copies: list[Tensor | None] = []
-        with torch.cuda.stream(self._copies):  # None: does nothing
-            for value in values:
-                copy = value
-                if value is not None:
-                    copy = value.to(self.device, non_blocking=True)
-                copies.append(copy)
-        if self._copies is not None:
-            here = torch.cuda.current_stream(self.device)
-            here.wait_stream(self._copies)
-            for copy in copies:
-                if copy is not None:
-                    # Its memory is not used again before `here` has read it.
-                    copy.record_stream(here)
+        if self._copies is None:
+            return [value.to(self.device, non_blocking=True) for value in values]
+        here = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._copies):
+            copies = [value.to(self.device, non_blocking=True) for value in values]
+        here.wait_stream(self._copies)
+        for value in copies:
+            # Its memory is not used again before `here` has read it.
+            value.record_stream(here)
         return copies
 
 

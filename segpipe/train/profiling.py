@@ -192,7 +192,9 @@ def advice(found: Mapping[str, Any], config: Config, batch: int) -> list[str]:
         share = parts.get(name, 0.0) / whole
         if share > threshold:
             sentences.append(f"{name} {share:.0%}: {sentence.format(workers=workers)}")
-    if config.train.precision == "fp32" and not flags.emulated("bf16"):
+    on_cpu = config.compute.device == "cpu" or not torch.cuda.is_available()
+    slow = on_cpu and flags.emulated("bf16")
+    if config.train.precision == "fp32" and not slow:
         sentences.append(
             "train.precision=bf16 runs the network in bf16, which this processor has instructions for."
         )
