@@ -90,10 +90,10 @@ class DDRNet(SegmentationNet):
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         """Logits (B, num_classes, H/8, W/8): "main" and, with `aux`, "aux"."""
         stride4 = F.relu(self.context1(self.stem(image)), inplace=True)
-        context = detail = self.context2(stride4)
+        context = detail = F.relu(self.context2(stride4), inplace=True)
         for stage in self.stages:
-            context, detail = self._exchange(stage, context, detail)
-        exchanged = detail
+            context, exchanged = self._exchange(stage, context, detail)
+            context, detail = F.relu(context, inplace=True), F.relu(exchanged)
         context, detail = self._exchange("4", context, detail)
         detail = self.detail5(F.relu(detail, inplace=True))
         context = self.ppm(self.context5(F.relu(context, inplace=True)))
@@ -105,12 +105,13 @@ class DDRNet(SegmentationNet):
     def _exchange(
         self, stage: str, context: Tensor, detail: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """One stage of both branches, then each plus the other. Takes and returns both before their ReLUs."""
-        context = self.get_submodule(f"context{stage}")(F.relu(context))
-        detail = self.get_submodule(f"detail{stage}")(F.relu(detail))
+        """One stage of both branches, then each plus the other, before their ReLUs."""
+        context = self.get_submodule(f"context{stage}")(context)
+        detail = self.get_submodule(f"detail{stage}")(detail)
         to_detail = self.get_submodule(f"to_detail{stage}")(F.relu(context))
+        fused = detail + upsample_like(to_detail, detail)
         to_context = self.get_submodule(f"to_context{stage}")(F.relu(detail))
-        return context + to_context, detail + upsample_like(to_detail, detail)
+        return context + to_context, fused
 
 
 PUBLISHED_KEYS = (

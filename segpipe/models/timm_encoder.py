@@ -125,7 +125,9 @@ def create_encoder(name: str, *, pretrained: bool = False) -> Any:
         return timm.create_model(name, features_only=True, pretrained=pretrained)
     except Exception as error:  # of timm, of the hub's client, of the network
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        problem = f"model.args.encoder = {name}: timm cannot build it for features: {reason}"
+        problem = (
+            f"model.args.encoder = {name}: timm cannot build it for features: {reason}"
+        )
         if pretrained:
             problem = (
                 f"model.args.pretrained = true, but the weights of {name} are neither in timm's cache nor could they "

@@ -378,6 +378,7 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
     figures = summary(found.total, run.val_samples.classes.names)
     if log:
         run.log.log(current.step, "validation", {"precision": precision, **figures})
+        run.log.validated(run, found)
     run.view.say(f"step {current.step}: validation mIoU {100 * figures['miou']:.2f} %")
     return found
 
