@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT = "segpipe-export/2"
+FORMAT = "segpipe-export/3"
 PROFILE, VERIFIED = "robot", "verified"
 SUMS = "SHA256SUMS"
 MANIFEST = "manifest.json"
@@ -132,7 +132,7 @@ class Artifact:
     shapes: Shapes
     golden: Golden
     model_id: str
-    weights_digest: str
+    ema_digest: str
     requires: dict[str, str]  # the oldest version of an engine
     num_files: int
 
@@ -206,7 +206,7 @@ def _artifact(
         shapes=shapes,
         golden=_golden(folder, manifest, shapes, sums, manifest["files"][name]),
         model_id=f"{manifest['model']}-{precision}-{sums[name][:12]}",
-        weights_digest=str(manifest["source"]["weights_digest"]),
+        ema_digest=str(manifest["source"]["ema_digest"]),
         requires=dict(manifest.get("requires", {})),
         num_files=len(sums),
     )

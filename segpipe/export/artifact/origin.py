@@ -45,7 +45,7 @@ def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
         )
     result = _result(path.parent)
     checkpoint = {"file": path.name, "sha256": sha256(path)} if path.is_file() else None
-    measured = result.get("ema_digest") == trained.weights_digest
+    measured = result.get("ema_digest") == trained.ema_digest
     metrics = {
         "split": trained.config.data.split,
         **{name: result.get(name) for name in _METRICS},

@@ -132,7 +132,7 @@ def write(report: ExportReport, folder: Path, created: str) -> None:
     shapes = f" Run with {' and '.join(tried)}, in this order." if tried else ""
     values = {
         "model": report.manifest["model"],
-        "weights": report.manifest["source"]["weights_digest"],
+        "weights": report.manifest["source"]["ema_digest"],
         "status": report.status,
         "caveat": note,
         "num_images": len(report.images),
