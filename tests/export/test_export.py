@@ -113,7 +113,7 @@ def test_the_manifest_explains_a_lone_file(exported: publish.ExportReport) -> No
         onnx.load(exported.folder / "model.onnx").metadata_props[0].value
     )
     assert inside == {key: manifest[key] for key in inside}
-    assert inside["source"]["weights_digest"] == "0123abcd"
+    assert inside["source"]["ema_digest"] == "0123abcd"
     assert [entry["name"] for entry in inside["classes"]] == list(CLASSES.names)
     assert inside["io"]["inputs"][0]["shape"] == [1, 64, 96, 3]
     assert (manifest["status"], manifest["real_images"]) == (

@@ -117,7 +117,7 @@ def test_another_run_is_refused(
         {key: state[key] for key in state if key not in ("format", "version")},
     )
     assert verify(other, artifact) == 7
-    assert "manifest.json has source.weights_digest = " in last_line(capsys)
+    assert "manifest.json has source.ema_digest = " in last_line(capsys)
 
 
 @pytest.mark.parametrize(
@@ -701,7 +701,7 @@ def test_predict_gives_the_same_ids_by_the_exported_file_as_by_the_run(
         for name in "ab"
     }
     assert (
-        found["a"]["model"]["weights_digest"] == found["b"]["model"]["weights_digest"]
+        found["a"]["model"]["ema_digest"] == found["b"]["model"]["ema_digest"]
     )
     assert found["b"]["model"]["artifact"].startswith(f"{manifest['model']}-fp32-")
     assert found["b"]["settings"]["tile"] == "x".join(map(str, SIZE))
