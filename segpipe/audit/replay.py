@@ -20,8 +20,8 @@ from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed import environment
 from segpipe.distributed import group as processes
+from segpipe.distributed.agreement import common_fingerprint
 from segpipe.distributed.group import Group
-from segpipe.distributed.watch.agreement import common_fingerprint
 from segpipe.errors import CollectiveError, DivergenceError, SegpipeError
 from segpipe.ledger.digest import tensor_digests
 from segpipe.losses.total import backend

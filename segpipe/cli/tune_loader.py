@@ -132,9 +132,9 @@ def network_rate(config: Config, group: Group, samples: DataSet) -> float:
     import torch
 
     from segpipe.train.batches import shard_stream
+    from segpipe.train.recorder import Watch
     from segpipe.train.state import build_state
     from segpipe.train.step import TrainStep, train_step
-    from segpipe.train.watch import Watch
 
     config = replace(
         config,

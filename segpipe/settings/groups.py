@@ -471,19 +471,33 @@ class CheckpointConfig:
 
 @dataclass
 class TrackConfig:
-    name: str = setting(
+    name: Any = setting(
         "none",
-        "experiment tracker, see docs/sweeps.md; metrics.jsonl is always written",
+        "experiment tracker, or a list of several, see docs/sweeps.md; metrics.jsonl is always written",
         choices=("none", "wandb", "tensorboard", "mlflow"),
         plugin=True,
+        several=True,
     )
-    project: str = setting("segpipe", "wandb: project; mlflow: experiment")
-    entity: str = setting("", "wandb: user or team")
+    project: str = setting(
+        "",
+        "wandb: project, mlflow: experiment; empty: WANDB_PROJECT, or segpipe",
+    )
+    entity: str = setting("", "wandb: user or team; empty: WANDB_ENTITY")
     mode: str = setting(
-        "online",
-        "wandb: send now, or store for a later `wandb sync`",
-        choices=("online", "offline"),
+        "auto",
+        "wandb: send now, store for a later `wandb sync`, or neither; auto: WANDB_MODE, or online",
+        choices=("auto", "online", "offline", "disabled"),
     )
+    group: str = setting("", "wandb: group of runs; empty: WANDB_RUN_GROUP")
+    job_type: str = setting("", "wandb: type of the run; empty: WANDB_JOB_TYPE")
+    tags: list[str] = setting([], "wandb: tags of the run; empty: WANDB_TAGS")
+    notes: str = setting("", "wandb: notes on the run; empty: WANDB_NOTES")
+
+    @property
+    def names(self) -> list[str]:
+        """The trackers; empty for none."""
+        names = self.name if isinstance(self.name, list) else [self.name]
+        return [name for name in names if name != "none"]
 
 
 @dataclass
@@ -506,11 +520,6 @@ class ExportConfig:
         [],
         "engines besides onnxruntime in which every ONNX file must pass the gates",
         choices=("openvino",),
-    )
-    dynamic: str = setting(
-        "none",
-        "dimensions that stay variable, see docs/export.md",
-        choices=("none", "batch", "hw"),
     )
     images: int = setting(
         ENOUGH_IMAGES, "validation images that the gates compare", low=1

@@ -30,6 +30,7 @@ class Setting:
     numbers: bool = False  # a list of numbers in the range is valid, too
     # A family of names that are valid, too: an example, and the regular expression.
     family: tuple[str, str] = ("", "")
+    several: bool = False  # a list of the choices is valid, too
     mappings: bool = False  # a list of mappings, empty by default
     ending: str = ""  # of the name of a file
     # An import path package.module:Name is valid, too; its form is checked where it is

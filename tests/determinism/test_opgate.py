@@ -23,10 +23,10 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
 from segpipe.settings.groups import LossConfig
 from segpipe.train.metrics import confusion
+from segpipe.train.recorder import Watch
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep
 from segpipe.train.validate import predict
-from segpipe.train.watch import Watch
 
 C = STREET.num_classes
 IMAGE = torch.randint(

@@ -22,7 +22,7 @@ from exports import export, last_line, verify
 from segpipe.export import verify as verification
 from segpipe.export.artifact.manifest import converters
 from segpipe.export.artifact.place import write_sums
-from segpipe.export.artifact.verify_report import write_sidecars
+from segpipe.export.report import write_sidecars
 from segpipe.export.gates import latency
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.onnx_format import write_probe

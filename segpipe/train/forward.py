@@ -1,16 +1,30 @@
-"""The network's training heads as a forward: as they are, compiled, or as CUDA graphs."""
+"""The network in training: its heads as a forward, what BatchNorm keeps from pass to pass, and their precision."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from segpipe.errors import ConfigError
+from segpipe.train.optim import frozen_modules
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import ComputeConfig
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """The context in which the network runs; the loss and all sums stay in fp32."""
+    return torch.autocast(
+        device.type,
+        dtype=AUTOCAST.get(precision, torch.bfloat16),
+        enabled=precision in AUTOCAST,
+    )
 
 
 class AllHeads(nn.Module):
@@ -82,7 +96,11 @@ def training_heads(
 ) -> Any:
     """The heads as `compute.compile` and `compute.cuda_graph` want them. Raises ConfigError without a GPU."""
     if compute.compile:
-        return _compiled(model)
+        from torch._inductor import config
+
+        # Without trials on the device, which choose kernels by their speed, ranks with equal hardware compile alike.
+        config.deterministic = True
+        return torch.compile(AllHeads(model), dynamic=False)
     if not compute.cuda_graph:
         return AllHeads(model)
     if device.type != "cuda":
@@ -92,12 +110,61 @@ def training_heads(
     return GraphedHeads(model)
 
 
-def _compiled(model: nn.Module) -> Any:
-    """The heads by torch.compile, without the trials on the device that would choose kernels by their speed.
+def norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    """BatchNorm layers that gather statistics, in module order: all but those in frozen parts."""
+    frozen = set(frozen_modules(model))
+    kind = nn.modules.batchnorm._BatchNorm
+    return [m for m in model.modules() if isinstance(m, kind) and m not in frozen]
 
-    So ranks with equal hardware and versions compile alike, and one shape is compiled once.
+
+def statistics(model: nn.Module) -> list[Tensor]:
+    """Running means and variances of `norms`, in module order."""
+    found = [value for m in norms(model) for value in (m.running_mean, m.running_var)]
+    return [value for value in found if value is not None]
+
+
+def counters(model: nn.Module) -> list[Tensor]:
+    """The number of its forward passes of each of `norms`, with which those without a momentum compute."""
+    found = [m.num_batches_tracked for m in norms(model)]
+    return [value for value in found if value is not None]
+
+
+@contextlib.contextmanager
+def uncounted(layers: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
+    """Inside, those of `norms` whose momentum is fixed count no passes: updates set the counters.
+
+    A kernel for each layer and shard, 79 of PIDNet-S, would be undone.
     """
-    from torch._inductor import config
+    hidden = {}
+    for layer in layers:
+        if type(layer) is nn.BatchNorm2d and layer.momentum is not None:
+            hidden[layer] = layer._buffers["num_batches_tracked"]
+            layer._buffers["num_batches_tracked"] = None
+    try:
+        yield
+    finally:
+        for layer, counter in hidden.items():
+            layer._buffers["num_batches_tracked"] = counter
 
-    config.deterministic = True
-    return torch.compile(AllHeads(model), dynamic=False)
+
+class Kept:
+    """BatchNorm statistics and counters as they are before a step: every shard starts from them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._groups = []
+        for tensors in (statistics(model), counters(model)):
+            self._groups.append((tensors, [torch.empty_like(t) for t in tensors]))
+
+    def keep(self) -> None:
+        for tensors, kept in self._groups:
+            copy_all(kept, tensors)
+
+    def put_back(self) -> None:
+        for tensors, kept in self._groups:
+            copy_all(tensors, kept)
+
+
+def copy_all(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy each value into its tensor, in one launch for all of a dtype."""
+    if into:  # torch refuses empty lists
+        torch._foreach_copy_(list(into), list(values))

@@ -7,31 +7,30 @@ A difference is found in two ways, and each names both sides (op, dtype, shape, 
 - `ticket` and `settle` compare a hash of all calls inside a collective that an update needs anyway, so that no update
   is applied or saved after a collective that went wrong;
 - the watching thread of every rank writes the hashes of its last calls to the store every 0.3 s, and rank 0 compares
-  them (another rank when rank 0 is silent), also while a rank hangs. That takes about 0.4 ms of a core.
+  them, also while a rank hangs. In case rank 0 is silent, the others take turns at comparing, too.
 
 On a difference, or when some wait longer than `compute.timeout_s` for others, all ranks report their calls and stacks.
-The rank that compares prints the diagnosis and writes it to the store as the verdict, which every rank raises at its
-next collective. A rank that hangs inside one cannot, so its process is ended.
+The lowest rank that answers prints the diagnosis and writes it to the store as the verdict, which every rank raises at
+its next collective. A rank that hangs inside one cannot, so its process is ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from array import array
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from segpipe.distributed.watch.calls import CallLog, Ranks, diagnose, position
-from segpipe.distributed.watch.stacks import Stacks
+from segpipe.distributed.calls import CallLog, diagnose
 from segpipe.errors import CollectiveError, SegpipeError
-from segpipe.processes import rounds, this_host
+from segpipe.processes import rounds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,45 +40,24 @@ MARGIN_S = 15.0  # by which the backend's own timeout is longer than ours, whose
 ANSWER_S = 10.0  # for the ranks to agree on what went wrong
 ANSWERS_S = 0.6  # for ranks to report their calls
 REPORT_S = 2.0  # for a rank that ended to say why
-ABSENT_S = 3.0  # after which another rank compares in place of a silent rank 0
+TURN_S = 3.0  # for which one of the other ranks compares, beside rank 0
 GRACE_S = 3.0  # for the training thread to notice a verdict
 CLOSING_S = 60.0  # for the training thread to end after that
 PARTING_S = 10.0  # for the others to close before rank 0
 LOST_S = 1.0  # the same after a verdict, when some may never close
 TICKET_BITS = 48  # so that the sum of the tickets of 32768 ranks is exact in int64
+POSTED = 64  # calls whose hashes are in the store: ranks that wait for each other are a few calls apart
 
 
-class State(NamedTuple):
-    """What a rank writes to the store in every round."""
-
-    calls: int = 0  # number of the last one
-    process: str = ""  # HOST:PID, once it writes its stacks on SIGUSR1
-    rolling: array[int] = array("Q")  # hashes at its last calls, oldest first
-
-    def pack(self) -> str:
-        """As text, about 8 KB."""
-        return f"{self.calls} {self.process} {self.rolling.tobytes().hex()}"
-
-    @classmethod
-    def unpack(cls, text: bytes) -> State:
-        """The reverse."""
-        calls, process, rolling = text.decode().split(" ")
-        return cls(int(calls), process, array("Q", bytes.fromhex(rolling)))
-
-    def at(self, number: int) -> int | None:
-        """The hash of all calls up to `number`, if it is still known."""
-        place = number - self.calls + len(self.rolling) - 1
-        return self.rolling[place] if 0 <= place < len(self.rolling) else None
-
-
-def differ(states: list[State]) -> bool:
+def differ(states: Sequence[Mapping[int, int]]) -> bool:
     """Whether two ranks made different calls, as far as both have come; False when that is too long ago to tell.
 
-    Every pair counts: a third rank may be behind, because it died of what the two sent.
+    `states`: of each rank, the hash of all its calls up to a number, for its last numbers. Every pair counts: a third
+    rank may be behind, because it died of what the two sent.
     """
-    for count in {state.calls for state in states if state.calls > 0}:
-        hashes = {state.at(count) for state in states if state.calls >= count}
-        if len(hashes - {None}) > 1:
+    for number in {number for hashes in states for number in hashes}:
+        known = {hashes[number] for hashes in states if number in hashes}
+        if len(known) > 1:
             return True
     return False
 
@@ -90,7 +68,7 @@ def end_process(error: CollectiveError) -> None:
     os._exit(error.exit_code)
 
 
-def print_error(text: str) -> None:
+def say(text: str) -> None:
     """Print to stderr."""
     print(text, file=sys.stderr, flush=True)
 
@@ -108,16 +86,12 @@ class Contract:
         store: Store | None = None,
         *,
         timeout_s: float = 600.0,
-        end: Callable[[CollectiveError], None] = end_process,
-        say: Callable[[str], None] = print_error,
     ) -> None:
         self.log = CallLog()
         self._rank = rank
         self._world_size = world_size
         self._store = store
         self._timeout_s = timeout_s
-        self._end = end
-        self._say = say
         self._keys = [f"state/{other}" for other in range(world_size)]
         self._stacks: Stacks | None = None
         self._ticket = 0
@@ -126,10 +100,7 @@ class Contract:
         self._decided = threading.Event()  # a verdict came, or the store is gone
         self._limit = 0.0  # for the training thread, after a verdict
         self._answered_at: float | None = None
-        # Of rank 0
-        self._beat = -1
-        self._beat_at = time.monotonic()
-        # Calls of the rank that is behind
+        # Calls of the rank that is behind, and since when.
         self._least = -1
         self._least_at = 0.0
 
@@ -153,10 +124,10 @@ class Contract:
         """Raises CollectiveError unless the tickets of all ranks, whose sum is `total`, are the same."""
         if total == self._ticket * self._world_size:
             return
-        entries = self.log.last()
-        last = f"number {entries[-1].number}, {entries[-1].call}" if entries else "none"
+        last = self.log.last()[-1:]
         raise self._ask() or CollectiveError(
-            f"ranks have made different calls, or their sum is wrong. The last call of rank {self._rank}: {last}."
+            f"ranks have made different calls, or their sum is wrong. The last call of rank {self._rank}: "
+            f"{last[0].text if last else 'none'}."
         )
 
     def fail(self, error: Exception, *, lost: bool = False) -> None:
@@ -175,9 +146,8 @@ class Contract:
         if not lost:
             text = f"rank {self._rank}: {type(error).__name__}: {error}"
             if not isinstance(error, SegpipeError):
-                self._say(text)  # its traceback may not name the rank
-            code = getattr(error, "exit_code", 1)
-            self._post("verdict", json.dumps({"text": text, "exit_code": code}))
+                say(text)  # its traceback may not name the rank
+            self._post("verdict", _verdict(text, getattr(error, "exit_code", 1)))
             self._wait(REPORT_S)
 
     def keep_stacks(self, folder: Path) -> None:
@@ -195,13 +165,12 @@ class Contract:
     def _part(self, store: Store) -> None:
         """Rank 0, whose process may hold the store, closes last: torch prints a stack when it loses the store."""
         self._store = None
-        patience_s = PARTING_S if self._verdict is None else LOST_S
-        end = time.monotonic() + patience_s
+        end = time.monotonic() + (PARTING_S if self._verdict is None else LOST_S)
         with contextlib.suppress(RuntimeError):
             gone = store.add("closed", 1)
-            if self._rank != 0:
-                return
-            while gone < self._world_size and time.monotonic() < end:
+            while (
+                self._rank == 0 and gone < self._world_size and time.monotonic() < end
+            ):
                 time.sleep(0.02)
                 gone = store.add("closed", 0)
 
@@ -231,7 +200,7 @@ class Contract:
         """One look at the other ranks; whether the next should be soon."""
         if self._verdict is not None:
             if time.monotonic() > self._limit:
-                self._end(self._verdict)
+                end_process(self._verdict)
         elif not self._decided.is_set() and self._store is not None:
             try:
                 self.tick(self._store)
@@ -241,46 +210,26 @@ class Contract:
 
     def tick(self, store: Store) -> None:
         """Write this rank's state, and judge the others or answer them. Raises RuntimeError when the store is gone."""
-        store.set(self._keys[self._rank], self._state().pack())
+        if self._stacks is not None:
+            self._stacks.dump_unless_called_again(self._timeout_s / 2)
+        hashes = [(call.number, call.rolling) for call in self.log.last()[-POSTED:]]
+        store.set(self._keys[self._rank], json.dumps(hashes))
         for key, text in tuple(self._posts.items()):
             store.compare_set(key, "", text)
+        turn = int(time.monotonic() / TURN_S) % self._world_size
         if store.check(["verdict"]):
-            self._accept(json.loads(store.get("verdict")))
-            return
-        compares = self._compares(store)
-        if store.check(["alarm"]):
+            self._accept(**json.loads(store.get("verdict")))
+        elif store.check(["alarm"]):
             self._answer(store)
-            if compares:
-                self._decide(store, late=store.get("alarm") == b"late")
-        elif compares and store.check(self._keys):
-            states = [State.unpack(text) for text in store.multi_get(self._keys)]
-            late = self._late(states)
+        elif self._rank in (0, turn) and store.check(self._keys):
+            states = [_state(text) for text in store.multi_get(self._keys)]
+            late = self._late([max(hashes, default=0) for hashes in states])
             if late or differ(states):
                 store.compare_set("alarm", "", "late" if late else "differ")
                 rounds.hurry()
 
-    def _state(self) -> State:
-        entries = self.log.last()
-        last = entries[-1].number if entries else 0
-        process = ""
-        if self._stacks is not None:
-            process = f"{this_host()}:{os.getpid()}"
-        hashes = array("Q", [entry.rolling for entry in entries])
-        return State(last, process, hashes)
-
-    def _compares(self, store: Store) -> bool:
-        """Whether this rank compares: rank 0, and after a silence of rank 0 the others, one after another."""
-        beat = store.add("beat", int(self._rank == 0))
-        now = time.monotonic()
-        if beat != self._beat:
-            self._beat = beat
-            self._beat_at = now
-        silent_s = now - self._beat_at
-        return self._rank == 0 or silent_s > ABSENT_S * self._rank
-
-    def _late(self, states: list[State]) -> bool:
-        """Whether some have waited longer than the timeout for others."""
-        counts = [state.calls for state in states]
+    def _late(self, counts: Sequence[int]) -> bool:
+        """Whether some ranks have waited longer than the timeout for others, from the number of calls of each."""
         now = time.monotonic()
         least = min(counts) if len(set(counts)) > 1 else -1
         if least != self._least:
@@ -289,76 +238,95 @@ class Contract:
         return least >= 0 and now - self._least_at > self._timeout_s
 
     def _answer(self, store: Store) -> None:
-        """Report what this rank has called and where it is; once."""
-        if self._answered_at is not None:
-            return
-        self._answered_at = time.monotonic()
-        calls = [(entry.number, str(entry.call)) for entry in self.log.last()]
-        main = sys._current_frames().get(threading.main_thread().ident or 0)
-        answer = {"calls": calls, "position": position(main)}
-        store.set(f"calls/{self._rank}", json.dumps(answer))
-        if self._stacks is not None:
-            self._stacks.dump("ranks called different collectives, or one is missing")
+        """Report once what this rank has called and where it is; then decide, as the lowest rank that answers."""
+        now = time.monotonic()
+        if self._answered_at is None:
+            self._answered_at = now
+            calls = [(call.number, call.text) for call in self.log.last()]
+            store.set(f"calls/{self._rank}", json.dumps(calls))
+            if self._stacks is not None:
+                self._stacks.dump(
+                    "ranks called different collectives, or one is missing"
+                )
+        answers = {}
+        for rank in range(self._world_size):
+            if store.check([f"calls/{rank}"]):
+                answers[rank] = dict(json.loads(store.get(f"calls/{rank}")))
+        complete = len(answers) == self._world_size
+        over = now - self._answered_at > ANSWERS_S
+        if (complete or over) and self._rank == min(answers):
+            self._decide(store, answers)
 
-    def _decide(self, store: Store, *, late: bool) -> None:
-        """Write the verdict once all have answered or ANSWERS_S are over."""
-        answers = {
-            rank: json.loads(store.get(f"calls/{rank}"))
-            for rank in range(self._world_size)
-            if store.check([f"calls/{rank}"])
-        }
-        asked_s = time.monotonic() - (self._answered_at or 0.0)
-        if len(answers) < self._world_size and asked_s < ANSWERS_S:
-            return
-        states = [
-            State.unpack(store.get(key)) if store.check([key]) else State()
-            for key in self._keys
-        ]
-        for rank, state in enumerate(states):
-            if rank not in answers:
-                _write_stacks(state.process)
-        ranks = Ranks(
-            calls={rank: dict(answer["calls"]) for rank, answer in answers.items()},
-            positions={rank: answer["position"] for rank, answer in answers.items()},
-            counts=[state.calls for state in states],
-        )
-        waited_s = self._timeout_s if late else None
-        text = diagnose(ranks, waited_s)
+    def _decide(self, store: Store, answers: Mapping[int, Mapping[int, str]]) -> None:
+        """Print the verdict and write it to the store."""
+        counts = []
+        for key in self._keys:
+            hashes = _state(store.get(key)) if store.check([key]) else {}
+            counts.append(max(hashes, default=0))
+        text = diagnose(answers, counts, differ=store.get("alarm") == b"differ")
         if self._stacks is not None:
             text += f" The stacks of all ranks are in {self._stacks.path.parent}."
-        self._say(text)
-        verdict = {"text": text, "exit_code": CollectiveError.exit_code}
-        store.compare_set("verdict", "", json.dumps(verdict))
+        say(text)
+        store.compare_set("verdict", "", _verdict(text, CollectiveError.exit_code))
 
-    def _accept(self, verdict: dict[str, str]) -> None:
-        error = CollectiveError(verdict["text"])
-        error.exit_code = int(verdict["exit_code"])
+    def _accept(self, text: str, exit_code: int) -> None:
+        error = CollectiveError(text)
+        error.exit_code = exit_code
         error.told = True
         self._limit = time.monotonic() + GRACE_S
         self._verdict = error
         self._decided.set()
 
 
-def _write_stacks(process: str) -> None:
-    """Have a silent rank of this machine write its stacks; a call may hold its interpreter."""
-    host, _, pid = process.rpartition(":")
-    if host == this_host():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGUSR1)
+def _verdict(text: str, exit_code: int) -> str:
+    return json.dumps({"text": text, "exit_code": exit_code})
 
 
-def watch(
-    store: Store,
-    rank: int,
-    world_size: int,
-    *,
-    timeout_s: float,
-    say: Callable[[str], None] = print_error,
-) -> Contract:
+def _state(text: bytes) -> dict[int, int]:
+    return dict(json.loads(text))
+
+
+class Stacks:
+    """The file of this rank; removed at the end when nothing was written.
+
+    `kill -USR1 PID` works without the interpreter, so also while a call blocks the main thread for good. A scheduler
+    that sends SIGUSR1 as a warning does not end the run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = path.open("a", encoding="utf-8")
+        faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True)
+
+    def dump_unless_called_again(self, seconds: float) -> None:
+        """Have a thread of C write the stacks after a time in which some call holds the interpreter."""
+        faulthandler.dump_traceback_later(seconds, file=self._file)
+
+    def dump(self, why: str) -> None:
+        """Append a line with the time and `why`, then the stacks of all threads."""
+        self._file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n")
+        self._file.flush()
+        faulthandler.dump_traceback(self._file, all_threads=True)
+
+    def close(self) -> None:
+        """Stop answering SIGUSR1."""
+        if self._file.closed:
+            return
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(signal.SIGUSR1)
+        self._file.close()
+        with contextlib.suppress(OSError):  # deleted, or the folder has another file
+            if self.path.stat().st_size == 0:
+                self.path.unlink()
+                self.path.parent.rmdir()
+
+
+def watch(store: Store, rank: int, world_size: int, *, timeout_s: float) -> Contract:
     """This rank's contract, watched from now on through a connection and keys of its own."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     own = PrefixStore("contract/watch", store.clone())
-    contract = Contract(rank, world_size, own, timeout_s=timeout_s, say=say)
+    contract = Contract(rank, world_size, own, timeout_s=timeout_s)
     rounds.add(contract.look)
     return contract

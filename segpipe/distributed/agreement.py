@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +18,11 @@ if TYPE_CHECKING:
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
 
-FOLDER = "desync"
-
 
 class Replica(Protocol):
-    """State that every rank holds; `segpipe.train.watch.Watch` is one."""
+    """State that every rank holds; `segpipe.train.recorder.Watch` is one."""
 
-    state: Any  # with `step` and `model`
+    state: Any  # with `step`
 
     @property
     def state_digest(self) -> Tensor | None: ...
@@ -48,11 +45,7 @@ def common_fingerprint(
     first, *others = group.gather(own)
     phrases = []
     for rank, other in enumerate(others, 1):
-        here = first.get(flags.PLUGINS, {})
-        there = other.get(flags.PLUGINS, {})
-        if changed := [
-            name for name in {**here, **there} if here.get(name) != there.get(name)
-        ]:
+        if changed := flags.changed_plugins(first, other):
             raise ConfigError(
                 f"{', '.join(changed[:4])} on rank {rank} is not that of rank 0. Copy the code of the plug-ins to all "
                 f"machines, or start on a shared folder."
@@ -94,17 +87,16 @@ class Agreement:
     multiple of 2^64: never for an even R, and for an odd one up to 17 with a probability of at most 2^-60.)
     """
 
-    def __init__(self, group: Group, replica: Replica, folder: Path) -> None:
+    def __init__(self, group: Group, replica: Replica) -> None:
         self._group = group
         self._replica = replica
-        self._folder = folder
-        self._pending: _Flag | None = None  # of the step before, on a GPU
+        self._unequal = torch.zeros((), dtype=torch.bool, device=group.device)
 
     def sum(self, numbers: Sequence[int], *, wait: bool = True) -> Tensor:
         """Sums over the ranks of these integers, int64 (n,), on the device. A collective.
 
         Raises CollectiveError or DivergenceError on every rank when ranks differ: at once on a CPU and with `wait`,
-        else one step later, from a copy that has reached the host by then.
+        else at the next call that waits, so that a GPU is not waited for.
         """
         group = self._group
         ticket = group.contract.ticket()
@@ -114,58 +106,27 @@ class Agreement:
             own[-1] = digest
         total = group.sum_tensor(own.clone())
         if group.world_size > 1:
-            wait = wait or group.device.type == "cpu"
-            if wait:
+            self._unequal |= total[-1] != own[-1] * group.world_size
+            if wait or group.device.type == "cpu":
                 group.contract.settle(int(total[-2]))
-            if self._differ(total[-1] != own[-1] * group.world_size, wait=wait):
-                self._stop()
+                if self._unequal:
+                    self._stop()
         return total[:-2]
 
-    def _differ(self, unequal: Tensor, *, wait: bool) -> bool:
-        before, self._pending = self._pending, None
-        if not wait:
-            self._pending = _Flag(unequal)
-        return (wait and bool(unequal)) or (before is not None and before.read())
-
     def _stop(self) -> NoReturn:
-        """Name the tensor and the ranks, and save the weights of one rank of either side."""
-        state = self._replica.state
-        rank = self._group.rank
+        """Name the tensor and the ranks."""
         by_rank = self._group.gather(self._replica.state_parts())
-        verdict, odd = first_disagreement(by_rank, self._replica.part_names())
-        others = [other for other in range(len(by_rank)) if other not in odd]
-        path = self._folder / FOLDER / f"rank{rank:02d}.pt"
-        if rank in (*odd[:1], *others[:1]):
-            # A full disk must not hide the verdict.
-            with contextlib.suppress(OSError, RuntimeError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                torch.save(state.model.state_dict(), path)
-        self._group.barrier()
+        verdict = first_disagreement(by_rank, self._replica.part_names())
         raise DivergenceError(
-            f"step {state.step}: ranks that must hold the same bits do not. {verdict} The weights of one rank of "
-            f"either side are in {path.parent}, unless the disk was full; no checkpoint was written since. If it is "
-            f"always the same rank, test its memory and its GPU; if not, look for code that depends on the rank. "
-            f"Continue with run.exists=resume."
+            f"step {self._replica.state.step}: ranks that must hold the same bits do not. {verdict} No checkpoint was "
+            f"written since. If it is always the same rank, test its memory and its GPU; if not, look for code that "
+            f"depends on the rank. Continue with run.exists=resume."
         )
-
-
-class _Flag:
-    """A boolean on its way from the device to the host."""
-
-    def __init__(self, flag: Tensor) -> None:
-        self._host = torch.empty((), dtype=torch.bool, pin_memory=True)
-        self._host.copy_(flag, non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
-
-    def read(self) -> bool:
-        self._copied.synchronize()
-        return bool(self._host)
 
 
 def first_disagreement(
     by_rank: Sequence[dict[str, list[int]]], names: dict[str, list[str]]
-) -> tuple[str, list[int]]:
+) -> str:
     """A sentence that names the first tensor on which ranks differ, and the ranks in the minority there.
 
     by_rank: digests of each rank by kind (weights, optimizer, ...), in the order of `names`. Kinds are in the order in
@@ -173,20 +134,17 @@ def first_disagreement(
     """
     for kind, tensors in names.items():
         for place, tensor in enumerate(tensors):
-            digests = [parts[kind][place] for parts in by_rank]
+            digests = [parts[kind][place] % 2**64 for parts in by_rank]
             usual, votes = Counter(digests).most_common(1)[0]
-            odd = [rank for rank, digest in enumerate(digests) if digest != usual]
-            if odd:
-                listed = [f"rank {rank} {_hex(digests[rank])}" for rank in odd[:8]]
-                sides = f"{votes} of {len(digests)} ranks have {_hex(usual)}, but {', '.join(listed)}"
-                if 2 * votes <= len(digests):
-                    sides += ", so no side has a majority"
-                return (
-                    f"The first tensor that differs is {tensor} ({kind}): {sides}.",
-                    odd,
-                )
-    return "No tensor differs now, so the sum itself was corrupted on its way.", [0]
-
-
-def _hex(digest: int) -> str:
-    return f"{digest % 2**64:016x}"
+            if votes == len(digests):
+                continue
+            odd = [
+                f"rank {rank} {digest:016x}"
+                for rank, digest in enumerate(digests)
+                if digest != usual
+            ]
+            sides = f"{votes} of {len(digests)} ranks have {usual:016x}, but {', '.join(odd[:8])}"
+            if 2 * votes <= len(digests):
+                sides += ", so no side has a majority"
+            return f"The first tensor that differs is {tensor} ({kind}): {sides}."
+    return "No tensor differs now, so the sum itself was corrupted on its way."
