@@ -19,7 +19,7 @@
 namespace segpipe {
 
 constexpr int kUsage = 2, kOtherAnswers = 4, kAltered = 7;  // exit codes, the same as the Python runtime's
-constexpr char kFormat[] = "\n \"format\": \"segpipe-export/2\"", kProfile[] = "\n \"profile\": \"robot\"";
+constexpr char kFormat[] = "\n \"format\": \"segpipe-export/3\"", kProfile[] = "\n \"profile\": \"robot\"";
 
 struct Failure { int exit_code; std::string what; };
 
@@ -177,7 +177,7 @@ int self_test(int argc, char** argv, const std::string& file, const Open& open) 
   // Written so that NaN fails.
   require(share >= 0.999 && share <= 1 && step >= 0 && step <= 1, kAltered, "golden limits are not those of fp32.");
   const bool known = manifest.find(kFormat) < manifest.find(kProfile) && manifest.find(kProfile) < manifest.size();
-  require(known, kAltered, "the manifest is of another format or profile; segpipe-export/2, robot was needed.");
+  require(known, kAltered, "the manifest is of another format or profile; segpipe-export/3, robot was needed.");
   const Golden frames = {golden(folder, "image"), golden(folder, "mask"), golden(folder, "confidence")};
   const int64_t count = frames[0].shape[0];
   require(count == frames[1].shape[0] && count == frames[2].shape[0], kAltered, "golden/ has images without answers.");

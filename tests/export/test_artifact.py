@@ -45,7 +45,6 @@ from segpipe.export.artifact.manifest import (
 )
 from segpipe.export.artifact.origin import Origin, git_state, origin_of
 from segpipe.export.artifact.place import sums_problems, write_sums
-from segpipe.export.report import render
 from segpipe.export.dataset import Spread
 from segpipe.export.gates import latency
 from segpipe.export.graph.formats import FORMATS
@@ -53,6 +52,7 @@ from segpipe.export.graph.network import deploy_model
 from segpipe.export.graph.onnx_format import write_probe
 from segpipe.export.graph.profiles import manifest_text
 from segpipe.export.graph.torch_formats import jit, quiet_torchscript
+from segpipe.export.report import render
 from segpipe.runtime import Segmenter, Status
 from segpipe.runtime.__main__ import main as runtime
 from segpipe.runtime.artifact import EXPORT_AGAIN
