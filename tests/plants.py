@@ -817,7 +817,7 @@ PLANTS: dict[str, Plant] = {
     ),
     "frame limits of no images": _as_it_is(
         frame_limits_of_no_images,
-        "frame_limits.structure[0] = -1000.0",
+        "frame_limits.bright_share[1] = 0.99",
     ),
     "nothing left to verify": _as_it_is(
         in_manifest(lambda manifest: manifest.update(unverified=[])), "unverified"
