@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Line, shortened
 from segpipe.data.mix import absent_root
+from segpipe.data.samples import open_splits
 from segpipe.errors import CheckpointError, ConfigError, SegpipeError
 from segpipe.files import sha256
 from segpipe.ledger import inputs
@@ -76,9 +77,8 @@ def check_inputs(run: Path, config: Config) -> list[Line]:
 def _check_data(config: Config, recorded: Mapping[str, Any]) -> Line:
     if absent := absent_root(config.data):
         return Line("data", UNCHECKED, f"data.root = {absent} does not exist here")
-    splits = ("train", config.data.split)
     try:
-        changed = inputs.changed_files(recorded, config.data, splits)
+        changed = inputs.changed_files(recorded, open_splits(config, packed=False))
     except SegpipeError as error:
         return Line("data", FAILED, f"the data cannot be read: {error}")
     if changed:

@@ -337,7 +337,7 @@ class NetworkContract:
             preprocess=Preprocess(),
             config=self.config,
             classes=classes,
-            weights_digest="0" * 16,
+            ema_digest="0" * 16,
             step=0,
         )
         shape = (NUM_IMAGES, *self.size, 3)

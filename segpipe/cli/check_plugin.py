@@ -15,7 +15,7 @@ from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.errors import ConfigError, DataError
 from segpipe.run.console import CONSOLE
-from segpipe.settings.compose import compose, config_files
+from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
 
 # The setting that names each part.
@@ -59,7 +59,7 @@ def show(found: list[Clause], what: str) -> bool:
 
 def chosen(arguments: list[str], config: Config) -> list[str]:
     """Parts that the arguments name, and those that are plug-ins."""
-    given = {text.lstrip("+").partition("=")[0] for text in config_files(arguments)[1]}
+    given = {text.lstrip("+").partition("=")[0] for text in arguments}
     # Those of a configuration file are plug-ins by their import paths.
     own = {key for key, _ in config.import_paths}
     return [part for part, key in PARTS.items() if {part, key} & given or key in own]

@@ -19,16 +19,23 @@ COLORS = {"differs": "red", "equal": "green", "not recorded": "dim"}
 
 def main(given: dict[str, Any]) -> int:
     """Exit code."""
-    a, b = Path(given["a"]), Path(given["b"])
-    try:
-        found = replayed(a, b) if given["replay"] else compare(read_run(a), read_run(b))
-    except SegpipeError as error:
-        found = not_comparable(str(error))
+    found = compared(given)
     if given["json"]:
         print(json.dumps(found.to_json()))
     else:
         show(found, Console(emoji=False))
     return found.exit_code
+
+
+def compared(given: dict[str, Any]) -> Comparison:
+    """The comparison that the command shows."""
+    a, b = Path(given["a"]), Path(given["b"])
+    try:
+        if given["replay"]:
+            return replayed(a, b)
+        return compare(read_run(a), read_run(b))
+    except SegpipeError as error:
+        return not_comparable(str(error))
 
 
 def replayed(a: Path, b: Path) -> Comparison:

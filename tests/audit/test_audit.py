@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
@@ -32,6 +33,7 @@ from segpipe.audit.verdict import (
 )
 from segpipe.cli import audit as command
 from segpipe.cli.main import main as segpipe
+from segpipe.data.samples import open_splits
 from segpipe.determinism import flags
 from segpipe.errors import DataError, IntegrityError
 from segpipe.ledger import inputs
@@ -605,12 +607,12 @@ def test_a_resumed_run_refuses_data_that_changed(copy: Path) -> None:
             "compute.shards=2",
         )
     )
-    inputs.record(config, ("train", "val"))
+    inputs.record(config, open_splits(config))
     in_image(copy)
     with pytest.raises(
         DataError, match=r"train/frame03.png was altered since the run .* was started"
     ):
-        inputs.record(config, ("train", "val"))
+        inputs.record(config, open_splits(config))
 
 
 @pytest.mark.parametrize(
@@ -680,17 +682,17 @@ def test_a_resume_that_no_longer_hashes_sees_sizes_and_one_that_does_sees_conten
         for on in ("true", "false")
     )
     in_file(copy)  # a bit, so the size is the same: the limit of comparing sizes
-    inputs.record(sized, ("train", "val"))
-    inputs.record(hashed, ("train", "val"), ledger=False)
+    inputs.record(sized, open_splits(sized))
+    inputs.record(hashed, open_splits(hashed), ledger=False)
     with pytest.raises(DataError, match=r"val/frame01.png was altered"):
-        inputs.record(hashed, ("train", "val"))
+        inputs.record(hashed, open_splits(hashed))
     cv2.imwrite(
         str(copy / "data" / "train" / "frame00.png"), np.zeros((72, 96, 3), np.uint8)
     )
     with pytest.raises(
         DataError, match=r"train/frame00.png was altered since .* \(1 changes\)"
     ):
-        inputs.record(sized, ("train", "val"))
+        inputs.record(sized, open_splits(sized))
 
 
 def test_the_sizes_of_files_that_were_not_hashed_are_audited(copy: Path) -> None:
@@ -709,25 +711,22 @@ def test_the_sizes_of_files_that_were_not_hashed_are_audited(copy: Path) -> None
     assert (line.status, "train/frame03.png was altered" in line.text) == (FAILED, True)
 
 
-def test_sizes_that_are_not_known_are_not_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_that_are_not_known_are_not_compared(tmp_path: Path) -> None:
     """Of samples that name no files, and of files that a user's class fetches later."""
-    config = compose(settings(tmp_path / "run"))
     sources = {
         "a": tmp_path / "absent",
         "b": lambda: pytest.fail("it was read"),
         "c": tmp_path / "c",
     }
     (tmp_path / "c").write_bytes(b"123")
-    monkeypatch.setattr(inputs, "_inputs", lambda data, splits: sources)
-    found = inputs.data_sizes(config.data, ["train"])
+    data = SimpleNamespace(inputs=lambda: sources)
+    found = inputs.data_sizes([data])
     assert found == {"a": None, "b": None, "c": 3}
     (tmp_path / "absent").write_bytes(b"fetched")
 
     def changed(**sizes: int | None) -> list[str]:
         recorded = {"sizes": {**found, **sizes}, "files": {}}
-        return inputs.changed_files(recorded, config.data, ["train"])
+        return inputs.changed_files(recorded, [data])
 
     assert changed() == []
     assert changed(c=None, d=None) == ["d is missing"]
