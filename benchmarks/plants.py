@@ -35,7 +35,7 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.run import launch
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
-from segpipe.train import gradients, optim, state, step
+from segpipe.train import engine, gradients, optim, step
 from segpipe.train.state import TrainState
 
 MODULE, LAYER, NORM = "ppm.out.0", "ppm.out.0.weight", "ppm.out.1.running_mean"
@@ -197,14 +197,14 @@ def in_backward(enter: Enter, rank: int) -> None:
 
 def _with_model(enter: Enter, use: Callable[[nn.Module], Any]) -> None:
     """Do `use` with the network of the run."""
-    build = state.build_state
+    build = engine.build_state
 
     def around(*given: Any) -> TrainState:
         found = build(*given)
         use(found.model)
         return found
 
-    enter(mock.patch.object(state, "build_state", around))
+    enter(mock.patch.object(engine, "build_state", around))
 
 
 def reduced_on_one_rank(enter: Enter, rank: int) -> None:
@@ -265,13 +265,13 @@ _STATE: list[TrainState] = []
 
 
 def _keep_state(enter: Enter) -> None:
-    build = state.build_state
+    build = engine.build_state
 
     def around(*given: Any) -> TrainState:
         _STATE[:] = [build(*given)]
         return _STATE[0]
 
-    enter(mock.patch.object(state, "build_state", around))
+    enter(mock.patch.object(engine, "build_state", around))
 
 
 def _momentum(state: TrainState) -> None:

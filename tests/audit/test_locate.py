@@ -15,7 +15,7 @@ from runs import run, torch_restored
 from segpipe.audit.replay import compare_again, last_common
 from segpipe.cli.main import main as segpipe
 from segpipe.ledger.divergence import Comparison
-from segpipe.train import state
+from segpipe.train import engine, state
 from segpipe.train.checkpoint import load, save
 from segpipe.train.state import TrainState
 
@@ -61,7 +61,8 @@ def planted(monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:
             plant(current)
         return current
 
-    monkeypatch.setattr(state, "build_state", faulty)
+    for user in (engine, state):  # a training, and a replay
+        monkeypatch.setattr(user, "build_state", faulty)
 
 
 def nudged(tensor: Tensor) -> Tensor:
