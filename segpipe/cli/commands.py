@@ -9,7 +9,7 @@ from segpipe.settings.setting import Setting
 
 RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
-IMPORTS = ("voc", "coco", "coco_panoptic", "labelme", "cvat", "roboflow")
+IMPORTS = ("voc", "coco", "labelme", "cvat", "roboflow")
 WAYS = ("sequence", "image", "tail")
 TRUST = Setting(
     "trust",
@@ -246,6 +246,14 @@ COMMANDS = {
                 "class",
                 "what pixels outside all shapes are",
                 choices=("class", "ignore"),
+            ),
+            Setting("ignore", [], "labels whose pixels are ignored"),
+            Setting(
+                "val",
+                0.0,
+                "share of the images for validation, if the format has no splits; 0: none",
+                low=0,
+                high=0.99,
             ),
             Setting("copy", False, "copy the images; links to them otherwise"),
             Setting("skip", False, "leave out what cannot be imported"),

@@ -166,14 +166,14 @@ def examine(config: Config) -> None:
     from segpipe.checks.network_contract import check_network
     from segpipe.data.augment import Augmenter
     from segpipe.data.frequency import check_given_weights
-    from segpipe.data.overlap import check_overlap
-    from segpipe.data.problems import verify
     from segpipe.data.samples import (
         check_labelled,
         image_files,
         open_samples,
         sequences,
     )
+    from segpipe.datasets.overlap import check_overlap
+    from segpipe.datasets.problems import verify
     from segpipe.run.preflight import check_crop, check_workers
 
     check_tracking(config)

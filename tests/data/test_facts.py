@@ -17,7 +17,6 @@ from segpipe.data.facts import CACHE, facts_of
 from segpipe.data.masks import read_target, settled
 from segpipe.data.pack import Pack
 from segpipe.data.pairs import Pair, left_out, scan
-from segpipe.data.problems import problems, verify
 from segpipe.data.readers import read_image
 from segpipe.data.samples import (
     check_labelled,
@@ -25,6 +24,7 @@ from segpipe.data.samples import (
     image_sizes,
     open_samples,
 )
+from segpipe.datasets.problems import problems, verify
 from segpipe.errors import DataError
 from segpipe.ledger import inputs
 from segpipe.settings.groups import DataConfig

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from segpipe.cli.main import main as segpipe
-from segpipe.data.problems import problems, verify
 from segpipe.data.readers import read_image, threaded
 from segpipe.data.samples import class_pixels, open_samples
+from segpipe.datasets.problems import problems, verify
 from segpipe.errors import DataError
 from segpipe.settings.groups import DataConfig
 
