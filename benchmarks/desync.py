@@ -77,7 +77,7 @@ def _skips(group: Any) -> None:
 
 
 def _sleeps_in_forward(group: Any) -> None:
-    from segpipe.train.heads import AllHeads
+    from segpipe.train.forward import AllHeads
 
     AllHeads.forward = lambda *_: time.sleep(1000)  # type: ignore[method-assign, assignment, return-value]
 
@@ -109,8 +109,7 @@ FAULTS = {
 
 def child(name: str, folder: str) -> int:
     """A rank of the run with the fault `name`."""
-    from segpipe.distributed import environment, meeting
-    from segpipe.distributed.watch import agreement
+    from segpipe.distributed import agreement, environment, meeting
     from segpipe.run import launch
     from segpipe.settings.compose import compose
 

@@ -36,9 +36,9 @@ from segpipe.models.preprocess import Preprocess, colored
 from segpipe.run.launch import train
 from segpipe.settings.config import Config
 from segpipe.settings.groups import AugmentConfig, LossConfig
+from segpipe.train.recorder import Watch
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep
-from segpipe.train.watch import Watch
 
 CPU = torch.device("cpu")
 MODELS = {

@@ -26,7 +26,7 @@ from segpipe.data.samples import open_samples
 from segpipe.export.artifact.frame_statistics import unknown_frames
 from segpipe.export.artifact.manifest import in_file
 from segpipe.export.artifact.place import write_sums
-from segpipe.export.artifact.verify_report import write_sidecars
+from segpipe.export.report import write_sidecars
 from segpipe.export.graph.profiles import manifest_text
 
 Change = Callable[[Path], object]

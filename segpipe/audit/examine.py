@@ -21,7 +21,7 @@ from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
 from segpipe.data.mix import absent_root
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
-from segpipe.distributed.watch.agreement import plugin_sources
+from segpipe.distributed.agreement import plugin_sources
 from segpipe.errors import CheckpointError, CollectiveError, ConfigError, SegpipeError
 from segpipe.keys import generator, sample_key
 from segpipe.ledger.divergence import compare

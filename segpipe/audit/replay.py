@@ -20,8 +20,8 @@ from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed import environment
 from segpipe.distributed import group as processes
+from segpipe.distributed.agreement import common_fingerprint
 from segpipe.distributed.group import Group
-from segpipe.distributed.watch.agreement import common_fingerprint
 from segpipe.errors import CollectiveError, DivergenceError, SegpipeError
 from segpipe.ledger.digest import tensor_digests
 from segpipe.losses.total import backend
@@ -31,6 +31,7 @@ from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.recorder import Recorder
 from segpipe.train.start import read_start
 from segpipe.train.step import TrainStep, train_step
+from segpipe.train.teacher import teacher_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ERROR = "error.txt"
@@ -150,6 +151,7 @@ def replay(task: Task, group: Group, report: Report) -> None:
     samples = open_samples(config.data, "train", config.seed, packed=False)
     start = None if task.checkpoint else read_start(config, checkpoint.load)
     current = state.build_state(config, samples.classes, group.device, start)
+    current.teacher = teacher_of(config, group.device)
     loss_backend = backend(config.loss, group.device.type)
     fingerprint, _ = common_fingerprint(config, group, loss_backend)
     if task.checkpoint:

@@ -31,6 +31,7 @@ from segpipe.settings.check import check_critical_classes
 from segpipe.train import checkpoint
 from segpipe.train.start import read_start
 from segpipe.train.state import build_state
+from segpipe.train.teacher import check_teacher
 
 if TYPE_CHECKING:
     from segpipe.data.catalog import ClassTable
@@ -347,6 +348,7 @@ def check_network(config: Config, classes: ClassTable) -> None:
     and classes of export.critical_classes that the data set does not have.
     """
     check_critical_classes(config.export.critical_classes, classes.names)
+    check_teacher(config, classes.names)
     if is_path(config.model.name):
         check_plugin(config, classes.num_classes)
 

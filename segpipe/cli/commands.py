@@ -113,12 +113,6 @@ COMMANDS = {
             ),
             Setting("batch", 1, "images of one size, or tiles, in one forward", low=1),
             Setting(
-                "fit",
-                "tile",
-                "exported file: what to do with images of other sizes",
-                choices=("tile", "resize"),
-            ),
-            Setting(
                 "provider",
                 "CPUExecutionProvider",
                 "exported file: execution provider of onnxruntime",

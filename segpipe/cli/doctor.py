@@ -154,11 +154,11 @@ def _examine(
         if message:
             (found if certain else warnings).append(message)
     if data.name != "synthetic" and len(opened) > 1:
-        names = [
+        first, second = (
             [samples.name(index) for index in range(len(samples))]
             for samples in opened.values()
-        ]
-        if shared := shared_sequences(*names, data.sequence):
+        )
+        if shared := shared_sequences(first, second, data.sequence):
             counts = [f"{name} ({a} and {b} images)" for name, (a, b) in shared.items()]
             warnings.append(
                 f"{len(shared)} sequence{'s' * (len(shared) > 1)} in both training and validation: {listed(counts)}. "

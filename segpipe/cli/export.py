@@ -10,10 +10,9 @@ from rich.console import Console
 
 from segpipe.export.artifact.origin import every_tensor_used
 from segpipe.export.artifact.place import sums_line
-from segpipe.export.artifact.verify_report import table
 from segpipe.export.dataset import training_images, validation_samples
-from segpipe.export.gates.outcome import NOT_EXPORTED
 from segpipe.export.publish import export_checkpoint
+from segpipe.export.report import NOT_EXPORTED
 from segpipe.settings.arguments import with_settings
 from segpipe.train.checkpoint import load_network
 
@@ -32,7 +31,7 @@ def main(given: dict[str, Any]) -> int:
         validation=validation_samples(config, trained.classes),
         training=training_images(config),
     )
-    Console(emoji=False).print(table(report))
+    Console(emoji=False).print(report.table())
     for warning in report.manifest.get("warnings", []):
         print(f"warning: {warning}.", file=sys.stderr)
     print(sums_line(report.folder))

@@ -132,14 +132,14 @@ def network_rate(config: Config, group: Group, samples: DataSet) -> float:
     import torch
 
     from segpipe.train.batches import shard_stream
+    from segpipe.train.recorder import Watch
     from segpipe.train.state import build_state
     from segpipe.train.step import TrainStep, train_step
-    from segpipe.train.watch import Watch
 
     config = replace(
         config,
         data=replace(config.data, balance=0.0, workers=0),
-        loss=replace(config.loss, class_weights="none"),
+        loss=replace(config.loss, class_weights="none", teacher=""),
     )
     own = group.own_shards(config.compute.shards)
     state = build_state(config, samples.classes, group.device)

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import cv2
 import PIL
 
-from segpipe.data.headers import Header
 from segpipe.data.readers import (
+    Header,
     MaskValues,
     read_header,
     read_image,

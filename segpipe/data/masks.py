@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import Color, MaskTable
-from segpipe.data.headers import Header
 from segpipe.data.readers import (
     OPAQUE,
+    Header,
     MaskValues,
     RawMask,
     Value,

@@ -17,9 +17,9 @@ MOST_LOOKS = 20_000  # images of a split that are decoded to compare them
 
 
 class CensusRow(NamedTuple):
-    """One sample: its index, its name, what its target and its image hold."""
+    """One sample: its place in the split, its name, what its target and its image hold."""
 
-    index: int
+    place: int
     name: str
     content: Content
     look: int

@@ -110,11 +110,10 @@ def _table(tally: Tally, classes: Sequence[Value]) -> list[str]:
         share = f"{tally.share(value)}, in {tally.files[value]} masks"
         lines.append(f"  - {name}  # {tally.kind[:-1]} {value}: {share}")
     lines.append(f"masks: {tally.kind}")
-    palette = {
-        value: value if colored else tally.palette.get(value) for value in classes
-    }
-    if None not in palette.values() and len(set(palette.values())) == len(classes):
-        lines += ["palette:", *(f"  - {[*color]}" for color in palette.values())]
+    given = tally.palette
+    colors = [each if isinstance(each, tuple) else given.get(each) for each in classes]
+    if None not in colors and len(set(colors)) == len(classes):
+        lines += ["palette:", *(f"  - {[*color]}" for color in colors if color)]
     if not colored and list(classes) != list(range(len(classes))):
         rows = zip(classes, names, strict=True)
         lines += ["ids:", *(f"  {value}: {name}" for value, name in rows)]

@@ -55,7 +55,7 @@ def evaluate(
     factors: Tensor | None = None,
     slopes: tuple[Tensor, Tensor] | None = None,
 ) -> LossPass:
-    """As `strips.evaluate`, for float32 on a CPU. Raises IndexError for a target that is no class."""
+    """As `strips.Evaluate`, for float32 on a CPU. Raises IndexError for a target that is no class."""
     batch, classes, rows_in, cols_in = head.logits.shape
     tasks = batch * -(-head.target.shape[2] // WIDTH)
     span = _span(head.columns.first, cols_in)

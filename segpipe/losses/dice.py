@@ -33,7 +33,7 @@ def dice_sum(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
 def dice_of_sums(
     sums: Tensor, factor: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The loss times `factor` from `LossPass.sums`, and its slopes as `strips.evaluate` takes them."""
+    """The loss times `factor` from `LossPass.sums`, and its slopes as a pass takes them."""
     common, probability, size = sums
     present = size > 0
     share = factor * present / present.sum().clamp_min(1)

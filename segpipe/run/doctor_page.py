@@ -87,7 +87,7 @@ def _split(census: Census) -> dict[str, Any]:
     kinds = Counter(row.content.kind for row in rows).most_common()
     pairs = census.samples.file_pairs()
     bare = [
-        row.index
+        row.place
         for row, pixels in zip(rows, counts, strict=True)
         if pixels[-2] == pixels.sum()
     ]
@@ -103,7 +103,7 @@ def _split(census: Census) -> dict[str, Any]:
         "unlabelled": len(bare),
         "bare": _shown(census.samples, bare[:SHOWN]),
         "example": f"{pairs[0].image} with {pairs[0].mask}" if pairs else "",
-        "grid": _shown(census.samples, [rows[place].index for place in places]),
+        "grid": _shown(census.samples, [rows[place].place for place in places]),
     }
 
 
@@ -185,11 +185,11 @@ def _contradictions(splits: Sequence[Census]) -> list[str]:
 
 def _leaks(config: Config, train: Census, val: Census) -> dict[str, Any]:
     """Images that training and validation share: byte for byte, nearly, and sequences."""
-    names = [[row.name for row in each.rows] for each in (train, val)]
-    looks = [[row.look for row in each.rows] for each in (train, val)]
-    near = near_duplicates(*looks)
+    first, second = train.rows, val.rows
+    near = near_duplicates([row.look for row in first], [row.look for row in second])
     sequences = {}
     if config.data.name != "synthetic":
+        names = [row.name for row in first], [row.name for row in second]
         sequences = shared_sequences(*names, config.data.sequence)
     return {
         "equal": shared_files(image_files(train.samples), image_files(val.samples)),
@@ -197,12 +197,12 @@ def _leaks(config: Config, train: Census, val: Census) -> dict[str, Any]:
         "shown": [
             (
                 pair.distance,
-                _shown(train.samples, [train.rows[pair.first].index]),
-                _shown(val.samples, [val.rows[pair.second].index]),
+                _shown(train.samples, [first[pair.first].place]),
+                _shown(val.samples, [second[pair.second].place]),
             )
             for pair in near[: SHOWN // 2]
         ],
-        "images": len(val.rows),
+        "images": len(second),
         "sequences": sequences,
     }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.run import lock
+from segpipe.run.report import PAGE, is_live
 from segpipe.run.tracking import FAILURE, FILE_NAME, failure, read_metrics
 from segpipe.settings.config import Config, changed_course, recipe, saved_config
 
@@ -117,10 +118,11 @@ def clear_folder(config: Config) -> None:
 def finished(config: Config) -> dict[str, Any] | None:
     """result.json of a run that `run.exists=resume` has nothing left to do for; None if there is work left."""
     folder = config.run_dir
-    made = [folder / "report.html"]
+    made = [folder / PAGE]
     if config.export.enabled:
         made.append(Path(config.export.dir or folder / "export") / "manifest.json")
     whole = all(path.is_file() for path in made) and not failure(folder)[0]
+    whole = whole and not is_live(made[0])
     if config.run.exists != "resume" or not whole:
         return None
     try:

@@ -38,9 +38,9 @@ from segpipe.files import not_written
 from segpipe.run import lock
 from segpipe.run.console import TrainView
 from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
+from segpipe.run.trackers import check_tracking
 from segpipe.run.tracking import (
     Tracker,
-    check_tracking,
     failure,
     note_failure,
     note_lost,
@@ -216,7 +216,7 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
         spawn,
     )
 
-    from segpipe.distributed.meeting import local_store
+    from segpipe.distributed.group import local_store
 
     before = failure(config.run_dir)  # of an earlier session
     others = set(multiprocessing.active_children())

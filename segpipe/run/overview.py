@@ -10,11 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from markupsafe import Markup
-
 from segpipe.errors import ConfigError, Interrupted
-from segpipe.run.pages import write_page
-from segpipe.run.pictures import COLORS, curve_svg, points_of
+from segpipe.run.pages import COLORS, Chart, Line, points_of, write_page
 from segpipe.run.tracking import FILE_NAME, failure, read_metrics
 from segpipe.settings.config import FREE_KEYS, flat, saved_config
 
@@ -207,7 +204,7 @@ def write_overview(
         groups = [RecipeGroup(row.settings, [row]) for row in rows]
     recipes = [group.settings for group in groups if group.settings]
     keys = differing(recipes)
-    styles = [(color, dashes) for dashes in ("solid", "dashed") for color in COLORS]
+    styles = [(color, dashed) for dashed in (False, True) for color in COLORS]
     styles = styles[: len(groups)]
     shared = recipes[0] if recipes else {}
     return write_page(
@@ -218,30 +215,27 @@ def write_overview(
         keys=keys,
         groups=groups,
         styles=styles,
-        curves=_curves(groups, styles),
+        charts=_charts(groups, styles),
         same={key: value for key, value in shared.items() if key not in keys},
     )
 
 
-def _curves(
-    groups: Sequence[RecipeGroup], styles: Sequence[tuple[str, str]]
-) -> dict[str, Markup]:
-    """A picture with a line for each run, by title."""
+def _charts(
+    groups: Sequence[RecipeGroup], styles: Sequence[tuple[str, bool]]
+) -> list[Chart]:
+    """Charts with a line for each run."""
     histories = [
         (style, read_metrics(row.folder / FILE_NAME))
         for group, style in zip(groups, styles, strict=False)
         for row in group.rows
     ]
-    pictures = {}
+    charts = []
     for kind, key, title in _FIGURES:
         lines = [
-            (*style, points)
+            Line(points, *style)
             for style, history in histories
             if (points := points_of(history, kind, key))
         ]
         if lines:
-            is_score = key == "miou"
-            pictures[title] = curve_svg(
-                lines, label=title, dots=is_score, size=(5.4, 3.2)
-            )
-    return pictures
+            charts.append(Chart(title, lines, key == "miou", width=540, height=300))
+    return charts

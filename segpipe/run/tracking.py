@@ -1,7 +1,8 @@
-"""Metrics of a run: metrics.jsonl always, and one tracker on request that shows them elsewhere. Only rank 0 writes.
+"""Figures of a run: metrics.jsonl always, and callbacks that show them elsewhere. Only rank 0 writes.
 
-metrics.jsonl is the record that other code reads; a tracker mirrors it. If the tracker's service is unreachable or
-crashes, that costs one warning and never a step of training. failure.json says why the last session ended.
+metrics.jsonl is the record that other code reads; callbacks mirror it: the page of the living run, trackers, and a
+class of your own. One that fails costs one warning and never a step of training. failure.json says why the last session
+ended.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
 from segpipe.disk import append, patiently
 from segpipe.errors import CollectiveError, SegpipeError
 from segpipe.files import not_written, plain, to_json, write_atomically
-from segpipe.run.trackers import Mirror, Picture, check_ready, mirror_class, run_end
 from segpipe.settings.config import Config
+
+if TYPE_CHECKING:
+    from segpipe.run.pictures import Picture
+    from segpipe.train.training import Run
+    from segpipe.train.validate import Validation
 
 FILE_NAME = "metrics.jsonl"
 FAILURE = "failure.json"
@@ -32,23 +37,39 @@ FAILURE = "failure.json"
 _RESERVED = {"step": (int,), "kind": (str,), "time_s": (int, float)}
 
 
-def check_tracking(config: Config) -> None:
-    """Raise ConfigError if the tracker's package is not installed, or wandb is online without a login."""
-    check_ready(config)
+class Callback(Protocol):
+    """Shows a run elsewhere. Methods may be missing and may raise; they are called in order, beside the training."""
+
+    def on_start(self, config: Config, step: int) -> None:
+        """Before the first update; `step` is above 0 when the run is resumed."""
+
+    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Figures of one step, by names such as `train/loss`."""
+
+    def on_validation(
+        self, step: int, scores: dict[str, Any], pictures: Sequence[Picture]
+    ) -> None:
+        """After each validation: miou, iou by class, `confusion` int64 (C, C), `names` and `palette` of the classes.
+
+        The pictures are the first image of the split, the same each time, and then the worst ones.
+        """
+
+    def on_end(self, result: dict[str, Any]) -> None:
+        """At the end: `exit_code`, and of a finished run also result.json and the list `files`."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Entries of a metrics.jsonl, oldest first; empty if there is no file. Lines damaged by a crash are skipped."""
     if not path.exists():
         return []
-    found = []
+    entries = []
     for line in path.read_bytes().split(b"\n")[:-1]:  # the last one may be torn
         # A block lost in a power failure is no JSON, and JSON nested 10,000 deep raises RecursionError.
         with contextlib.suppress(ValueError, RecursionError):
             entry = json.loads(line)
             if isinstance(entry, dict) and _has_reserved(entry):
-                found.append(entry)
-    return found
+                entries.append(entry)
+    return entries
 
 
 def _has_reserved(entry: Mapping[str, Any]) -> bool:
@@ -57,17 +78,16 @@ def _has_reserved(entry: Mapping[str, Any]) -> bool:
 
 def note_failure(config: Config, code: int, reason: str) -> None:
     """Write down why the run ended; a full disk does not hide the error itself: then nothing is written."""
+    content = to_json({"exit_code": code, "reason": reason})
     with contextlib.suppress(SegpipeError, OSError):
-        write_atomically(
-            config.run_dir / FAILURE, to_json({"exit_code": code, "reason": reason})
-        )
+        write_atomically(config.run_dir / FAILURE, content)
 
 
 def failure(folder: Path) -> tuple[int, str]:
     """Exit code and reason, on one line, of the run's last session; (0, "") if it did not fail, or nobody knows."""
     try:
-        found = json.loads((folder / FAILURE).read_bytes())
-        return int(found["exit_code"]), " ".join(str(found["reason"]).split())
+        noted = json.loads((folder / FAILURE).read_bytes())
+        return int(noted["exit_code"]), " ".join(str(noted["reason"]).split())
     except (OSError, ValueError, TypeError, LookupError):
         return 0, ""
 
@@ -86,28 +106,26 @@ def note_lost(config: Config, rank: int, number: int, before: tuple[int, str]) -
 
 
 class Tracker:
-    """Appends to metrics.jsonl and mirrors to a tracker; created by `open_tracker`.
-
-    pictures: what the report shows, for the end of the run.
-    """
+    """Appends to metrics.jsonl and passes everything on to callbacks; created by `open_tracker`."""
 
     def __init__(
         self,
         path: Path | None,
-        mirror: _Guarded | None = None,
+        callbacks: Mapping[str, Any] | None = None,
         *,
         kept: Sequence[Mapping[str, Any]] = (),
         ends_later: bool = False,
     ) -> None:
-        self.pictures: list[Picture] = []
         self._path, self._file = path, None
         if path:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             self._file = patiently(path, lambda: os.open(path, flags, 0o644))
         self._kept = {(entry["step"], entry["kind"]) for entry in kept}
         earlier_s = kept[-1]["time_s"] if kept else 0.0
-        self._mirror, self._ends_later = mirror, ends_later
         self._start = time.monotonic() - earlier_s
+        self._callbacks = dict(callbacks or {})
+        self._thread = ThreadPoolExecutor(1, "callbacks")
+        self._ends_later = ends_later
 
     def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Append one line {"step", "kind", "time_s", **values}; NaN and infinities become null.
@@ -127,31 +145,63 @@ class Tracker:
             append(self._path, self._file, _line(entry))
         except OSError as error:
             raise not_written(self._path, error) from error
-        if self._mirror:
-            scalars = dict(_scalars(figures, f"{kind}/"))
-            self._mirror.attempt(lambda mirror: mirror.log(step, scalars))
+        self.call("on_metrics", step, dict(_scalars(figures, f"{kind}/")))
+
+    def validated(self, run: Run, found: Validation) -> None:
+        """Pass a validation on with pictures, which are predicted here once more."""
+        step = run.state.step
+        if self._callbacks and (step, "validation") not in self._kept:
+            from segpipe.run.report import live_pictures, scores_of
+
+            scores = scores_of(found, run.val_samples.classes)
+            self.call("on_validation", step, scores, live_pictures(run, found))
+
+    def call(self, method: str, *given: Any) -> None:
+        """Call the method of all callbacks, in their thread."""
+        if self._callbacks:
+            self._thread.submit(self._call, method, given)
+
+    def _call(self, method: str, given: Sequence[Any]) -> None:
+        """The first exception of a callback prints a warning and ends it."""
+        for name, callback in list(self._callbacks.items()):
+            try:
+                if hasattr(callback, method):
+                    getattr(callback, method)(*given)
+            except Exception as error:
+                del self._callbacks[name]
+                Console(stderr=True, emoji=False).print(
+                    f"{name} stopped: {type(error).__name__}: {error}. Training "
+                    f"continues; {FILE_NAME} has every value.",
+                    style="yellow",
+                    markup=False,
+                    highlight=False,
+                )
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the file. The tracker ends too, failed if `exit_code` is not 0; after a success, `end` may follow."""
+        """Close the file, and wait for the callbacks. They end too, unless the run succeeded and `end` may follow."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
         if exit_code or not self._ends_later:
-            self._close_mirror(exit_code)
+            self._end({"exit_code": exit_code})
+        elif self._callbacks:  # a page must not come after the final one
+            self._thread.submit(int).result()
 
     def end(
         self, config: Config, result: Mapping[str, Any], exit_code: int = 0
     ) -> None:
-        """Send results, pictures and files to the tracker, and end it. A second call does nothing."""
-        if self._mirror:
-            end = run_end(config, result, self.pictures)
-            self._mirror.attempt(lambda mirror: mirror.finish(end))
-        self._close_mirror(exit_code)
+        """End the callbacks with results and files. A second call does nothing."""
+        folder = config.run_dir
+        files = [folder / name for name in ("report.html", "best.pt", "inputs.json")]
+        if config.export.enabled:
+            files.append(Path(config.export.dir or folder / "export"))
+        existing = [path for path in files if path.exists()]
+        self._end({**result, "exit_code": exit_code, "files": existing})
 
-    def _close_mirror(self, exit_code: int) -> None:
-        if self._mirror:
-            self._mirror.attempt(lambda mirror: mirror.close(exit_code))
-        self._mirror = None
+    def _end(self, result: Mapping[str, Any]) -> None:
+        self.call("on_end", result)
+        self._thread.shutdown()
+        self._callbacks.clear()
 
 
 def open_tracker(
@@ -169,18 +219,23 @@ def open_tracker(
     """
     if rank != 0:
         return Tracker(None)
+    from segpipe.run.report import LivePage
+    from segpipe.run.trackers import tracker_classes
+
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / FILE_NAME
     kept: list[dict[str, Any]] = []
     if resume_step is not None:
         kept = [entry for entry in read_metrics(path) if entry["step"] <= resume_step]
     write_atomically(path, b"".join(map(_line, kept)))
-    mirror = None
-    if kind := mirror_class(config):
-        mirror = _Guarded(
-            config.track.name, partial(kind, config, run_dir, resume_step)
-        )
-    return Tracker(path, mirror, kept=kept, ends_later=ends_later)
+    callbacks: dict[str, Any] = {}
+    if config.train.validate_every:
+        callbacks["report.html"] = LivePage()
+    for name, kind in tracker_classes(config).items():
+        callbacks[name] = kind()
+    tracker = Tracker(path, callbacks, kept=kept, ends_later=ends_later)
+    tracker.call("on_start", config, resume_step or 0)
+    return tracker
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:
@@ -196,30 +251,3 @@ def _scalars(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, floa
             yield from _scalars(value, f"{prefix}{name}/")
         elif isinstance(value, bool | int | float) and math.isfinite(value):
             yield f"{prefix}{name}", value
-
-
-class _Guarded:
-    """A mirror whose first exception, also that of its start, prints a warning and ends it."""
-
-    def __init__(self, name: str, start: Callable[[], Mirror]) -> None:
-        self._name = name
-        self._mirror: Mirror | None = None
-        self._or_warn(lambda: setattr(self, "_mirror", start()))
-
-    def attempt(self, action: Callable[[Mirror], None]) -> None:
-        """Do something with the mirror, if it still works."""
-        if mirror := self._mirror:
-            self._or_warn(lambda: action(mirror))
-
-    def _or_warn(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:
-            self._mirror = None
-            Console(stderr=True, emoji=False).print(
-                f"{self._name} stopped: {type(error).__name__}: {error}. Training "
-                f"continues; {FILE_NAME} has every value.",
-                style="yellow",
-                markup=False,
-                highlight=False,
-            )

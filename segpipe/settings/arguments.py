@@ -85,7 +85,7 @@ def with_settings(config: Config, given: Mapping[str, Any]) -> Config:
     A `loss.backend` that needs a certain machine becomes auto: the network may have been trained on another one.
     """
     values = to_mapping(config)
-    if values["loss"]["backend"] in ("native", "triton"):
+    if values["loss"]["backend"] != "plain":
         values["loss"]["backend"] = "auto"
     for key, value in given.items():
         group, _, name = key.rpartition(".")

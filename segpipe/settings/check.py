@@ -279,7 +279,6 @@ def _check_processes(config: Config, world_size: int) -> None:
 def export_problems(export: ExportConfig) -> list[str]:
     """Contradictions between export settings, one sentence each."""
     reduced = [name for name in export.precision if name != "fp32"]
-    variable = f"export.dynamic = {export.dynamic}" if export.dynamic != "none" else ""
     precision, formats = (
         f"export.precision = {export.precision}",
         f"export.formats = {export.formats}",
@@ -301,20 +300,6 @@ def export_problems(export: ExportConfig) -> list[str]:
             "int8" in reduced and export.profile == "isaac",
             "export.profile = isaac, but int8 is calibrated on a graph that takes bytes. Set export.profile=robot, or "
             "remove int8 from export.precision: TensorRT quantizes the model itself.",
-        ),
-        (
-            export.dynamic == "hw" and "torchscript" in export.formats,
-            f"{variable}, but {formats} has torchscript, whose trace keeps the size of its example. Remove it.",
-        ),
-        (
-            variable and "int8" in reduced,
-            f"{variable}, but int8 is calibrated for one shape. Remove int8 from export.precision, or set "
-            "export.dynamic=none.",
-        ),
-        (
-            variable and export.profile == "isaac",
-            f"{variable}, but export.profile = isaac: the nodes of Isaac ROS take one shape. Set export.dynamic=none "
-            "or export.profile=robot.",
         ),
         (
             bool(export.height) != bool(export.width),

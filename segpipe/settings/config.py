@@ -158,8 +158,9 @@ def convert(key: str, value: Any, default: Any) -> Any:
         if isinstance(value, list | tuple) and (value or not default):
             return _converted_items(key, value, kind)
         raise _unfit(key, value, f"a list such as {default or [kind or 'name']}")
-    if entry and entry.numbers and isinstance(value, list | tuple) and value:
-        return _converted_items(key, value, 1.0)
+    is_list = isinstance(value, list | tuple) and bool(value)
+    if entry and (entry.numbers or entry.several) and is_list:
+        return _converted_items(key, value, 1.0 if entry.numbers else "")
     kinds: dict[type, Any] = {
         bool: bool,
         float: int | float,

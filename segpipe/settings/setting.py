@@ -28,6 +28,9 @@ class Setting:
     free: bool = False  # cannot reach the numbers: may change when a run is resumed
     required: bool = False  # has no default; `default` is then an example
     numbers: bool = False  # a list of numbers in the range is valid, too
+    # A family of names that are valid, too: an example, and the regular expression.
+    family: tuple[str, str] = ("", "")
+    several: bool = False  # a list of the choices is valid, too
     mappings: bool = False  # a list of mappings, empty by default
     ending: str = ""  # of the name of a file
     # An import path package.module:Name is valid, too; its form is checked where it is
@@ -51,8 +54,10 @@ class Setting:
 
     @property
     def _names(self) -> str:
-        own = ", or package.module:Name of your own" if self.plugin else ""
-        return ", ".join(self.choices) + own
+        example, _ = self.family
+        family = [f"names like {example}"] if example else []
+        own = ["or package.module:Name of your own"] if self.plugin else []
+        return ", ".join([*self.choices, *family, *own])
 
     def problem(self, value: Any) -> str:
         """What is wrong with `value`, which has the right type; empty when it is valid."""
@@ -83,7 +88,8 @@ class Setting:
         is_name = isinstance(item, str)
         if self.choices and item not in self.choices:
             is_number = self.numbers and isinstance(value, list)
-            if not is_number and not (self.plugin and ":" in item):
+            in_family = not is_number and re.fullmatch(self.family[1], item)
+            if not is_number and not in_family and not (self.plugin and ":" in item):
                 return (
                     f"{self.key} = {item!r} is not one of {self._names}."
                     f"{nearest(item, self.choices)}"

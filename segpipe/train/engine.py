@@ -14,7 +14,7 @@ import torch
 from segpipe.data import frequency
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
-from segpipe.distributed.watch.agreement import agree_on_step, common_fingerprint
+from segpipe.distributed.agreement import agree_on_step, common_fingerprint
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
 from segpipe.files import to_json, write_atomically
 from segpipe.ledger import inputs
@@ -24,13 +24,14 @@ from segpipe.plugins import is_path
 from segpipe.settings.config import Config, to_mapping
 from segpipe.train import checkpoint, state
 from segpipe.train.batches import counted, loss_weights, shard_stream
-from segpipe.train.gradients import autocast
+from segpipe.train.forward import autocast
 from segpipe.train.metrics import miou, summary
 from segpipe.train.recorder import keeps_ledger, open_watch
 from segpipe.train.result import check_space, header, result_of
 from segpipe.train.start import WEIGHTS, read_start
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
+from segpipe.train.teacher import teacher_of
 from segpipe.train.training import OpenOutputs, Run
 from segpipe.train.validate import Validation, validate
 
@@ -105,9 +106,7 @@ def _open(
         ledger = keeps_ledger(config)
         inputs.record(config, splits, fresh=not found, ledger=ledger)
     group.keep_stacks(config.run_dir)
-    # The images of training are cached in the workers, where there are any.
-    cache_mib = config.data.cache_mib * (1 if config.data.workers else 2)
-    watch = open_watch(config, group, current, train_samples, fingerprint, cache_mib)
+    watch = open_watch(config, group, current, train_samples, fingerprint)
     run = Run(
         config,
         group,
@@ -139,6 +138,7 @@ def _start(
     found = checkpoint.newest_whole(config.run_dir) if resumes else None
     weights = None if found else read_start(config, checkpoint.load)
     current = state.build_state(config, classes, group.device, weights)
+    current.teacher = teacher_of(config, group.device)
     fingerprint, rank_differences = common_fingerprint(
         config, group, backend(config.loss, group.device.type)
     )
@@ -378,6 +378,7 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
     figures = summary(found.total, run.val_samples.classes.names)
     if log:
         run.log.log(current.step, "validation", {"precision": precision, **figures})
+        run.log.validated(run, found)
     run.view.say(f"step {current.step}: validation mIoU {100 * figures['miou']:.2f} %")
     return found
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from segpipe.errors import ConfigError
-from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
     from segpipe.models.layers import SegmentationNet
@@ -43,10 +42,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> str:
         parameters[name].requires_grad_(False)
     for module in frozen_modules(model):
         module.training = False
-    count, total = (
-        sum(parameters[name].numel() for name in frozen),
-        sum(p.numel() for p in parameters.values()),
-    )
+    count = sum(parameters[name].numel() for name in frozen)
+    total = sum(p.numel() for p in parameters.values())
     return f"frozen: {len(frozen)} of {len(parameters)} tensors, {100 * count / total:.1f} % of the parameters"
 
 
@@ -54,9 +51,8 @@ def frozen_modules(model: nn.Module) -> list[nn.Module]:
     """Modules that have parameters, all of them frozen, and what is inside them."""
     found: dict[nn.Module, None] = {}
     for module in model.modules():
-        if (own := list(module.parameters())) and not any(
-            parameter.requires_grad for parameter in own
-        ):
+        own = list(module.parameters())
+        if own and not any(parameter.requires_grad for parameter in own):
             found |= dict.fromkeys(module.modules())
     return list(found)
 
@@ -66,14 +62,10 @@ def _matches(model: nn.Module, pattern: str, key: str) -> list[str]:
     names = [name for name, _ in model.named_parameters()]
     found = [name for name in names if fnmatchcase(name, pattern)]
     if not found:
-        below = dict.fromkeys(
-            ".".join(name.split(".")[:depth]) for depth in (1, 2) for name in names
-        )
-        valid = [*(f"{module}.*" for module in below if module not in names), *names]
         tops = dict.fromkeys(name.partition(".")[0] for name in names)
+        valid = [top if top in names else f"{top}.*" for top in tops]
         raise ConfigError(
-            f"{key}: {pattern!r} matches no parameter of {type(model).__name__}, which has "
-            f"{', '.join(f'{top}.*' if top not in names else top for top in tops)}.{nearest(pattern, valid)}"
+            f"{key}: {pattern!r} matches no parameter of {type(model).__name__}, which has {', '.join(valid)}."
         )
     return found
 
@@ -88,49 +80,30 @@ def parameter_groups(
     for a pattern that matches nothing or only frozen parameters, and for a parameter that matches two.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    scaled = {
-        pattern: _scaled(model, pattern, trained) for pattern in sorted(lr_scale or {})
-    }
-    owners: dict[str, str] = {}
-    for pattern, names in scaled.items():
-        for name in names:
-            if name in owners:
-                raise ConfigError(
-                    f"optim.lr_scale: {name} matches both {owners[name]!r} and {pattern!r}. Give each parameter one "
-                    f"pattern, so that the factor does not depend on their order."
-                )
-            owners[name] = pattern
-    groups = _by_decay(
-        [p for name, p in trained.items() if name not in owners], weight_decay
-    )
-    for pattern, names in scaled.items():
-        factor = float((lr_scale or {})[pattern])
-        for group in _by_decay([trained[name] for name in names], weight_decay):
-            groups.append({**group, "lr_scale": factor})
-    return groups
-
-
-def _scaled(
-    model: nn.Module, pattern: str, trained: Mapping[str, nn.Parameter]
-) -> list[str]:
-    """Trained parameters that match."""
-    found = [
-        name for name in _matches(model, pattern, "optim.lr_scale") if name in trained
-    ]
-    if not found:
-        raise ConfigError(
-            f"optim.lr_scale: {pattern!r} matches only parameters that model.freeze keeps from training."
-        )
-    return found
+    left = dict(trained)
+    groups = []
+    for pattern, factor in sorted((lr_scale or {}).items()):
+        names = _matches(model, pattern, "optim.lr_scale")
+        own = [left.pop(name) for name in names if name in left]
+        if len(own) < len(trained.keys() & set(names)):
+            raise ConfigError(
+                f"optim.lr_scale: {pattern!r} and another pattern match the same parameter. Give each parameter one "
+                f"pattern, so that the factor does not depend on their order."
+            )
+        if not own:
+            raise ConfigError(
+                f"optim.lr_scale: {pattern!r} matches only parameters that model.freeze keeps from training."
+            )
+        for group in _by_decay(own, weight_decay):
+            groups.append({**group, "lr_scale": float(factor)})
+    return [*_by_decay(list(left.values()), weight_decay), *groups]
 
 
 def _by_decay(
     parameters: Sequence[nn.Parameter], weight_decay: float
 ) -> list[dict[str, Any]]:
-    decayed, plain = (
-        [p for p in parameters if p.ndim > 1],
-        [p for p in parameters if p.ndim <= 1],
-    )
+    decayed = [p for p in parameters if p.ndim > 1]
+    plain = [p for p in parameters if p.ndim <= 1]
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": plain, "weight_decay": 0.0},
@@ -184,14 +157,12 @@ def build_optimizer(
 def _fill_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Start momenta at 0. torch's fused SGD takes fresh memory, and leaves it so if the first update overflowed."""
     for group in optimizer.param_groups:
-        for parameter in group["params"] if group.get("momentum") else ():
-            if (
-                parameter.grad is not None
-                and optimizer.state[parameter].get("momentum_buffer") is None
-            ):
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(
-                    parameter
-                )
+        if not group.get("momentum"):
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if parameter.grad is not None and state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -200,11 +171,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
     The kernels, decay, momentum and the like stay those of the settings: in a file that was altered they would train
     something else than its configuration says, and an audit that starts from it would repeat that.
     """
-    own = optimizer.state_dict()["param_groups"]
-    groups = [
-        {**group, "lr": before["lr"]}
-        for group, before in zip(own, saved["param_groups"], strict=True)
-    ]
+    groups = optimizer.state_dict()["param_groups"]
+    for group, before in zip(groups, saved["param_groups"], strict=True):
+        group["lr"] = before["lr"]
     optimizer.load_state_dict({**saved, "param_groups": groups})
 
 
@@ -216,11 +185,10 @@ def _light(kind: type[torch.optim.Optimizer]) -> Any:
     switch. Where a method has no wrapper, it is used as it is, so a torch that mends this needs no change here.
     """
     names = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
-    return type(
-        kind.__name__,
-        (kind,),
-        {name: torch.no_grad()(inspect.unwrap(getattr(kind, name))) for name in names},
-    )
+    methods = {}
+    for name in names:
+        methods[name] = torch.no_grad()(inspect.unwrap(getattr(kind, name)))
+    return type(kind.__name__, (kind,), methods)
 
 
 _SGD, _ADAMW = _light(torch.optim.SGD), _light(torch.optim.AdamW)

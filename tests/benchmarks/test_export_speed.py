@@ -20,7 +20,6 @@ FORMS = {
     "onnx fp32",
     "onnx fp16",
     "onnx int8 U8S8",
-    "onnx int8 S8S8",
     "onnx int8 U8S7",
 }
 

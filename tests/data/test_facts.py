@@ -202,8 +202,8 @@ def test_a_mask_whose_values_pillow_would_scale_is_refused(tmp_path: Path) -> No
 def test_formats_that_nobody_reads_are_named(data: DataConfig, suffix: str) -> None:
     image = Path(data.root) / "images/train/1.png"
     image.rename(image.with_suffix(suffix))
-    (found,) = problems(data, SPLITS)
-    assert f"1{suffix} is of a format that is not read" in found
+    found = list(problems(data, SPLITS))
+    assert any(f"1{suffix}" in fault and "not read" in fault for fault in found)
 
 
 def test_a_name_that_ends_with_a_space_is_named(data: DataConfig) -> None:

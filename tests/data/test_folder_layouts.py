@@ -233,17 +233,16 @@ REFUSED = {
         ["images/train/a.png", "masks/train/a.json"],
         [
             "holds no masks of the 1 images",
-            "1 .json files, which are shapes",
-            "`segpipe import --help` (labelme or coco)",
+            "`segpipe import --help`",
         ],
     ),
     "heic": (
         ["images/train/a.heic", "mask:masks/train/a.png"],
-        ["a.heic is of a format that is not read"],
+        ["holds 1 files that are not read", "a.heic", "a.png has no image"],
     ),
     "gif beside": (
         ["images/train/a.png", "images/train/b.gif", "mask:masks/train/a.png"],
-        ["b.gif", "b.gif has no mask"],
+        ["holds 1 files that are not read, beside 1 pictures: 1 .gif", "b.gif"],
     ),
     "row without a file": (
         ["a.png", "train.csv=a.png,b.png"],
@@ -259,15 +258,11 @@ REFUSED = {
     ),
     "wrong line": (
         ["images/frame1.png", "mask:masks/frame1.png", "train.txt=frame1\nfrme1"],
-        ["lists frme1, but images has no such stem. Did you mean frame1?"],
-    ),
-    "another suffix": (
-        ["images/a.PNG", "mask:masks/a.png", "train.txt=images/a.jpg"],
-        ["lists images/a.jpg, but the file is named a.PNG. Write it so."],
+        ["lists frme1, but images has no such stem."],
     ),
     "another case": (
         ["images/a.PNG", "mask:masks/a.png", "train.txt=images/A.png"],
-        ["lists images/A.png, but the file is named a.PNG. Write it so."],
+        ["lists images/A.png, but images has no such stem."],
     ),
 }
 

@@ -23,10 +23,10 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
 from segpipe.settings.groups import LossConfig
 from segpipe.train.metrics import confusion
+from segpipe.train.recorder import Watch
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep
 from segpipe.train.validate import predict
-from segpipe.train.watch import Watch
 
 C = STREET.num_classes
 IMAGE = torch.randint(
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
 
 PLAIN, FUSED = (
     partial(LossConfig, backend="plain"),
-    partial(LossConfig, backend="torch"),
+    partial(LossConfig, backend="native"),
 )
 LOSSES: dict[str, tuple[LossConfig, Tensor | None]] = {
     "cross_entropy": (PLAIN(), None),

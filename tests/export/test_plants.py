@@ -22,7 +22,7 @@ from exports import export, last_line, verify
 from segpipe.export import verify as verification
 from segpipe.export.artifact.manifest import converters
 from segpipe.export.artifact.place import write_sums
-from segpipe.export.artifact.verify_report import write_sidecars
+from segpipe.export.report import write_sidecars
 from segpipe.export.gates import latency
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.onnx_format import write_probe
@@ -53,7 +53,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def int8_is_fast(patch: pytest.MonkeyPatch) -> None:
-    """Else machine and load would choose the scheme, and refuse it."""
+    """Else the machine would choose the scheme, and its load refuse it."""
     measure = latency.measure
 
     def measured(runs: Any, image: Any) -> Any:
@@ -62,7 +62,9 @@ def int8_is_fast(patch: pytest.MonkeyPatch) -> None:
             for name, found in measure(runs, image).items()
         }
 
-    patch.setattr(int8, "_best", lambda *_: "U8S7")
+    patch.setattr(
+        int8, "_agreement", lambda made, *_: {name: name == "U8S7" for name in made}
+    )
     patch.setattr(latency, "measure", measured)
 
 

@@ -631,7 +631,7 @@ def test_an_experiment_that_is_a_sweep_is_known_by_its_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trained", "found"), [("triton", "auto"), ("native", "auto"), ("torch", "torch")]
+    ("trained", "found"), [("triton", "auto"), ("native", "auto"), ("plain", "plain")]
 )
 def test_a_run_is_used_on_a_machine_that_could_not_train_it(
     trained: str, found: str

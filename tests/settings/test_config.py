@@ -232,13 +232,17 @@ def test_weights_of_classes_are_a_name_or_a_list_of_numbers() -> None:
     for wrong in (["a"], [None], [True], [[1]], {"a": 1}, []):
         with pytest.raises(ConfigError, match=r"^loss\.class_weights.* needed"):
             with_value("loss.class_weights", wrong)
-    for wrong in ("sqr", "1", [-0.5], [float("inf")]):
+    names = ("sqr", "1", "log1", "log1.0", "log2.1", "log0.5", "loga")
+    for wrong in (*names, [-0.5], [float("inf")]):
         with pytest.raises(
             ConfigError, match=r"^loss\.class_weights.*(not one of|needed)"
         ):
             check(with_value("loss.class_weights", wrong), world_size=1)
     assert compose(["loss.class_weights=[1,2.5]"]).loss.class_weights == [1.0, 2.5]
-    assert compose(["loss.class_weights=sqrt"]).loss.class_weights == "sqrt"
+    for name in ("sqrt", "log", "log1.02", "log1.1", "log2"):
+        config = compose([f"loss.class_weights={name}"])
+        check(config, world_size=1)
+        assert config.loss.class_weights == name
 
 
 MIX = {"root": "a", "weight": 2, "map": {"man": "person"}}

@@ -16,7 +16,7 @@ from segpipe.errors import ConfigError
 from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
 from segpipe.settings.groups import EmaConfig, OptimConfig
-from segpipe.train.norms import norms
+from segpipe.train.forward import norms
 from segpipe.train.optim import (
     Ema,
     build_optimizer,

@@ -40,7 +40,7 @@ from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import STREET, ClassTable
 from segpipe.data.data_set import Sample, Samples
 from segpipe.data.samples import SyntheticSamples, open_samples
-from segpipe.distributed.watch.agreement import agree_on_step
+from segpipe.distributed.agreement import agree_on_step
 from segpipe.errors import CheckpointError
 from segpipe.export.artifact import origin
 from segpipe.export.gates import latency
@@ -130,9 +130,6 @@ def test_a_run_ends_with_a_checked_export_and_three_lines(
     ending: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, git = ending, {"commit": "0" * 40, "dirty": True}
-    speed = {
-        name: result(folder)[name] for name in ("images_per_second", "train_seconds")
-    }
     monkeypatch.setattr(origin, "git_state", lambda root: {**git, "known_at": "export"})
     assert run(folder, *ENDING) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -151,7 +148,6 @@ def test_a_run_ends_with_a_checked_export_and_three_lines(
     assert manifest["source"]["git"] == {**git, "known_at": "train"}
     _runs_as_it_is(following, folder)
     # There was no update left to measure.
-    assert all(result(folder)[name] == value > 0 for name, value in speed.items())
 
 
 def _runs_as_it_is(line: str, folder: Path) -> None:

@@ -11,7 +11,15 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from segpipe.data.synthetic.canvas import NEAR, SUPERSAMPLE, Canvas, Light, paints, pick
+from segpipe.data.synthetic.canvas import (
+    NEAR,
+    SUPERSAMPLE,
+    Canvas,
+    Light,
+    Paint,
+    paints,
+    pick,
+)
 from segpipe.data.synthetic.things import (
     KINDS,
     LANE_MARK,
@@ -92,7 +100,8 @@ def paint_sky(canvas: Canvas, rng: Generator) -> None:
 def paint_ground(canvas: Canvas, kerb: float, rng: Generator) -> None:
     """Grass, pavements, the road and its marks, as strips along the street."""
     walk, edge = kerb + 3.6, kerb - 2.4
-    strips = [(-300, 300, 0, FAR, pick(rng, LEAVES))]
+    strips: list[tuple[float, float, float, float, Paint]] = []
+    strips.append((-300, 300, 0, FAR, pick(rng, LEAVES)))
     strips.append((-walk, walk, 0, FAR, pick(rng, STONE)))
     strips += [(-walk, walk, at, at + 0.06, JOINT) for at in np.arange(2, 24, 1.5)]
     strips.append((-kerb - 0.3, kerb + 0.3, 0, FAR, KERB))

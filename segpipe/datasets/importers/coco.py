@@ -61,7 +61,7 @@ def _read(path: Path, source: Path, export: Export) -> None:
     shapes: dict[int, list[tuple[float, str, Shape]]] = {}
     for each in content["annotations"]:
         label = labels.get(int(each.get("category_id", -1)), "")
-        shape = partial(_area, each.get("segmentation"))
+        shape: Shape = partial(_area, each.get("segmentation"))
         if not label:
             shape = wrong(
                 f"annotation {each.get('id')} of {path} has the category {each.get('category_id')}, which categories "
