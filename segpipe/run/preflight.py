@@ -170,18 +170,6 @@ def _uses_cuda(config: Config, samples: DataSet) -> bool:
     return initialised()
 
 
-def machine(config: Config) -> dict[str, str]:
-    """What this machine gives to loader processes, in words."""
-    threads = config.compute.threads
-    workers = config.data.workers
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return {
-        "cores": f"{len(os.sched_getaffinity(0))} for one process; a rank uses compute.threads = {threads} and "
-        f"data.workers = {workers}",
-        "open files": f"{soft} (ulimit -n; at most {hard})",
-    }
-
-
 class ThreadsSeen(DataSet):
     """Samples whose `read` raises DataError in a process with threads of OpenCV or OpenMP."""
 

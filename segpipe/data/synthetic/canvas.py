@@ -100,7 +100,7 @@ def grid(
     """Rectangles (N, 4, 2): a share of the width of each column, from `low` to `high` of each row."""
     unit = np.array([(-width, low), (width, low), (width, high), (-width, high)])
     places = [[(x + 0.5, y)] for x in range(columns) for y in range(rows)]
-    return (np.array(places) + unit * (0.5, 1)) / (columns, rows)
+    return (np.array(places) + unit * (0.5, 1)) / np.array([columns, rows])
 
 
 def paints(label: int, colors: str) -> Floats:
