@@ -25,7 +25,7 @@ from segpipe.data.samples import (
 from segpipe.datasets.division import shared_sequences
 from segpipe.datasets.overlap import check_overlap
 from segpipe.datasets.problems import problems
-from segpipe.datasets.proposal import blended, propose
+from segpipe.datasets.proposal import propose
 from segpipe.errors import DataError, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, progress, share_table
@@ -48,8 +48,6 @@ def main(overrides: list[str]) -> int:
     check(config, world_size=1)
     data = config.data
     splits = list(dict.fromkeys(["train", data.split]))
-    # Masks are read once, and proposals need what lies along their edges.
-    facts_of(data.root).edges = data.name == "folder"
     written = False
     if _lacks_table(data):
         if not _offer_table(data, splits, write=given["write"]):
@@ -105,7 +103,8 @@ def _offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
     pairs = sorted({pair for own, _ in scans for pair in own})
     pairs = pairs or scan_undivided(data)[0]
     if not pairs:
-        CONSOLE.print(next(fault for _, own in scans for fault in own), markup=False)
+        faults = [fault for _, own in scans for fault in own]
+        print_problems([*faults, f"{data.root} has no image with a mask."][:1], 0)
         return False
     with progress("reading masks") as show:
         text = propose([pair.mask for pair in pairs], facts_of(data.root), show)
@@ -147,12 +146,6 @@ def _examine(
             check_scorable(opened[split], split)
     except DataError as error:
         found.append(str(error))
-    if data.name == "folder" and (table := train.mask_table()):
-        pairs = [pair for samples in opened.values() for pair in samples.file_pairs()]
-        masks = [pair.mask for pair in pairs]
-        message, certain = blended(masks, table, facts_of(data.root))
-        if message:
-            (found if certain else warnings).append(message)
     if data.name != "synthetic" and len(opened) > 1:
         first, second = (
             [samples.name(index) for index in range(len(samples))]

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from textwrap import wrap
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import Color, MaskTable
+from segpipe.data.catalog import Color
 from segpipe.data.facts import Facts
-from segpipe.data.masks import train_id
 from segpipe.data.readers import Value, threaded
 from segpipe.errors import DataError, listed
 
@@ -62,12 +61,6 @@ class Tally:
         """Percentage of the pixels."""
         return f"{100 * self.pixels[value] / self.pixels.total():.2f} % of the pixels"
 
-    def refusal(self, odd: Sequence[Value]) -> str:
-        """Why masks with so many blended values hold no classes."""
-        return NO_CLASSES.format(
-            f"{len(self.pixels)} different {self.kind}, {len(odd)} of them rare and along edges ({_shown(odd)})"
-        )
-
 
 def propose(
     masks: Sequence[str], facts: Facts, progress: Progress = lambda done, total: None
@@ -93,7 +86,8 @@ def propose(
         )
     odd = tally.blended()
     if len(odd) > MOST_BLENDED:
-        raise DataError(tally.refusal(odd))
+        held = f"{len(values)} different {tally.kind}, {len(odd)} of them rare and along edges ({_shown(odd)})"
+        raise DataError(NO_CLASSES.format(held))
     lines = [f"# Proposed from {len(masks)} masks. Give the classes their names."]
     if odd:
         doubt = f"Warning: {DOUBT.format(tally.kind, _shown(odd))}"
@@ -126,26 +120,7 @@ def _table(tally: Tally, classes: Sequence[Value]) -> list[str]:
     return [*lines, f"ignore: {ignored}{note if ignored else ''}"]
 
 
-def blended(masks: Sequence[str], table: MaskTable, facts: Facts) -> tuple[str, bool]:
-    """Message about classes of a table that come from interpolation or JPEG, and whether that is certain.
-
-    Empty if there are none.
-    """
-    try:
-        tally = _tally(masks, facts)
-    except DataError:  # of two kinds, which the table explains
-        return "", False
-    odd = [value for value in tally.blended() if train_id(table, value) != IGNORE_INDEX]
-    if len(odd) > MOST_BLENDED:
-        return tally.refusal(odd), True
-    if len(odd) > 1:
-        return DOUBT.format(tally.kind, _shown(odd)), False
-    return "", False
-
-
-def _tally(
-    masks: Sequence[str], facts: Facts, progress: Progress = lambda done, total: None
-) -> Tally:
+def _tally(masks: Sequence[str], facts: Facts, progress: Progress) -> Tally:
     """What the masks hold: ids or colors. Colors with three equal channels are ids, if there are no others."""
     facts.edges = True
     examples: dict[str, str] = {}
