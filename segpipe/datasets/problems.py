@@ -85,6 +85,7 @@ def problems(
 def _errors(
     data: DataConfig, splits: list[str], progress: Progress
 ) -> Iterator[DataError]:
+    of_all_splits = set[str]()
     for part in all_parts(data, splits):
         try:
             if part.data.name in FILE_SETS:
@@ -92,7 +93,9 @@ def _errors(
             elif part.data.name != "synthetic":
                 yield from _plugin_errors(part.data, part.split, progress)
         except DataError as error:
-            yield error
+            if str(error) not in of_all_splits:
+                yield error
+            of_all_splits.add(str(error))
 
 
 def _file_errors(
