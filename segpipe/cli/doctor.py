@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from segpipe.cli.commands import COMMANDS
 from segpipe.data.catalog import table_path
 from segpipe.data.data_set import DataSet
 from segpipe.data.facts import facts_of
@@ -30,21 +30,15 @@ from segpipe.errors import DataError, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, progress, share_table
 from segpipe.run.preflight import size_warnings, worker_problems
-from segpipe.settings.arguments import parse
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
 from segpipe.settings.groups import FILE_SETS, DataConfig
 
-KEYS = COMMANDS["doctor"].keys
 
-
-def main(overrides: list[str]) -> int:
-    """Exit code."""
-    keys = [key.key for key in KEYS]
-    own = [text for text in overrides if text.partition("=")[0] in keys]
-    given = parse(own, KEYS)
-    config = compose([text for text in overrides if text not in own])
+def main(given: dict[str, Any]) -> int:
+    """Exit code; `given` are the values of the command's keys, and the overrides of the settings."""
+    config = compose(given["overrides"])
     check(config, world_size=1)
     data = config.data
     splits = list(dict.fromkeys(["train", data.split]))

@@ -10,8 +10,7 @@ import numpy as np
 
 from segpipe.data.catalog import table_path
 from segpipe.data.pairs import scan_undivided
-from segpipe.data.samples import file_samples, image_pixels
-from segpipe.data.sequence import sequence
+from segpipe.data.samples import file_samples, image_pixels, sequence
 from segpipe.datasets.division import divide
 from segpipe.errors import ConfigError, DataError, listed
 from segpipe.files import write_atomically

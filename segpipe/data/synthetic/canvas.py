@@ -91,7 +91,8 @@ ROUND = np.array([(cos(turn * pi / 6), sin(turn * pi / 6)) for turn in range(12)
 
 def shape(points: str) -> Floats:
     """A shape by its corners in percent of a face, as in "0,0 100,0 50,100"."""
-    return np.array([point.split(",") for point in points.split()], np.float64) / 100
+    corners = [point.split(",") for point in points.split()]
+    return np.array(corners, np.float64) * np.full(2, 0.01)
 
 
 def grid(
@@ -100,7 +101,8 @@ def grid(
     """Rectangles (N, 4, 2): a share of the width of each column, from `low` to `high` of each row."""
     unit = np.array([(-width, low), (width, low), (width, high), (-width, high)])
     places = [[(x + 0.5, y)] for x in range(columns) for y in range(rows)]
-    return (np.array(places) + unit * (0.5, 1)) / np.array([columns, rows])
+    whole: Floats = (np.array(places) + unit * (0.5, 1)) / (columns, rows)
+    return whole
 
 
 def paints(label: int, colors: str) -> Floats:
