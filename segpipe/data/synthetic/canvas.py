@@ -92,7 +92,8 @@ ROUND = np.array([(cos(turn * pi / 6), sin(turn * pi / 6)) for turn in range(12)
 def shape(points: str) -> Floats:
     """A shape by its corners in percent of a face, as in "0,0 100,0 50,100"."""
     corners = [point.split(",") for point in points.split()]
-    return np.array(corners, np.float64) * np.full(2, 0.01)
+    outline: Floats = np.array(corners, np.float64) / 100
+    return outline
 
 
 def grid(
@@ -114,4 +115,5 @@ def paints(label: int, colors: str) -> Floats:
 def pick(rng: Generator, choices: Floats) -> Paint:
     """One of some paints, a little brighter or darker."""
     gain = rng.uniform(0.88, 1.12)
-    return rng.choice(choices) * (gain, gain, gain, 1)
+    paint: Paint = rng.choice(choices) * (gain, gain, gain, 1)
+    return paint
