@@ -307,7 +307,6 @@ COMMANDS = {
                 False,
                 "train both again from their last common checkpoint, to name the layer",
             ),
-            Setting("nproc", 1, "processes for the replay", low=1),
             TRUST,
         ),
         positional=("a", "b"),
@@ -325,7 +324,6 @@ COMMANDS = {
                 low=0,
             ),
             Setting("seed", -1, "seed that chooses the parts; -1: random", low=-1),
-            Setting("compute.nproc", 1, "processes that train", low=1),
             Setting(
                 "any_environment", False, "train even if versions or hardware differ"
             ),
@@ -344,6 +342,7 @@ COMMANDS = {
             "data.start_method",
             "compute.device",
             "model.weights",
+            "loss.teacher",
         ),
     ),
     "check-augment": Command(

@@ -32,19 +32,19 @@ def compared(given: dict[str, Any]) -> Comparison:
     a, b = Path(given["a"]), Path(given["b"])
     try:
         if given["replay"]:
-            return replayed(a, b, given["nproc"])
+            return replayed(a, b)
         return compare(read_run(a), read_run(b))
     except SegpipeError as error:
         return not_comparable(str(error))
 
 
-def replayed(a: Path, b: Path, nproc: int) -> Comparison:
+def replayed(a: Path, b: Path) -> Comparison:
     """The comparison of two run folders after training both again up to the first difference."""
     # It imports torch, which a comparison without replay does not need.
-    from segpipe.audit.locate import compare_again
+    from segpipe.audit.replay import compare_again
 
     with progress("training again", console=Console(stderr=True)) as show:
-        return compare_again(a, b, nproc=nproc, progress=show)
+        return compare_again(a, b, show)
 
 
 def show(found: Comparison, console: Console) -> None:

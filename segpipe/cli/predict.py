@@ -123,6 +123,4 @@ def summary(done: Predictions, outputs: Outputs) -> dict[str, Any]:
         "images_per_second": round(speed, 2),
         "share": {name: round(share, 4) for name, share in shares.items()},
         **model,
-        # By the name that it has in result.json.
-        "ema_digest": model["weights_digest"],
     }

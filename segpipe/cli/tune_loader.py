@@ -45,10 +45,8 @@ def main(given: dict[str, Any]) -> int:
     from segpipe.data.samples import open_samples
     from segpipe.determinism import flags
     from segpipe.distributed.group import join, leave
-    from segpipe.run.preflight import check_workers
 
     samples = open_samples(config.data, "train", config.seed)
-    check_workers(config, samples)
     flags.apply(config.compute.threads, config.compute.mode)
     group = join(config.compute, {})
     try:

@@ -1,6 +1,6 @@
 """Ctrl-C and the signals of schedulers, deferred to the end of the step.
 
-SIGUSR1 is not among them: it writes the stacks of a rank (`segpipe.distributed.watch.stacks`) and ends nothing.
+SIGUSR1 is not among them: it writes the stacks of a rank (`segpipe.distributed.contract.Stacks`) and ends nothing.
 """
 
 from __future__ import annotations
