@@ -145,7 +145,7 @@ def _page(done: Evaluation) -> ReportData:
     result = {
         **done.figures,
         "device": str(device),
-        "weights_digest": trained.weights_digest,
+        "ema_digest": trained.ema_digest,
     }
     seer = predictor(
         partial(segment, trained.model, trained.preprocess, how=done.how), device

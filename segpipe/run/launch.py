@@ -36,16 +36,11 @@ from segpipe.errors import (
 )
 from segpipe.files import not_written
 from segpipe.run import lock
+from segpipe.run.callbacks import Tracker, open_tracker
 from segpipe.run.console import TrainView
 from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
 from segpipe.run.trackers import check_tracking
-from segpipe.run.tracking import (
-    Tracker,
-    failure,
-    note_failure,
-    note_lost,
-    open_tracker,
-)
+from segpipe.run.tracking import failure, note_failure, note_lost
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash
 from segpipe.train.start import check_pins, pin_weights
@@ -74,7 +69,7 @@ COMMON_ERRORS = (
 def launch(config: Config, *, finish: Finish | None = None) -> int:
     """Train with this configuration; returns the exit code of the command.
 
-    `finish` runs on rank 0 after the training.
+    `finish` runs on rank 0 after the training. Raises SegpipeError when the run is refused before its processes start.
     """
     if environment.under_launcher():
         return work(config, finish=finish)
@@ -84,8 +79,6 @@ def launch(config: Config, *, finish: Finish | None = None) -> int:
         # Before anything imports torch.
         flags.set_environment(config.compute.threads, config.compute.mode)
         config, world_size, splits = _prepared(config)
-    except SegpipeError as error:
-        return _report(error)
     except KeyboardInterrupt:
         print("stopped before the first step; nothing was written.", file=sys.stderr)
         return Interrupted.exit_code

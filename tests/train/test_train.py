@@ -143,7 +143,7 @@ def test_a_run_ends_with_a_checked_export_and_three_lines(
     assert any("EXPORT" in line for line in below), "the export comes last"
     assert (folder / "report.html").is_file()
     manifest = json.loads((folder / "export" / "manifest.json").read_text())
-    assert manifest["source"]["weights_digest"] == result(folder)["ema_digest"]
+    assert manifest["source"]["ema_digest"] == result(folder)["ema_digest"]
     assert result(folder)["git"] == git
     assert manifest["source"]["git"] == {**git, "known_at": "train"}
     _runs_as_it_is(following, folder)
