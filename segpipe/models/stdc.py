@@ -1,4 +1,4 @@
-"""STDC-Seg, arXiv:2104.13188: an encoder of short-term dense blocks, and a detail head that exists for training only."""
+"""STDC-Seg, arXiv:2104.13188: an encoder of short-term dense blocks, and a detail head for training only."""
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ def stdc2(num_classes: int) -> "STDC":
 class STDC(SegmentationNet):
     """STDC-Seg with `blocks` at strides 8, 16 and 32. The head "boundary" is the published detail head, at stride 8.
 
-    Here the loss of boundary heads supervises it, not the Laplacian pyramid of the paper. Published files also hold
+    With `loss.boundary=detail` the Laplacian pyramid of the paper supervises it. Published files also hold
     parts that segmentation does not use: the ImageNet classifier, and detail heads at other strides.
     """
 

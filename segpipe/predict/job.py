@@ -244,9 +244,7 @@ class PredictJob:
 
     def _read(self, source: Input) -> tuple[str, Pixels]:
         upright = self._outputs.upright
-        pixels = read_image(
-            str(source.path), lambda header: header.orientation if upright else 1
-        )
+        pixels = read_image(str(source.path), exif="apply" if upright else "ignore")
         return sha256(source.path), pixels
 
     def _predict_video(self, source: Input, clip: Clip) -> Stamp:

@@ -83,7 +83,7 @@ def of_network(
         ids_of,
         classes.names,
         classes.palette,
-        {"weights_digest": trained.weights_digest, "step": trained.step},
+        {"ema_digest": trained.ema_digest, "step": trained.step},
         {**how.described, "precision": how.precision, "ids": ids},
         raw_ids=raw_ids(classes.train_ids, classes.num_classes) if raw else None,
     )
@@ -146,7 +146,7 @@ def of_exported(
 
     def predict(image: Pixels) -> Answer:
         if not artifact.shapes.fits(image.shape) and not scaled:
-            height, width, _ = artifact.shapes.exported
+            height, width, _ = artifact.shapes.frame
             scaled.append((height, width))
             print(
                 f"images of other sizes than {height}x{width} are scaled to it, and their masks back",
@@ -161,7 +161,7 @@ def of_exported(
         tuple(entry["name"] for entry in classes),
         tuple(tuple(entry["color"]) for entry in classes),
         {
-            "weights_digest": artifact.manifest["source"]["weights_digest"],
+            "ema_digest": artifact.manifest["source"]["ema_digest"],
             "artifact": artifact.model_id,
             "manifest_sha256": sha256(folder / MANIFEST),
         },
@@ -173,7 +173,7 @@ def _answer(artifact: Artifact, session: Session, image: Pixels) -> Answer:
     """Class ids and their probability, which the file gives in 255 steps at its output stride."""
     size = (image.shape[0], image.shape[1])
     if not artifact.shapes.fits(image.shape):
-        height, width, _ = artifact.shapes.exported
+        height, width, _ = artifact.shapes.frame
         shrinks = size[0] * size[1] > height * width
         kind = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
         image = _scaled(image, (height, width), kind)

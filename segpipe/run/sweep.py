@@ -56,8 +56,8 @@ class Sweep:
     def __init__(
         self,
         train: Callable[[Config], int],
-        check: Callable[[Config], None],
-        examine: Callable[[Config], None],
+        check: Callable[[Config], object],
+        examine: Callable[[Config], object],
     ) -> None:
         self._train = train
         self._check = check

@@ -7,7 +7,11 @@ from typing import Any
 
 from segpipe.settings.setting import setting
 
-MODEL_NAMES = ("fast_scnn", "ddrnet23_slim", "pidnet_s", "timm")
+MODEL_NAMES = (
+    "fast_scnn", "ddrnet23_slim", "ddrnet23", "ddrnet39", "pidnet_s", "pidnet_m", "pidnet_l", "erfnet", "dabnet",
+    "regseg", "regseg_exp53", "bisenetv2", "stdc1", "stdc2", "pp_liteseg_t", "pp_liteseg_b", "lraspp",
+    "efficientvit_seg_b0", "efficientvit_seg_b1", "timm", "smp",
+)  # fmt: skip
 FILE_SETS = (
     "folder", "ade20k", "bdd100k", "camvid", "camvid32", "cityscapes", "cityscapes_coarse", "coco_stuff", "rellis3d",
     "rugd", "vistas", "voc",
@@ -304,7 +308,8 @@ class LossConfig:
         free=True,
     )
     teacher_sha256: str = setting(
-        "", "SHA-256 that the checkpoint of loss.teacher must have; filled in at the start"
+        "",
+        "SHA-256 that the checkpoint of loss.teacher must have; filled in at the start",
     )
     teacher_weight: float = setting(
         1.0, "weight of the divergence from the teacher", low=0, high=1e6
@@ -516,11 +521,6 @@ class ExportConfig:
         [],
         "engines besides onnxruntime in which every ONNX file must pass the gates",
         choices=("openvino",),
-    )
-    dynamic: str = setting(
-        "none",
-        "dimensions that stay variable, see docs/export.md",
-        choices=("none", "batch", "hw"),
     )
     images: int = setting(
         ENOUGH_IMAGES, "validation images that the gates compare", low=1

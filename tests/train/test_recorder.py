@@ -186,8 +186,8 @@ def _plant_target(monkeypatch: pytest.MonkeyPatch) -> None:
 def _plant_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     forward, calls = Preprocess.forward, count()
 
-    def planted(self: Preprocess, image: Tensor, color: None) -> Tensor:
-        seen = forward(self, image, color)
+    def planted(self: Preprocess, image: Tensor) -> Tensor:
+        seen = forward(self, image)
         if next(calls) == 2 * STEP + SHARD:
             seen = seen.clone()
             seen[0, 0, 0, 0] += 1e-6
