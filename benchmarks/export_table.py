@@ -29,7 +29,7 @@ from segpipe.data.samples import open_samples
 from segpipe.export.artifact.manifest import describe
 from segpipe.export.artifact.origin import Origin
 from segpipe.export.convert import convert
-from segpipe.export.dataset import Check, check_images, check_set
+from segpipe.export.dataset import Check, gather
 from segpipe.export.gates.comparison import (
     Candidate,
     as_trained,
@@ -39,9 +39,9 @@ from segpipe.export.gates.comparison import (
     gate_preprocessing,
 )
 from segpipe.export.gates.limits import LIMITS
-from segpipe.export.gates.outcome import ExportReport
 from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.network import deploy_model, run_eager
+from segpipe.export.report import ExportReport
 from segpipe.models import MODELS
 from segpipe.native import one_thread
 from segpipe.train.checkpoint import TrainedNetwork, load_network
@@ -172,10 +172,8 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as root:
         for name in given.networks:
             trained = trained_for(name, given.steps, Path(root))
-            names, images = check_images(
-                open_samples(trained.config.data, "val", 0), 16
-            )
-            found += rows(trained, check_set(images, names))
+            samples = open_samples(trained.config.data, "val", 0)
+            found += rows(trained, gather(samples, trained.config).checks)
             real = photographs(given.frames)
             found += rows(trained, real) if real else []
             print(name, "done", flush=True)

@@ -52,7 +52,7 @@ def main(given: dict[str, Any]) -> int:
         raise unwritable(out, error) from error
     outputs = Outputs(
         out,
-        _predictor(given),
+        predictor(given),
         given["overlay"],
         given["alpha"],
         given["legend"],
@@ -93,7 +93,8 @@ def check(given: dict[str, Any], *, has_video: bool) -> None:
         )
 
 
-def _predictor(given: dict[str, Any]) -> Predictor:
+def predictor(given: dict[str, Any]) -> Predictor:
+    """The network of `run` or `artifact`."""
     if given["artifact"]:
         return of_exported(
             Path(given["artifact"]),

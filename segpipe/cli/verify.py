@@ -12,14 +12,8 @@ from rich.console import Console
 from segpipe.errors import CHECKED_IN_PART, DataError, ExportMismatch
 from segpipe.export.artifact.origin import every_tensor_used, origin_of
 from segpipe.export.artifact.place import sums_line
-from segpipe.export.artifact.verify_report import table
 from segpipe.export.dataset import gather, training_images, validation_samples
-from segpipe.export.gates.outcome import (
-    ANSWERS_ONLY,
-    FOLDER,
-    NOT_VERIFIED,
-    ExportReport,
-)
+from segpipe.export.report import ANSWERS_ONLY, FOLDER, NOT_VERIFIED, ExportReport
 from segpipe.export.verify import image_size, read_manifest, verify_folder
 from segpipe.ledger.inputs import changed_since
 from segpipe.settings.arguments import with_settings
@@ -29,7 +23,7 @@ from segpipe.train.checkpoint import load_network
 def main(given: dict[str, Any]) -> int:
     """Exit code: 0, or that of a check in part where only answers could be compared."""
     report = verify(given)
-    Console(emoji=False).print(table(report))
+    Console(emoji=False).print(report.table())
     print(sums_line(report.folder))
     print(report.line("ARTIFACT"))
     return CHECKED_IN_PART if report.status == ANSWERS_ONLY else 0

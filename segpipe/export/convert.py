@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from segpipe.export.artifact.manifest import in_file
-from segpipe.export.gates.outcome import one_line
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.onnx_format import IR_VERSION, write_probe
 from segpipe.export.graph.profiles import Image, Manifest, Size, manifest_text
 from segpipe.export.lowprec.half import to_fp16
 from segpipe.export.lowprec.int8 import to_int8
+from segpipe.export.report import one_line
 from segpipe.files import sha256
 from segpipe.runtime.artifact import MANIFEST_KEY
 
 if TYPE_CHECKING:
-    from segpipe.export.gates.outcome import ExportReport
     from segpipe.export.graph.network import DeployModel
+    from segpipe.export.report import ExportReport
 
 # What another processor may change: share of a tensor's largest value
 _ROUNDING = {"fp32": 1e-5, "fp16": 1e-3, "int8": 1e-5}
@@ -97,14 +97,15 @@ def conversion_problems(shipped: Path, converted: ModelFile) -> list[str]:
 
     Nothing of the shipped file is executed.
     """
+    problem = ""
     if converted.format == "onnx":
         try:
             problem = _onnx_difference(shipped, converted.path, converted.precision)
         except Exception as error:  # parsers of an altered file raise many types
             problem = f"it cannot be compared ({type(error).__name__}: {error})"
-    else:  # an archive of code, which torch writes the same every time
-        is_equal = shipped.read_bytes() == converted.path.read_bytes()
-        problem = "" if is_equal else "its bytes are others"
+    # An archive of code, which torch writes the same every time
+    elif shipped.read_bytes() != converted.path.read_bytes():
+        problem = "its bytes are others"
     if not problem:
         return []
     return [f"{shipped.name} is not what the checkpoint converts to: {problem}"]
@@ -112,24 +113,17 @@ def conversion_problems(shipped: Path, converted: ModelFile) -> list[str]:
 
 def _onnx_difference(shipped: Path, converted: Path, precision: str) -> str:
     """The first difference between two ONNX files; empty when they differ in rounding and in their manifest at most."""
-    models = [
-        onnx.load(path, load_external_data=False) for path in (shipped, converted)
-    ]
-    values, expected = map(_take_values, models)
-    model, other = models
+    model = onnx.load(shipped, load_external_data=False)
+    other = onnx.load(converted)
+    values, expected = _take_values(model), _take_values(other)
 
-    # Nodes first: their names say most.
-    if len(model.graph.node) != len(other.graph.node):
-        return f"{len(model.graph.node)} nodes instead of {len(other.graph.node)}"
-    pairs = zip(model.graph.node, other.graph.node, strict=True)
+    # Nodes first: their names say most. Then everything else but values.
+    pairs = zip(model.graph.node, other.graph.node, strict=False)
     for index, (node, wanted) in enumerate(pairs):
         if node != wanted:
             return f"node {index} ({node.op_type} {node.name}) is another than {wanted.op_type} {wanted.name}"
-
-    # Then everything else but values
     if model != other:
         return f"{_other_fields(model.graph, other.graph) or _other_fields(model, other)} differ"
-
     for name, array in values.items():
         if not _is_rounding(name, array, expected[name], precision):
             return f"tensor {name} has other values"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segpipe.errors import ConfigError
-from segpipe.export.artifact import verify_report
 from segpipe.export.artifact.frame_statistics import frames_of
 from segpipe.export.artifact.golden import (
     golden_checks,
@@ -31,10 +30,9 @@ from segpipe.export.artifact.place import (
     writing,
 )
 from segpipe.export.convert import convert
-from segpipe.export.dataset import Check, GateInputs, gather, trials
+from segpipe.export.dataset import Check, GateInputs, gather
 from segpipe.export.gates.judge import judge, load_as_robot, require_engines
 from segpipe.export.gates.limits import MAX_CLASSES
-from segpipe.export.gates.outcome import NOT_EXPORTED, ExportReport, refusal
 from segpipe.export.gates.quality import calibration_entry
 from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.network import DeployModel, deploy_model
@@ -43,19 +41,22 @@ from segpipe.export.graph.profiles import (
     PROFILES,
     Image,
     Manifest,
-    Size,
-    free_lengths,
     manifest_text,
+)
+from segpipe.export.report import (
+    MARKDOWN,
+    NOT_EXPORTED,
+    ExportReport,
+    refusal,
+    write_sidecars,
 )
 from segpipe.ledger.inputs import changed_since
 from segpipe.native import one_thread
 from segpipe.runtime.artifact import MANIFEST
 from segpipe.settings.check import check_critical_classes, export_problems
-from segpipe.settings.groups import ExportConfig
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import Samples
-    from segpipe.export.gates.comparison import ImageComparison
     from segpipe.settings.config import Config
     from segpipe.settings.groups import ExportConfig
     from segpipe.train.checkpoint import TrainedNetwork
@@ -106,31 +107,37 @@ def export_run(
     the check images), and int8 is calibrated on those of the files' size.
 
     An earlier export in `out_dir` is replaced in one rename. A file of reduced precision that fails a gate is left out,
-    and the report says why. When another gate fails, the report and the worst images go to `out_dir` + ".rejected", no
-    model file is left, an earlier export stays, and ExportMismatch or its subclass IntegrityError, QualityError or
-    LatencyError is raised. Raises ExportError when torch cannot convert, ConfigError for unusable images, settings or
-    folder.
+    and the report says why. When another gate fails, the report goes to `out_dir` + ".rejected", no model file is left,
+    an earlier export stays, and ExportMismatch or its subclass IntegrityError, QualityError or LatencyError is raised.
+    Raises ExportError when torch cannot convert, ConfigError for unusable images, settings or folder.
     """
     checks, settings, size = inputs.checks, inputs.settings, inputs.size
-    _check_request(trained, out_dir, settings, size)
+    _check_request(trained, out_dir, settings)
     partial = beside(out_dir, "partial")
-    files, probes = partial / "files", partial / "probes"
+    files, probes, report = folders = [
+        partial / name for name in ("files", "probes", "report")
+    ]
     try:
-        _make_room(out_dir, (files, probes, partial / "report"))
+        with writing(out_dir):
+            recover(out_dir)
+            shutil.rmtree(partial, ignore_errors=True)  # what a crash left
+            for folder in folders:
+                folder.mkdir(parents=True)
         with one_thread():
             entries, frames = frames_of(inputs.real_images, train_images, (*size, 3))
             model, manifest = _described(trained, inputs, origin or Origin(), entries)
             result = ExportReport(out_dir, manifest)
             with writing(out_dir):
                 kinds = _kinds(settings)
-                folders = files, probes
-                converted = convert(result, model, size, folders, kinds, frames)
+                converted = convert(result, model, size, (files, probes), kinds, frames)
             comparisons = judge(result, model, trained.preprocess, converted, inputs)
-        _measure_golden(result, checks, comparisons)
+        for name, entry in result.files.items():
+            if entry["precision"] != "fp32" and comparisons.get(name):
+                entry |= golden_figures(checks, comparisons[name], entry["precision"])
         with writing(out_dir):
             _complete(result, model, checks, files)
             if not result.passed:
-                _reject(result, partial / "report", comparisons, checks)
+                _reject(result, report)
             put_in_place(files, out_dir)
             shutil.rmtree(beside(out_dir, "rejected"), ignore_errors=True)
         return result
@@ -139,7 +146,7 @@ def export_run(
 
 
 def _check_request(
-    trained: TrainedNetwork, out_dir: Path, settings: ExportConfig, size: Size
+    trained: TrainedNetwork, out_dir: Path, settings: ExportConfig
 ) -> None:
     if not settings.formats or not FORMATS.keys() >= set(settings.formats):
         raise ConfigError(
@@ -148,7 +155,6 @@ def _check_request(
     for problem in export_problems(settings):
         raise ConfigError(problem)
     require_engines(settings)
-    free_lengths(settings.dynamic, size, trained.model.output_stride)
     classes = trained.classes
     if classes.num_classes > MAX_CLASSES:
         raise ConfigError(
@@ -167,7 +173,7 @@ def _described(
 ) -> tuple[DeployModel, Manifest]:
     """The model to export, with the fitted temperature, and its manifest without figures."""
     settings = inputs.settings
-    profile = replace(PROFILES[settings.profile], dynamic=settings.dynamic)
+    profile = PROFILES[settings.profile]
     labelled = inputs.labelled if CONFIDENCE in profile.outputs else None
     calibration = calibration_entry(trained, labelled)
     temperature = calibration["temperature"]
@@ -183,31 +189,11 @@ def _described(
     return model, manifest
 
 
-def _make_room(out_dir: Path, folders: Sequence[Path]) -> None:
-    """Creates empty folders beside `out_dir`, after cleaning up what a crash left."""
-    with writing(out_dir):
-        recover(out_dir)
-        shutil.rmtree(folders[0].parent, ignore_errors=True)
-        for folder in folders:
-            folder.mkdir(parents=True)
-
-
 def _kinds(settings: ExportConfig) -> list[tuple[str, str]]:
     """(format, precision) of every file; fp32 first, since the others are made from it."""
     kinds = [(name, "fp32") for name in settings.formats]
     reduced = [name for name in ("fp16", "int8") if name in settings.precision]
     return kinds + [("onnx", name) for name in reduced]
-
-
-def _measure_golden(
-    result: ExportReport,
-    checks: Sequence[Check],
-    comparisons: Mapping[str, list[ImageComparison]],
-) -> None:
-    """Notes how far files of reduced precision are from the golden answers."""
-    for name, entry in result.files.items():
-        if entry["precision"] != "fp32" and comparisons.get(name):
-            entry |= golden_figures(checks, comparisons[name], entry["precision"])
 
 
 def _complete(
@@ -222,39 +208,27 @@ def _complete(
     if not result.passed:
         return
     created = _now()
-    manifest = {**result.manifest, **verify_report.to_mapping(result, created)}
+    manifest = {**result.manifest, **result.to_mapping(created)}
     require_schema(manifest)
     text = manifest_text(manifest)
     (folder / MANIFEST).write_text(text + "\n")
-    verify_report.write(result, folder, created)
+    result.write(folder, created)
     write_golden(model, checks, folder)
     # From the sorted text, as verify renders them again
-    verify_report.write_sidecars(json.loads(text), folder)
+    write_sidecars(json.loads(text), folder)
     write_sums(folder)
     load_as_robot(result, folder)
     if not result.passed:
         _complete(result, model, checks, folder)
 
 
-def _reject(
-    result: ExportReport,
-    report: Path,
-    comparisons: Mapping[str, list[ImageComparison]],
-    checks: Sequence[Check],
-) -> None:
-    """Leaves report and worst images in the rejected folder, and raises the error of the worst failure."""
+def _reject(result: ExportReport, report: Path) -> None:
+    """Leaves the report in the rejected folder, and raises the error of the worst failure."""
     result.folder = rejected = beside(result.folder, "rejected")
-    verify_report.write(result, report, _now())
-    images = {
-        check.name: check.image
-        for trial in trials(result.free, checks)
-        for check in trial.checks
-    }
-    worst = [entry for name in comparisons for entry in comparisons[name]]
-    verify_report.write_triptychs(result, report, worst, images)
+    result.write(report, _now())
     shutil.rmtree(rejected, ignore_errors=True)
     os.rename(report, rejected)
-    raise refusal(NOT_EXPORTED, result.failed, str(rejected / verify_report.MARKDOWN))
+    raise refusal(NOT_EXPORTED, result.failed, str(rejected / MARKDOWN))
 
 
 def _now() -> str:

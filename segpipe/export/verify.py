@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,18 +21,10 @@ from segpipe.export.artifact.manifest import (
 )
 from segpipe.export.artifact.origin import Origin
 from segpipe.export.artifact.place import sums_problems
-from segpipe.export.artifact.verify_report import sidecar_problems
 from segpipe.export.convert import conversion_problems, convert
 from segpipe.export.dataset import GateInputs
 from segpipe.export.gates.judge import judge, load_as_robot, require_engines
 from segpipe.export.gates.limits import gate_integrity
-from segpipe.export.gates.outcome import (
-    FOLDER,
-    NOT_VERIFIED,
-    ExportReport,
-    integrity_refusal,
-    refusal,
-)
 from segpipe.export.gates.quality import calibration_entry
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import DeployModel, deploy_model
@@ -44,20 +35,24 @@ from segpipe.export.graph.profiles import (
     Image,
     Manifest,
     Size,
-    dynamic_of,
 )
-from segpipe.files import sha256
+from segpipe.export.report import (
+    FOLDER,
+    NOT_VERIFIED,
+    ExportReport,
+    integrity_refusal,
+    refusal,
+    sidecar_problems,
+)
 from segpipe.native import one_thread
-from segpipe.runtime.artifact import MANIFEST, exported_lengths, resolved
+from segpipe.runtime.artifact import MANIFEST, read_sums
 
 if TYPE_CHECKING:
-    from segpipe.settings.groups import ExportConfig
     from segpipe.train.checkpoint import TrainedNetwork
 
 _SHOWN = 5  # problems of the folder in a message
-_SAMPLE = (
-    1.5  # factor by which a temperature fitted on another number of images may differ
-)
+# Factor by which a temperature fitted on another number of images may differ
+_SAMPLE = 1.5
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -90,24 +85,24 @@ def _file_problems(manifest: Manifest, folder: Path) -> list[str]:
     """What is wrong with `files` of a manifest, or with its absence."""
     if "status" not in manifest:
         return [f"{MANIFEST} has no status"]
+    sums = read_sums(folder)
     problems = []
     for name, entry in manifest["files"].items():
-        path = folder / name
         if name != FORMATS[entry["format"]].file_name(entry["precision"]):
             problems.append(
                 f"{name} is no {entry['format']} file of {entry['precision']}"
             )
-        elif not path.is_file():
+        elif name not in sums:
             problems.append(f"{name} is missing")
-        elif (path.stat().st_size, sha256(path)) != (entry["bytes"], entry["sha256"]):
-            problems.append(f"{name} has another size or sha256 than in {MANIFEST}")
+        elif sums[name] != entry["sha256"]:
+            problems.append(f"{name} has another sha256 than in {MANIFEST}")
     return problems
 
 
 def image_size(manifest: Manifest) -> Size:
-    """(height, width) of the images that the files take, or with which they were exported."""
+    """(height, width) of the images that the files take."""
     entry = manifest["io"]["inputs"][0]
-    shape = resolved(entry["shape"], exported_lengths(manifest["io"]))
+    shape = entry["shape"]
     height, width = shape[2:] if entry["layout"] == "NCHW" else shape[1:3]
     return height, width
 
@@ -160,8 +155,7 @@ def _claims(
     `result.not_repeated`.
     """
     claimed = dict(result.manifest)
-    free = dynamic_of(claimed["io"].get("free", {}))
-    profile = replace(PROFILES[claimed["profile"]], dynamic=free)
+    profile = PROFILES[claimed["profile"]]
     temperature = claimed["calibration"]["temperature"]
     model = deploy_model(trained, profile=profile, temperature=temperature)
     labelled = inputs.labelled if CONFIDENCE in profile.outputs else None
@@ -178,13 +172,10 @@ def _claims(
         manifest["source"] = {**manifest["source"], **unknown}
     if claimed["metrics"] is None or computed["metrics"] is None:
         claimed["metrics"] = computed["metrics"] = None
-    # Of exports before this entry
-    if "of" not in claimed["frame_statistics"]:
-        computed["frame_statistics"].pop("of", None)
 
-    reasons = _reasons_not_to_compare(claimed, computed, inputs.settings)
-    result.not_repeated += filter(None, reasons.values())
-    names = computed.keys() - reasons.keys() - set(NOT_REPEATED)
+    others = _of_other_images(claimed, computed, inputs.settings.allow_unverified)
+    result.not_repeated += filter(None, others.values())
+    names = computed.keys() - others.keys() - set(NOT_REPEATED)
     problems = differences(
         {name: claimed[name] for name in names},
         {name: computed[name] for name in names},
@@ -192,40 +183,34 @@ def _claims(
     return model, list(problems)
 
 
-def _reasons_not_to_compare(
-    claimed: Manifest, computed: Manifest, settings: ExportConfig
+def _of_other_images(
+    claimed: Manifest, computed: Manifest, is_allowed: bool
 ) -> dict[str, str]:
     """By entry that was made of other images than are here: a sentence, or "" where the status says enough.
 
     An export without the data set has no temperature and no limits of frames. With the data set at hand that is a
-    difference, unless the user allows it.
+    difference, unless it is allowed.
     """
     reasons = {}
 
     # The temperature: from labelled validation images
-    calibration, fitted = claimed["calibration"], computed["calibration"]
-    count, here = calibration.get("images"), fitted.get("images")
-    ratio = calibration["temperature"] / fitted["temperature"]
+    said, fitted = claimed["calibration"], computed["calibration"]
+    count, here = said.get("images", 0), fitted.get("images", 0)
+    ratio = said["temperature"] / fitted["temperature"]
     if count and not here:
         reasons["calibration"] = ""
-    elif here and not count and settings.allow_unverified:
-        reasons["calibration"] = (
-            "exported without labelled images: its confidence is not calibrated"
-        )
-    elif count and count != here and 1 / _SAMPLE <= ratio <= _SAMPLE:
+    elif count != here and (1 / _SAMPLE <= ratio <= _SAMPLE if count else is_allowed):
         reasons["calibration"] = (
             f"the temperature was fitted on {count} labelled images, here are {here}"
         )
 
     # The limits of frames: from training images, or else from the check images
     said, seen = claimed["frame_statistics"], computed["frame_statistics"]
-    is_open = said["source"] == "none" and not settings.allow_unverified
-    is_same = said["source"] == seen["source"]
-    if said["source"] == "check":
-        is_same = is_same and said["images"] == seen["images"]
+    keys = ("source", "images") if said["source"] == "check" else ("source",)
+    is_same = all(said[key] == seen[key] for key in keys)
     if seen["source"] == "none":
         reasons |= {"frame_statistics": "", "frame_limits": ""}
-    elif not is_open and not is_same:
+    elif not is_same and (is_allowed or said["source"] != "none"):
         reasons["frame_statistics"] = ""
         reasons["frame_limits"] = (
             f"frame_limits were made of {said['images']} {said['source']} images, here are {seen['images']} "
@@ -262,25 +247,29 @@ def _model_files(
     A TorchScript or pt2 file is code, so it is run only when it is byte for byte what the checkpoint converts to. An
     ONNX file is data: if it was made by other versions, its answers are judged. Its probe is its own graph.
     """
-    others = _other_versions(result.manifest)
+    then, now = result.manifest["versions"], converters()
+    others = "; ".join(
+        f"{name} {then.get(name)}, here {now[name]}"
+        for name in now
+        if then.get(name) != now[name]
+    )
     converted, failures = _convert_again(result, model, size, frames, scratch)
     files = []
     for name, entry in result.manifest["files"].items():
         path, again = result.folder / name, converted.get(name)
         kind, precision = entry["format"], entry["precision"]
         problems = conversion_problems(path, again) if again else []
-        note = ""
+        by_answers = ""
         if again is None:
-            reason = failures.get(name, "no frames of its calibration are here")
-            note = f"compared by answers only: {reason}"
-        elif problems and others and kind == "onnx":
-            note = f"compared by answers only, since it was exported with {others}"
-            problems = []
-        elif problems and others:
+            by_answers = failures.get(name, "no frames of its calibration are here")
+        elif problems and others and kind != "onnx":
             result.not_repeated.append(
                 f"{name} was not run, since it is code and was exported with {others}"
             )
             continue
+        elif problems and others:
+            by_answers = f"it was exported with {others}"
+            problems = []
 
         probe = scratch / name
         if kind != "onnx" and again is not None:
@@ -293,21 +282,13 @@ def _model_files(
         if problems:
             result.gates[name] = [gate_integrity(problems)]
             continue
-        if note:
-            result.not_repeated.append(f"{name} was {note}")
+        if by_answers:
+            result.not_repeated.append(
+                f"{name} was compared by answers only: {by_answers}"
+            )
         manifest = in_file(result.manifest, precision)
         files.append(ModelFile(kind, precision, path, probe, manifest))
     return files
-
-
-def _other_versions(manifest: Manifest) -> str:
-    """Such as `torch 2.13.0, here 2.14.1`, for each converter whose version is not that of the export."""
-    then, now = manifest["versions"], converters()
-    return "; ".join(
-        f"{name} {then.get(name)}, here {now[name]}"
-        for name in now
-        if then.get(name) != now[name]
-    )
 
 
 def _convert_again(

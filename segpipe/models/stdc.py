@@ -30,7 +30,7 @@ def stdc2(num_classes: int) -> "STDC":
 class STDC(SegmentationNet):
     """STDC-Seg with `blocks` at strides 8, 16 and 32. The head "boundary" is the published detail head, at stride 8.
 
-    Here the loss of boundary heads supervises it, not the Laplacian pyramid of the paper. Published files also hold
+    With `loss.boundary=detail` the Laplacian pyramid of the paper supervises it. Published files also hold
     parts that segmentation does not use: the ImageNet classifier, and detail heads at other strides.
     """
 

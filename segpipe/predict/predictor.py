@@ -146,7 +146,7 @@ def of_exported(
 
     def predict(image: Pixels) -> Answer:
         if not artifact.shapes.fits(image.shape) and not scaled:
-            height, width, _ = artifact.shapes.exported
+            height, width, _ = artifact.shapes.frame
             scaled.append((height, width))
             print(
                 f"images of other sizes than {height}x{width} are scaled to it, and their masks back",
@@ -173,7 +173,7 @@ def _answer(artifact: Artifact, session: Session, image: Pixels) -> Answer:
     """Class ids and their probability, which the file gives in 255 steps at its output stride."""
     size = (image.shape[0], image.shape[1])
     if not artifact.shapes.fits(image.shape):
-        height, width, _ = artifact.shapes.exported
+        height, width, _ = artifact.shapes.frame
         shrinks = size[0] * size[1] > height * width
         kind = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
         image = _scaled(image, (height, width), kind)

@@ -87,7 +87,6 @@ def _relative(path: Path) -> str:
 
 def _export(run: Run, console: Console) -> None:
     """Export the checkpoint that was just written, in the same way as the export command."""
-    from segpipe.export.artifact.verify_report import table
     from segpipe.export.dataset import Spread
     from segpipe.export.publish import export_checkpoint
     from segpipe.train.checkpoint import load_network
@@ -108,5 +107,5 @@ def _export(run: Run, console: Console) -> None:
         validation=run.val_samples,
         training=Spread(run.train_samples),
     )
-    console.print(table(done))
+    console.print(done.table())
     say(f"{done.line('EXPORT')} ({time.perf_counter() - started:.0f} s)")

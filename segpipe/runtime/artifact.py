@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -46,68 +46,22 @@ class SelfTestError(ArtifactError):
     exit_code = 4
 
 
-def resolved(axes: Sequence[int | str], lengths: Mapping[str, int]) -> Shape:
-    """The manifest's `axes` as numbers; "height/8" is an eighth of the length of `height`."""
-    found = []
-    for axis in axes:
-        if isinstance(axis, str):
-            name, _, stride = axis.partition("/")
-            axis = lengths[name] // int(stride or 1)
-        found.append(axis)
-    return tuple(found)
-
-
-def exported_lengths(io: Mapping[str, Any]) -> dict[str, int]:
-    """Length of each free axis at export; empty for a file of one fixed shape."""
-    return {axis: int(entry["exported"]) for axis, entry in io.get("free", {}).items()}
-
-
 class Shapes:
     """Shapes of frames and of their answers, without the batch axis, from `io` of a manifest."""
 
     def __init__(self, io: Mapping[str, Any]) -> None:
-        self._frame: Sequence[int | str] = io["inputs"][0]["shape"][1:]
-        self._answers = [entry["shape"][1:] for entry in io["outputs"]]
-        self._free: Mapping[str, Mapping[str, int]] = io.get("free", {})
-        self.exported = resolved(self._frame, exported_lengths(io))
-        # Use all entries once, so that an incomplete manifest fails when it is read and not at some frame.
-        if not self.fits(self.exported) or not self.answers(self.exported):
-            raise ValueError(
-                f"io: the exported shape {self.exported} violates its own free axes"
-            )
+        self.frame: Shape = tuple(io["inputs"][0]["shape"][1:])
+        self.answers: list[Shape] = [
+            tuple(entry["shape"][1:]) for entry in io["outputs"]
+        ]
 
     def fits(self, shape: Shape) -> bool:
         """Whether the model accepts a frame of this shape."""
-        return len(shape) == len(self._frame) and all(
-            map(self._is_within, shape, self._frame)
-        )
-
-    def answers(self, shape: Shape) -> list[Shape]:
-        """Shapes of the answers to an accepted frame."""
-        lengths = {
-            str(axis): length for axis, length in zip(self._frame, shape, strict=True)
-        }
-        return [resolved(axes, lengths) for axes in self._answers]
+        return shape == self.frame
 
     def describe(self) -> str:
-        """Height x width of accepted frames, such as `360x480`, or `64 to 96 in steps of 4 x 480`."""
-        height, width = map(self._range, self._frame[:2])
-        fixed = height.isdecimal() and width.isdecimal()
-        return f"{height}x{width}" if fixed else f"{height} x {width}"
-
-    def _range(self, axis: int | str) -> str:
-        if isinstance(axis, int):
-            return str(axis)
-        entry = self._free[axis]
-        last = f" to {entry['max']}" if "max" in entry else " or more"
-        return f"{entry['min']}{last} in steps of {entry['multiple']}"
-
-    def _is_within(self, length: int, axis: int | str) -> bool:
-        if isinstance(axis, int):
-            return length == axis
-        entry = self._free[axis]
-        largest = entry.get("max", length)
-        return entry["min"] <= length <= largest and length % entry["multiple"] == 0
+        """Height x width of accepted frames, such as `360x480`."""
+        return f"{self.frame[0]}x{self.frame[1]}"
 
 
 @dataclass(frozen=True)
@@ -166,7 +120,7 @@ def read_artifact(folder: Path | str, *, precision: str = "fp32") -> Artifact:
     folder = Path(folder)
     sums = read_sums(folder)
     for name in sorted(sums):  # all of them, also those that are not used here
-        _read(folder, name, sums)
+        read_file(folder, name, sums)
     manifest = _manifest(folder, sums)
     try:
         return _artifact(folder, manifest, precision, sums)
@@ -202,7 +156,7 @@ def _artifact(
     return Artifact(
         folder=folder,
         manifest=manifest,
-        model=_read(folder, name, sums),
+        model=read_file(folder, name, sums),
         shapes=shapes,
         golden=_golden(folder, manifest, shapes, sums, manifest["files"][name]),
         model_id=f"{manifest['model']}-{precision}-{sums[name][:12]}",
@@ -249,7 +203,7 @@ def _content(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _read(folder: Path, name: str, sums: Mapping[str, str]) -> bytes:
+def read_file(folder: Path, name: str, sums: Mapping[str, str]) -> bytes:
     """Content of a listed file, after comparing it with its checksum."""
     if name not in sums:
         raise _altered(f"{folder / SUMS} does not list {name}.")
@@ -269,7 +223,7 @@ def _read(folder: Path, name: str, sums: Mapping[str, str]) -> bytes:
 def _manifest(folder: Path, sums: Mapping[str, str]) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        manifest = json.loads(_read(folder, MANIFEST, sums))
+        manifest = json.loads(read_file(folder, MANIFEST, sums))
     except (ValueError, RecursionError) as error:
         raise _altered(f"{path} is not JSON ({error}).") from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
@@ -301,10 +255,10 @@ def _golden(
     model: Mapping[str, Any],
 ) -> Golden:
     names = [entry["name"] for entry in manifest["io"]["outputs"]]
-    needed = [shapes.exported, *shapes.answers(shapes.exported)]
+    needed = [shapes.frame, *shapes.answers]
     arrays = {}
     for part in ("image", "mask", "confidence"):
-        content = _read(folder, f"golden/{part}.npy", sums)
+        content = read_file(folder, f"golden/{part}.npy", sums)
         try:
             arrays[part] = np.load(io.BytesIO(content), allow_pickle=False)
         # numpy's parser raises many types, and MemoryError for a giant shape.

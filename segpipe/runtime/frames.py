@@ -1,8 +1,9 @@
-"""The result of a frame, and the checks before inference: brightness, and whether the camera still sends new frames."""
+"""The result of a frame, and the checks before inference: what it shows, and whether the camera sends new ones."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -12,8 +13,11 @@ from numpy.typing import NDArray
 NO_ANSWER = 255  # mask value where there is no answer; no class has this id
 DARK_LEVEL = 8  # a pixel is dark if no channel is above
 BRIGHT_LEVEL = 247  # a pixel is bright if no channel is below
-_MAX_PIXELS = 32768  # looked at for brightness
+_ROWS, _COLUMNS = 64, 128  # at most about twice as many are looked at
+_BLOCKS = 8  # along either side
+_LOST = 0.95  # a row is lost when so many of its pixels equal a neighbour
 _ROWS_APART = 61  # of the rows that are compared before the whole frame
+_BUFFERS = 4  # frames that a driver may send in turn
 
 
 class Status(str, Enum):  # noqa: UP042, enum.StrEnum came with Python 3.11
@@ -26,6 +30,7 @@ class Status(str, Enum):  # noqa: UP042, enum.StrEnum came with Python 3.11
     STALE = "STALE"  # stamp too old, too far ahead, before an earlier one, or NaN
     TOO_DARK = "TOO_DARK"  # darker than any training image
     SATURATED = "SATURATED"  # brighter than any training image
+    IMPLAUSIBLE = "IMPLAUSIBLE"  # unlike any training image: covered, torn, upside down
     FROZEN = "FROZEN"  # the same bytes again and again
     DEADLINE = "DEADLINE"  # no answer in time
     ERROR = "ERROR"  # anything else
@@ -59,84 +64,125 @@ class Result(NamedTuple):
     model_id: str
 
 
-class Levels(NamedTuple):
-    """Brightness of a frame: mean over all channels, fractions of dark and of bright pixels."""
-
-    mean: float
-    dark_share: float
-    bright_share: float
-
-
-class FrameLimits(NamedTuple):
-    """Range of brightness in which frames are answered; the export derives it from training images."""
-
-    min_mean: float
-    max_mean: float
-    max_dark_share: float
-    max_bright_share: float
-
-    @classmethod
-    def from_manifest(cls, entry: dict[str, Any]) -> FrameLimits:
-        """Limits from the manifest's `frame_limits`. Raises ValueError for one that is no level, such as NaN."""
-        limits = cls(**{name: float(entry[name]) for name in cls._fields})
-        if not all(0 <= limit <= 255 for limit in limits):
-            raise ValueError(f"{limits}, but numbers from 0 to 255 were needed")
-        return limits
-
-    def status(self, levels: Levels) -> Status:
-        """TOO_DARK, SATURATED or OK."""
-        if levels.mean < self.min_mean or levels.dark_share > self.max_dark_share:
-            return Status.TOO_DARK
-        if levels.mean > self.max_mean or levels.bright_share > self.max_bright_share:
-            return Status.SATURATED
-        return Status.OK
+# Quantities of a frame, with the status of one that is too low and of one that is too high
+QUANTITIES: dict[str, tuple[Status, Status]] = {
+    "mean": (Status.TOO_DARK, Status.SATURATED),
+    "dark_share": (Status.TOO_DARK, Status.TOO_DARK),
+    "bright_share": (Status.SATURATED, Status.SATURATED),
+    **dict.fromkeys(
+        ("flat_share", "lost_rows", "structure", "green", "upright"),
+        (Status.IMPLAUSIBLE, Status.IMPLAUSIBLE),
+    ),
+}
 
 
-def subsample(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """View of every n-th row and column of an image (H, W, 3), about 32,768 pixels."""
-    step = math.ceil(math.sqrt(image.shape[0] * image.shape[1] / _MAX_PIXELS))
-    return image[::step, ::step]
+def look_at(image: NDArray[np.uint8]) -> tuple[dict[str, float], NDArray[np.float64]]:
+    """Quantities of an image uint8 (H, W, 3) without `upright`, and what makes the difference between up and down.
 
+    mean: level of all channels. dark_share, bright_share: of pixels. flat_share: of pixels that equal their right
+    neighbour (coarse blocks of a decoder). lost_rows: share of the rows that are constant or equal to the next one.
+    structure: standard deviation of the luminance of 8x8 blocks, in levels (a covered lens has none). green: largest
+    excess of green over the other channels in a band of rows, in levels. The second is (12,): luminance, detail and
+    blueness of four bands of rows less those of the bands opposite; it changes its sign when the image is turned.
+    """
+    height, width, _ = image.shape
+    down, right = max(1, height // _ROWS), max(1, width // _COLUMNS)
+    here = _planes(image[: height - 1 : down, : width - 1 : right])
+    beside = _planes(image[: height - 1 : down, 1::right])
+    below = _planes(image[1::down, : width - 1 : right])
+    flat = (here == beside).all(0).mean(1)
+    same = (here == below).all(0).mean(1)
+    highest, lowest = here.max(0), here.min(0)
 
-def levels(image: NDArray[np.uint8]) -> Levels:
-    """Brightness of an image uint8 (H, W, 3), measured on its `subsample`."""
-    # One copy, channel by channel: numpy compares neighbors in memory many times faster than every third byte.
-    planes = np.ascontiguousarray(np.moveaxis(subsample(image), -1, 0))
-    red, green, blue = planes
-    highest = np.maximum(np.maximum(red, green), blue)
-    lowest = np.minimum(np.minimum(red, green), blue)
-    return Levels(
-        int(planes.sum(dtype=np.uint32)) / planes.size,
-        int(np.count_nonzero(highest <= DARK_LEVEL)) / red.size,
-        int(np.count_nonzero(lowest >= BRIGHT_LEVEL)) / red.size,
+    red, green, blue = here.astype(np.int16)
+    grid = _in_bands(_in_bands((red + 2 * green + blue) / 4).T).T  # (8, 8)
+    detail = np.abs(green - beside[1]).mean(1, dtype=np.float64)
+    bands = (
+        grid.mean(1),
+        _in_bands(np.log1p(detail)),
+        _in_bands((blue - red).mean(1)),
     )
+    opposite = [(band - band[::-1])[: _BLOCKS // 2] for band in bands]
+    found = {
+        "mean": here.mean(),
+        "dark_share": np.mean(highest <= DARK_LEVEL),
+        "bright_share": np.mean(lowest >= BRIGHT_LEVEL),
+        "flat_share": flat.mean(),
+        "lost_rows": np.mean(np.maximum(flat, same) > _LOST),
+        "structure": grid.std(),
+        "green": _in_bands((2 * green - red - blue).mean(1)).max() / 2,
+    }
+    quantities = {name: float(value) for name, value in found.items()}
+    return quantities, np.concatenate(opposite)
+
+
+def _planes(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    # numpy compares neighbors in memory many times faster than every third byte.
+    return np.ascontiguousarray(np.moveaxis(pixels, -1, 0))
+
+
+def _in_bands(rows: NDArray[Any]) -> NDArray[np.float64]:
+    """Means of eight bands of rows: (h, ...) -> (8, ...)."""
+    starts = np.arange(_BLOCKS) * len(rows) // _BLOCKS
+    sums = np.add.reduceat(rows, starts, axis=0, dtype=np.float64)
+    return np.asarray((sums.T / np.diff([*starts, len(rows)])).T)
+
+
+class FrameLimits:
+    """Ranges in which the quantities of a frame are answered; the export derives them from training images."""
+
+    def __init__(self, entry: Mapping[str, Any]) -> None:
+        """Reads `frame_limits` of the manifest. Raises ValueError for one that is no number, such as NaN."""
+        self._weights = np.array(entry["upright_weights"], np.float64)
+        self._ranges = {name: np.array(entry[name], np.float64) for name in QUANTITIES}
+        for name, numbers in (
+            ("upright_weights", self._weights),
+            *self._ranges.items(),
+        ):
+            if not np.isfinite(numbers).all():
+                raise ValueError(
+                    f"frame_limits.{name} = {numbers}, but finite numbers were needed"
+                )
+
+    def check(self, image: NDArray[np.uint8]) -> None:
+        """Raises Refused for an image (H, W, 3) outside a range."""
+        found, profile = look_at(image)
+        found["upright"] = float(profile @ self._weights)
+        for name, value in found.items():
+            low, high = self._ranges[name]
+            if not low <= value <= high:
+                status = QUANTITIES[name][int(value > high)]
+                why = f"{name} = {value:.3g}, but the export allows {low:g} to {high:g}"
+                raise Refused(status, why)
 
 
 class RepeatCounter:
-    """Counts identical frames in a row. Sensor noise never repeats; the buffer of a hung driver does."""
+    """Counts frames in a row that were there before. Sensor noise never repeats; the buffers of a hung driver do."""
 
     def __init__(self) -> None:
-        self._last: NDArray[np.uint8] | None = None
+        self._kept: list[NDArray[np.uint8]] = []  # the oldest first
         self._count = 0
 
     def count(self, image: NDArray[np.uint8]) -> int:
-        """Number of identical frames directly before this image (H, W, 3)."""
-        if self._repeats(image):
+        """Number of frames up to this one (H, W, 3) that equal one of the four different frames before them."""
+        if any(_are_equal(image, kept) for kept in self._kept):
             self._count += 1
             return self._count
         self._count = 0
-        if self._last is None or self._last.shape != image.shape:
-            self._last = np.empty(image.shape, np.uint8)
         # Drivers reuse their buffers, so a reference would always compare equal.
-        np.copyto(self._last, image)
+        copy = np.empty(image.shape, np.uint8)
+        if len(self._kept) == _BUFFERS and self._kept[0].shape == image.shape:
+            copy = self._kept[0]
+        np.copyto(copy, image)
+        self._kept = [*self._kept[1 - _BUFFERS :], copy]
         return 0
 
-    def _repeats(self, image: NDArray[np.uint8]) -> bool:
-        """Noise makes a few rows differ; only where they do not, all are compared: cheaper than any checksum."""
-        last = self._last
-        return last is not None and all(
-            np.array_equal(image[::step], last[::step]) for step in (_ROWS_APART, 1)
-        )
+
+def _are_equal(image: NDArray[np.uint8], kept: NDArray[np.uint8]) -> bool:
+    """Noise makes a few rows differ; only where they do not, all are compared: cheaper than any checksum."""
+    return image.shape == kept.shape and all(
+        np.array_equal(image[::step], kept[::step]) for step in (_ROWS_APART, 1)
+    )
 
 
 class StampCheck:

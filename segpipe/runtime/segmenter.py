@@ -23,7 +23,6 @@ from .frames import (
     Result,
     StampCheck,
     Status,
-    levels,
 )
 from .session import Session
 
@@ -55,7 +54,7 @@ class Segmenter:
         self.clock = clock
         self.last_error = ""  # why the last frame without an answer has none
         self._num_classes = len(artifact.manifest["classes"])
-        self._limits = FrameLimits.from_manifest(artifact.manifest["frame_limits"])
+        self._limits = FrameLimits(artifact.manifest["frame_limits"])
         self._repeats = RepeatCounter()
         self._stamps = StampCheck()
         self._lock = threading.Lock()
@@ -127,7 +126,7 @@ class Segmenter:
         except Exception as error:
             status, self.last_error = Status.ERROR, f"{type(error).__name__}: {error}"
         if status is not Status.OK:
-            masks = self._no_answer(image)
+            masks = self._no_answer()
         latency_ms = (time.perf_counter() - start) * 1e3
         return Result(status, *masks, latency_ms, self.artifact.model_id)
 
@@ -135,7 +134,7 @@ class Segmenter:
         """A result without an answer, for a frame that could not even be read. Raises ValueError for OK."""
         if status is Status.OK:
             raise ValueError("status = OK, but a reason for no answer was needed.")
-        return Result(status, *self._no_answer(None), 0.0, self.artifact.model_id)
+        return Result(status, *self._no_answer(), 0.0, self.artifact.model_id)
 
     def _answer(
         self, image: NDArray[np.uint8], stamp: float | None, due: float
@@ -187,12 +186,9 @@ class Segmenter:
         repeated = self._repeats.count(image) if self.frozen_after else 0
         if stamp is not None:
             self._check_stamp(stamp)
-        found = levels(image)
-        status = self._limits.status(found)
-        if status is not Status.OK:
-            raise Refused(status, f"{found}, but the export allows {self._limits}")
+        self._limits.check(image)
         if self.frozen_after and repeated >= self.frozen_after:
-            why = f"the same frame {repeated + 1} times in a row"
+            why = f"{repeated} frames in a row equal one of the last different ones"
             raise Refused(Status.FROZEN, why)
 
     def _check_stamp(self, stamp: float) -> None:
@@ -204,12 +200,8 @@ class Segmenter:
                 "not before that of an earlier frame",
             )
 
-    def _no_answer(self, image: NDArray[np.uint8] | None) -> Masks:
-        """Empty answer in the size of the frame, or in the exported size when the frame does not fit."""
-        shapes = self.artifact.shapes
-        fits = isinstance(image, np.ndarray) and shapes.fits(image.shape)
-        size = image.shape if image is not None and fits else shapes.exported
-        mask, confidence = shapes.answers(size)
+    def _no_answer(self) -> Masks:
+        mask, confidence = self.artifact.shapes.answers
         return np.full(mask, NO_ANSWER, np.uint8), np.zeros(confidence, np.uint8)
 
 

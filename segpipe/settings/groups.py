@@ -304,7 +304,8 @@ class LossConfig:
         free=True,
     )
     teacher_sha256: str = setting(
-        "", "SHA-256 that the checkpoint of loss.teacher must have; filled in at the start"
+        "",
+        "SHA-256 that the checkpoint of loss.teacher must have; filled in at the start",
     )
     teacher_weight: float = setting(
         1.0, "weight of the divergence from the teacher", low=0, high=1e6
@@ -516,11 +517,6 @@ class ExportConfig:
         [],
         "engines besides onnxruntime in which every ONNX file must pass the gates",
         choices=("openvino",),
-    )
-    dynamic: str = setting(
-        "none",
-        "dimensions that stay variable, see docs/export.md",
-        choices=("none", "batch", "hw"),
     )
     images: int = setting(
         ENOUGH_IMAGES, "validation images that the gates compare", low=1

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def read_teacher(config: Config) -> TrainedNetwork:
     """The averaged network, in eval mode on the CPU. Raises CheckpointError when the file was replaced meanwhile."""
     path, expected = teacher_path(config), config.loss.teacher_sha256
+    if not path.is_file():
+        raise CheckpointError(f"{path} of loss.teacher does not exist any more.")
     if expected and sha256(path) != expected:
         raise CheckpointError(
             f"{path} of loss.teacher has another SHA-256 than the run was started with, {expected}. Put that file back."

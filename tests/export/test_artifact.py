@@ -35,11 +35,7 @@ from exports import (
 )
 from segpipe.errors import DataError, IntegrityError
 from segpipe.export import publish
-from segpipe.export.artifact.frame_statistics import (
-    frame_entries,
-    frame_limits,
-    frames_of,
-)
+from segpipe.export.artifact.frame_statistics import frames_of
 from segpipe.export.artifact.manifest import (
     SCHEMA,
     differences,
@@ -49,7 +45,6 @@ from segpipe.export.artifact.manifest import (
 )
 from segpipe.export.artifact.origin import Origin, git_state, origin_of
 from segpipe.export.artifact.place import sums_problems, write_sums
-from segpipe.export.artifact.verify_report import render
 from segpipe.export.dataset import Spread
 from segpipe.export.gates import latency
 from segpipe.export.graph.formats import FORMATS
@@ -57,9 +52,10 @@ from segpipe.export.graph.network import deploy_model
 from segpipe.export.graph.onnx_format import write_probe
 from segpipe.export.graph.profiles import manifest_text
 from segpipe.export.graph.torch_formats import jit, quiet_torchscript
+from segpipe.export.report import render
 from segpipe.runtime import Segmenter, Status
 from segpipe.runtime.__main__ import main as runtime
-from segpipe.runtime.frames import Levels
+from segpipe.runtime.artifact import EXPORT_AGAIN
 from segpipe.train.checkpoint import load_network
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -219,9 +215,10 @@ def test_checksums_name_every_difference(tmp_path: Path) -> None:
     (tmp_path / "b").unlink()
     (tmp_path / "golden" / "d").write_text("d")
     assert sums_problems(tmp_path) == [
-        "b is missing",
         "golden/d is not in SHA256SUMS",
-        "a was altered: its sha256 differs from SHA256SUMS",
+        f"{tmp_path}/a has sha256 d9298a10d1b0..., but SHA256SUMS says ca978112ca1b...: it was altered or truncated. "
+        f"{EXPORT_AGAIN}",
+        f"{tmp_path}/b cannot be read: No such file or directory. {EXPORT_AGAIN}",
     ]
     (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  ../a\n")
     assert "has the line" in sums_problems(tmp_path)[0], "a name outside the folder"
@@ -382,7 +379,7 @@ def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("precision", "fp8"),
         ("created", "yesterday"),
         ("gates.model", {"G1": {"passed": False, "message": ""}}),
-        ("frame_limits.min_mean", None),
+        ("frame_limits.mean", None),
         ("frame_statistics.source", "elsewhere"),
         ("files", {}),
         ("versions.torch", "2.14.1\nARTIFACT verified: model.onnx in export"),
@@ -482,10 +479,8 @@ def test_labels_are_a_label_info_message(exported: Path) -> None:
         {"class_id": i, "class_name": n} for i, n in zip(ids, names, strict=True)
     ]
     odd = ['say "no": {x}', "straße # 1", "- yes", "null"]
-    text = render(
-        "labels.yaml",
-        {"classes": [{"id": index, "name": name} for index, name in enumerate(odd)]},
-    )
+    classes = [{"id": index, "name": name} for index, name in enumerate(odd)]
+    text = render("labels.yaml", classes=classes)
     assert [entry["class_name"] for entry in yaml.safe_load(text)["class_map"]] == [
         *odd,
         "no_answer",
@@ -565,34 +560,14 @@ def test_a_folder_that_the_runtime_refuses_is_never_published(
 
 
 def test_statistics_of_frames(manifest: dict[str, Any]) -> None:
-    pixels = np.concatenate([image.reshape(-1, 3) for image in TRAIN]).astype(
-        np.float64
-    )
     found = manifest["frame_statistics"]
     assert (found["source"], found["images"]) == ("train", 6)
-    np.testing.assert_allclose(found["mean"], pixels.mean(0), atol=1e-3)
-    np.testing.assert_allclose(found["std"], pixels.std(0), atol=1e-3)
-    assert frame_entries(iter(IMAGES), "check")["frame_statistics"]["images"] == len(
-        IMAGES
+    levels = [float(image.mean()) for image in TRAIN]
+    assert found["quantiles"]["mean"] == pytest.approx(
+        np.quantile(levels, (0.05, 0.5, 0.95)), abs=1.0
     )
-
-
-def test_limits_leave_room_and_always_refuse_the_extremes() -> None:
-    day = [Levels(mean, 0.0, 0.0) for mean in range(80, 121)]
-    limits = frame_limits([*day, Levels(0.0, 1.0, 0.0)])
-    assert limits.status(Levels(20.6, 0.49, 0.49)) is Status.OK
-    assert limits.status(Levels(19.0, 0.0, 0.0)) is Status.TOO_DARK
-    assert limits.status(Levels(100.0, 0.51, 0.0)) is Status.TOO_DARK
-    assert limits.status(Levels(225.0, 0.0, 0.0)) is Status.SATURATED
-    night = frame_limits([Levels(3.0, 0.9, 0.0)] * 20)
-    assert night.status(Levels(3.0, 0.94, 0.0)) is Status.OK
-    assert night.status(Levels(0.0, 1.0, 0.0)) is Status.TOO_DARK
-    black, white = (
-        frame_limits([Levels(0.0, 1.0, 0.0)]),
-        frame_limits([Levels(255.0, 0.0, 1.0)]),
-    )
-    assert black.status(Levels(0.0, 1.0, 0.0)) is Status.TOO_DARK
-    assert white.status(Levels(255.0, 0.0, 1.0)) is Status.SATURATED
+    entries, frames = frames_of(IMAGES, None, IMAGES[0].shape)
+    assert entries["frame_statistics"]["images"] == len(frames) == len(IMAGES)
 
 
 class Places:
@@ -632,21 +607,16 @@ def test_the_card_tells_how_many_of_the_training_images_were_looked_at(
     manifest = json.loads((exported / "manifest.json").read_text())
     known = {**manifest, **entries}
     assert schema_problems(known) == []
-    told = re.findall(
-        "- Frames should look like .*", render("model_card.md", {**known, "caveat": ""})
-    )
-    assert told[0].startswith(
-        "- Frames should look like the 249 train images: mean levels "
-    )
-    assert told[0].endswith(" of RGB over 64 of them.")
+    card = render("model_card.md", **known, caveat="")
+    assert "like the 249 train images (64 of them were measured): their mean" in card
     assert list(differences(known, {**known, **entries})) == []
     other = copy.deepcopy(known)
     other["frame_statistics"]["images"] = 6
-    other["frame_statistics"]["mean"][0] += 0.4  # another decoder of JPEG
-    other["frame_limits"]["min_mean"] += 0.6
+    other["frame_limits"]["mean"][1] += 1.0  # another decoder of JPEG
+    other["frame_limits"]["lost_rows"][1] += 0.02
     assert list(differences(other, {**known, **entries})) == [
-        f"manifest.json has frame_limits.min_mean = {other['frame_limits']['min_mean']}, but the checkpoint and the "
-        f"data give {known['frame_limits']['min_mean']}",
+        f"manifest.json has frame_limits.lost_rows[1] = {other['frame_limits']['lost_rows'][1]}, but the checkpoint "
+        f"and the data give {known['frame_limits']['lost_rows'][1]}",
         "manifest.json has frame_statistics.images = 6, but the checkpoint and the data give 64",
     ]
 

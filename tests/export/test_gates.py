@@ -37,10 +37,10 @@ from segpipe.export.gates.comparison import (
 from segpipe.export.gates.controls import CONTROLS, gate_power
 from segpipe.export.gates.latency import gate_latency
 from segpipe.export.gates.limits import LIMITS, GateResult, Limits, Sigma
-from segpipe.export.gates.outcome import ExportReport, refusal
 from segpipe.export.gates.quality import Score, calibration_entry, gate_quality, scores
 from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
 from segpipe.export.graph.profiles import PROFILES, ROBOT, Answer, Image
+from segpipe.export.report import ExportReport, refusal
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.check import check
 from segpipe.settings.config import Config

@@ -20,11 +20,11 @@ from segpipe.errors import ConfigError
 from segpipe.export.dataset import Check, GateInputs, check_set, trials
 from segpipe.export.gates import judge, latency
 from segpipe.export.gates.controls import CONTROLS
-from segpipe.export.gates.outcome import EAGER, ExportReport
 from segpipe.export.graph import formats
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
 from segpipe.export.graph.profiles import Answer, Image, Run, free_lengths
+from segpipe.export.report import EAGER, ExportReport
 from segpipe.settings.groups import ExportConfig
 
 pytestmark = pytest.mark.usefixtures("quick_exports")

@@ -33,7 +33,7 @@ from exports import (
 )
 from runs import write_camvid
 from segpipe.cli.main import main as segpipe
-from segpipe.data.samples import open_samples
+from segpipe.data.samples import open_samples, open_splits
 from segpipe.errors import DataError
 from segpipe.export import dataset
 from segpipe.export import verify as verification
@@ -321,7 +321,7 @@ def test_images_that_changed_since_the_run_are_named_and_not_the_folder(
     config.run.root, config.run.name = str(tmp_path), "run"
     config.train.steps = 12
     run = write_run(tmp_path / "run", tiny_network, config)
-    inputs.record(config, ("train", "val"))
+    inputs.record(config, open_splits(config))
     assert export(run, folder, "export.formats=[onnx]") == 0
     unfinished = "trained for 7 of 12 steps: the run was interrupted, or goes on"
     assert capsys.readouterr().err == f"warning: {unfinished}.\n"

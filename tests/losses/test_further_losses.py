@@ -266,6 +266,8 @@ def test_the_boundary_head_learns_what_the_setting_says() -> None:
     expected = 3.0 * detail_sum(edges, target, ignore_index=255) / 10
     assert parts["detail"]["boundary"].item() == pytest.approx(expected.item())
     assert parts["band"]["boundary"].item() != pytest.approx(expected.item())
+    assert "edge" in parts["band"]
+    assert "edge" not in parts["detail"], "an idea of PIDNet, not of STDC"
     (found,) = torch.autograd.grad(parts["detail"]["total"], edges)
     torch.testing.assert_close(found, torch.autograd.grad(expected, edges)[0])
 

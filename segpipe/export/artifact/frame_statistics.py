@@ -1,4 +1,4 @@
-"""Brightness statistics of training images, and the limits outside which the robot refuses a frame."""
+"""What training images look like, and the limits outside which the robot refuses a frame."""
 
 from __future__ import annotations
 
@@ -8,37 +8,44 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.runtime.frames import BRIGHT_LEVEL, DARK_LEVEL, FrameLimits, Levels, levels
+from segpipe.runtime.frames import QUANTITIES, look_at
 
 if TYPE_CHECKING:
     from segpipe.export.graph.profiles import Image
 
-_OUTLIERS = 0.05  # share of images at either end that do not move a limit
+_QUANTILES = (0.05, 0.5, 0.95)  # images beyond the outer ones do not move a limit
 _CALIBRATION_IMAGES = 32  # for the activation ranges of int8
-_NEARLY_ALL = 0.99  # a completely dark or bright frame is refused whatever the training images were
+_NEARLY_ALL = 0.99  # a completely dark, bright or flat frame is refused whatever the training images were
+_ENOUGH = 16  # images to learn up from down
+_CLEARLY = 0.25  # share of the median score that the least upright image must have
+_OPEN = [-1000.0, 1000.0]  # no limit
+_LEVELS, _SHARES = [0.0, 255.0], [0.0, _NEARLY_ALL]
 
 
 def frame_entries(images: Iterable[Image], source: str) -> dict[str, Any]:
-    """`frame_statistics` and `frame_limits` of the manifest. `source`: which images, such as train.
+    """`frame_statistics` and `frame_limits` of the manifest. `source`: which images, such as train."""
+    found, profiles = zip(*map(look_at, images), strict=True)
+    weights = _upright_weights(np.stack(profiles))
+    values = {name: [entry[name] for entry in found] for name in found[0]}
+    values["upright"] = list(np.stack(profiles) @ weights)
+    quantiles = {
+        name: np.quantile(column, _QUANTILES).round(4).tolist()
+        for name, column in values.items()
+    }
+    statistics = {"source": source, "images": len(found), "quantiles": quantiles}
+    limits = {**_limits(quantiles), "upright_weights": weights.round(6).tolist()}
+    return {"frame_statistics": statistics, "frame_limits": limits}
 
-    Mean and standard deviation are per channel, RGB, in levels of 0 to 255, over all pixels.
-    """
-    # Of each channel; it is exact, whatever the number of images
-    histogram = np.zeros((3, 256), dtype=np.int64)
-    found: list[Levels] = []
-    for image in images:
-        found.append(levels(image))
-        for channel in range(3):
-            values = image[..., channel].ravel()
-            histogram[channel] += np.bincount(values, minlength=256)
-    assert found, "a split is never empty"
 
-    level = np.arange(256)
-    count = histogram.sum(1)
-    mean = (histogram * level).sum(1) / count
-    variance = (histogram * np.square(level)).sum(1) / count - np.square(mean)
-    std = np.sqrt(np.maximum(variance, 0.0))
-    return _entries(source, len(found), mean, std, frame_limits(found))
+def unknown_frames() -> dict[str, Any]:
+    """`frame_statistics` and `frame_limits` without images: only completely dark, bright or flat frames are refused."""
+    limits: dict[str, Any] = dict.fromkeys(QUANTITIES, _OPEN)
+    limits |= dict.fromkeys(("dark_share", "bright_share", "flat_share"), _SHARES)
+    statistics = {"source": "none", "images": 0, "quantiles": {}}
+    return {
+        "frame_statistics": statistics,
+        "frame_limits": {**limits, "upright_weights": [0.0] * 12},
+    }
 
 
 def frames_of(
@@ -69,40 +76,47 @@ def frames_of(
     return entries, kept or list(images)
 
 
-def unknown_frames() -> dict[str, Any]:
-    """`frame_statistics` and `frame_limits` without images: only completely dark or bright frames are refused."""
-    limits = FrameLimits(0.0, 255.0, _NEARLY_ALL, _NEARLY_ALL)
-    return _entries("none", 0, np.zeros(3), np.zeros(3), limits)
+def _limits(quantiles: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Limits around what was seen, by quantity.
 
-
-def _entries(
-    source: str,
-    count: int,
-    mean: NDArray[np.float64],
-    std: NDArray[np.float64],
-    limits: FrameLimits,
-) -> dict[str, Any]:
-    statistics = {
-        "source": source,
-        "images": count,
-        "mean": mean.round(3).tolist(),
-        "std": std.round(3).tolist(),
-        "dark_level": DARK_LEVEL,
-        "bright_level": BRIGHT_LEVEL,
+    A mean level may move three quarters of the way to black or white, and half of the pixels that are usually not dark
+    (bright, flat) must stay so. A quarter of the rows may be lost, structure may fall to a quarter, and a band may be
+    greener by a quarter of what is left. A frame must look more like the images than like them turned upside down.
+    """
+    lowest = {name: low for name, (low, _, _) in quantiles.items()}
+    highest = {name: high for name, (_, _, high) in quantiles.items()}
+    shares = {
+        name: [0.0, min((1 + highest[name]) / 2, _NEARLY_ALL)]
+        for name in ("dark_share", "bright_share", "flat_share")
     }
-    return {"frame_statistics": statistics, "frame_limits": limits._asdict()}
+    limits = {
+        "mean": [lowest["mean"] / 4, 255 - (255 - highest["mean"]) / 4],
+        **shares,
+        "lost_rows": [0.0, highest["lost_rows"] + (1 - highest["lost_rows"]) / 4],
+        "structure": [lowest["structure"] / 4, _OPEN[1]],
+        "green": [_OPEN[0], highest["green"] + (255 - highest["green"]) / 4],
+        "upright": [0.0, _OPEN[1]],
+    }
+    return {
+        name: [round(low, 4), round(high, 4)] for name, (low, high) in limits.items()
+    }
 
 
-def frame_limits(found: list[Levels]) -> FrameLimits:
-    """Limits around what was seen: a mean level may move three quarters of the way to black or white, and half of the
-    pixels that are usually not dark (bright) must stay so."""
-    mean, dark, bright = (np.array(column) for column in zip(*found, strict=True))
-    lowest, highest = np.quantile(mean, (_OUTLIERS, 1 - _OUTLIERS))
-    dark_share = float(np.quantile(dark, 1 - _OUTLIERS))
-    bright_share = float(np.quantile(bright, 1 - _OUTLIERS))
-    return FrameLimits(
-        min_mean=round(float(lowest) / 4, 3),
-        max_mean=round(255 - (255 - float(highest)) / 4, 3),
-        max_dark_share=round(min((1 + dark_share) / 2, _NEARLY_ALL), 4),
-        max_bright_share=round(min((1 + bright_share) / 2, _NEARLY_ALL), 4),
-    )
+def _upright_weights(profiles: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Weights (12,) whose product with a profile is about 1, and -1 when its image is upside down.
+
+    Zeros where images do not tell up from down, or are too few to learn it: a linear discriminant between the profiles
+    and their negatives, with a ridge.
+    """
+    none = np.zeros(profiles.shape[1])
+    if len(profiles) < _ENOUGH:
+        return none
+    scale = np.sqrt(np.square(profiles).mean(0)) + 1e-6
+    scaled = profiles / scale
+    within = np.cov(scaled.T) + np.eye(len(scale))
+    weights = np.linalg.solve(within, scaled.mean(0)) / scale
+    scores = profiles @ weights
+    median = float(np.median(scores))
+    if not scores.min() > _CLEARLY * median > 0:
+        return none
+    return np.asarray(weights / median)

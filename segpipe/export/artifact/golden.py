@@ -31,7 +31,7 @@ def golden_entry(names: Sequence[str]) -> dict[str, Any]:
     return {
         "images": list(names),
         "image_agreement": FP32.image_agreement,
-        "confidence_levels": int(FP32.confidence_levels),
+        "confidence_levels": FP32.confidence_levels,
     }
 
 
@@ -110,47 +110,42 @@ def golden_problems(
             for path in sorted((folder / GOLDEN).glob("*.npy"))
         }
         expected = golden_arrays(model, found["image"])
-    except (
-        Exception
-    ) as error:  # numpy and torch raise many types for arrays that do not fit
+    # numpy and torch raise many types for arrays that do not fit.
+    except Exception as error:
         yield (
             f"{GOLDEN}/ cannot be compared ({type(error).__name__}: {error}). Copy the whole folder again, or export "
             "again"
         )
         return
 
-    # The frames themselves; two decoders of JPEG differ by a few levels.
-    named = np.stack([images[name] for name in names]).astype(np.int64)
-    frames = found["image"]
-    if frames.shape != named.shape or np.abs(frames - named).max() > _DECODERS:
+    named = np.stack([images[name] for name in names])
+    if not _is_close(found["image"], named, _DECODERS):
         yield f"{GOLDEN}/image.npy does not hold the images that golden.images names"
-
-    # The answers to them
-    sigma = float(expected["logits"].std())
+    # All other arrays, such as the places of the logits, must be equal.
+    limits = {
+        "confidence": FP32.confidence_levels,
+        "logits": FP32.logits_sigma * float(expected["logits"].std()),
+        "preprocess_output": FP32.normalised,
+    }
     for name in sorted(expected.keys() | found.keys()):
         if name not in found or name not in expected:
             yield f"{GOLDEN}/{name}.npy is missing, or is none of the golden arrays"
-        elif not _agree(name, expected[name], found[name], sigma):
+            continue
+        one, other = found[name], expected[name]
+        if name == "mask" and one.shape == other.shape:
+            agreement = (one == other).mean((1, 2))
+            is_close = bool(agreement.min() >= FP32.image_agreement)
+        else:
+            is_close = _is_close(one, other, limits.get(name, 0.0))
+        if not is_close:
             yield f"{GOLDEN}/{name}.npy differs from what the trained network gives"
 
 
-def _agree(
-    name: str, expected: NDArray[Any], found: NDArray[Any], sigma: float
-) -> bool:
-    """Whether an array of answers is as close as those of an fp32 file on another machine."""
+def _is_close(found: NDArray[Any], expected: NDArray[Any], limit: float) -> bool:
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
-    if name == "mask":
-        agreement = (found == expected).mean((1, 2))
-        return bool(agreement.min() >= FP32.image_agreement)
-    # All other arrays, such as the frames and the places of the logits, must be equal.
-    limits = {
-        "confidence": FP32.confidence_levels,
-        "logits": FP32.logits_sigma * sigma,
-        "preprocess_output": FP32.normalised,
-    }
     difference = np.abs(found.astype(np.float64) - expected).max()
-    return bool(difference <= limits.get(name, 0.0))
+    return bool(difference <= limit)
 
 
 def golden_figures(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segpipe.errors import DataError, WeightsError
-from segpipe.export.gates.outcome import integrity_refusal
+from segpipe.export.report import integrity_refusal
 from segpipe.files import sha256
 
 if TYPE_CHECKING:
@@ -38,40 +38,28 @@ def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
     """
     path = run
     if run.is_dir():
-        path = (
-            run / "best.pt"
-            if which == "best" and (run / "best.pt").is_file()
-            else run / "last.pt"
-        )
+        has_best = which == "best" and (run / "best.pt").is_file()
+        path = run / ("best.pt" if has_best else "last.pt")
     result = _result(path.parent)
-    checkpoint = {"file": path.name, "sha256": sha256(path)} if path.is_file() else None
-    measured = result.get("ema_digest") == trained.ema_digest
-    metrics = {
-        "split": trained.config.data.split,
-        **{name: result.get(name) for name in _METRICS},
-    }
-    trained_at = result.get("git")
-    return Origin(
-        git={**trained_at, "known_at": "train"}
-        if isinstance(trained_at, dict)
-        else git_state(ROOT),
-        checkpoint=checkpoint,
-        metrics=metrics if measured else None,
-        warnings=_unfinished(trained, result),
-    )
-
-
-def _unfinished(trained: TrainedNetwork, result: dict[str, Any]) -> tuple[str, ...]:
-    """A sentence when the run has not reached its end."""
+    git = result.get("git")
+    metrics = None
+    if result.get("ema_digest") == trained.ema_digest:
+        metrics = {name: result.get(name) for name in _METRICS}
+        metrics["split"] = trained.config.data.split
     planned = trained.config.train.steps
-    if (
-        trained.step >= planned
-        or result.get("stopped_early")
-        or int(result.get("steps") or 0) >= planned
-    ):
-        return ()
-    return (
-        f"trained for {trained.step} of {planned} steps: the run was interrupted, or goes on",
+    done = max(trained.step, int(result.get("steps") or 0))
+    warnings: tuple[str, ...] = ()
+    if done < planned and not result.get("stopped_early"):
+        warnings = (
+            f"trained for {trained.step} of {planned} steps: the run was interrupted, or goes on",
+        )
+    return Origin(
+        git={**git, "known_at": "train"} if isinstance(git, dict) else git_state(ROOT),
+        checkpoint={"file": path.name, "sha256": sha256(path)}
+        if path.is_file()
+        else None,
+        metrics=metrics,
+        warnings=warnings,
     )
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from segpipe.errors import ConfigError
 from segpipe.files import sha256
-from segpipe.runtime.artifact import MANIFEST, SUMS, ArtifactError, read_sums
+from segpipe.runtime.artifact import MANIFEST, SUMS, ArtifactError, read_file, read_sums
 
 
 def beside(out_dir: Path, suffix: str) -> Path:
@@ -35,15 +35,10 @@ def check_place(out_dir: Path) -> None:
     """Raises ConfigError when `out_dir` cannot be written, or holds files that are no export."""
     with writing(out_dir):
         nearest = next(path for path in out_dir.absolute().parents if path.exists())
-        if not nearest.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if not os.access(nearest, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        is_export = not out_dir.exists() or (out_dir / MANIFEST).is_file()
-        has_other_files = not is_export and (
-            out_dir.is_file() or any(out_dir.iterdir())
-        )
-    if has_other_files:
+        tempfile.TemporaryFile(dir=nearest).close()
+        is_export = (out_dir / MANIFEST).is_file() or not out_dir.exists()
+        is_taken = not is_export and (out_dir.is_file() or any(out_dir.iterdir()))
+    if is_taken:
         raise ConfigError(
             f"export.dir = {out_dir} holds other files, and an export replaces it. Choose a new folder."
         )
@@ -51,10 +46,8 @@ def check_place(out_dir: Path) -> None:
 
 def write_sums(folder: Path) -> None:
     """Writes SHA256SUMS of all files below `folder`, in the format of `sha256sum --check`."""
-    names = sorted(_files(folder))
-    (folder / SUMS).write_text(
-        "".join(f"{sha256(folder / name)}  {name}\n" for name in names)
-    )
+    lines = [f"{sha256(folder / name)}  {name}\n" for name in sorted(_files(folder))]
+    (folder / SUMS).write_text("".join(lines))
 
 
 def sums_line(folder: Path) -> str:
@@ -63,30 +56,23 @@ def sums_line(folder: Path) -> str:
 
 
 def sums_problems(folder: Path) -> list[str]:
-    """Differences between the files below `folder` and SHA256SUMS: missing, unlisted and altered ones.
-
-    Links, pipes and devices are refused before any file is read.
-    """
-    for path in sorted(folder.rglob("*")):
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            return [
-                f"{path.relative_to(folder)} is a link, a pipe or a device, not a file"
-            ]
+    """Differences between the files below `folder` and SHA256SUMS: missing, unlisted and altered ones."""
     try:
-        listed = read_sums(folder)
+        sums = read_sums(folder)
     except ArtifactError as error:
         return [str(error)]
-    there = _files(folder)
-    problems = [f"{name} is missing" for name in sorted(listed.keys() - there)]
-    problems += [f"{name} is not in {SUMS}" for name in sorted(there - listed.keys())]
-    for name in sorted(there & listed.keys()):
-        if sha256(folder / name) != listed[name]:
-            problems.append(f"{name} was altered: its sha256 differs from {SUMS}")
+    unlisted = sorted(_files(folder) - sums.keys())
+    problems = [f"{name} is not in {SUMS}" for name in unlisted]
+    for name in sorted(sums):
+        try:
+            read_file(folder, name, sums)
+        except ArtifactError as error:
+            problems.append(str(error))
     return problems
 
 
 def _files(folder: Path) -> set[str]:
-    files = (path for path in folder.rglob("*") if path.is_file())
+    files = (path for path in folder.rglob("*") if not path.is_dir())
     return {path.relative_to(folder).as_posix() for path in files} - {SUMS}
 
 

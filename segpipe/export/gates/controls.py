@@ -116,24 +116,6 @@ CONTROLS: dict[str, Callable[[DeployModel], None]] = {
     "batchnorm_in_training_mode": _batchnorm_in_training_mode,
 }
 
-# Faults that some networks cannot have; every network can have the others.
-_POSSIBLE: dict[str, Callable[[DeployModel], bool]] = {
-    "no_normalisation": lambda model: not _normalises_by(model, 0.0, 1.0),
-    "half_mean_and_std": lambda model: not _normalises_by(model, 0.5, 0.5),
-    "align_corners_flipped": lambda model: bool(model.network.output_stride != 1),
-    "batchnorm_in_training_mode": lambda model: any(
-        isinstance(each, nn.BatchNorm2d) for each in model.modules()
-    ),
-}
-
-
-def _normalises_by(model: DeployModel, mean: float, std: float) -> bool:
-    plain = dict(Preprocess((mean,) * 3, (std,) * 3).named_buffers())
-    return all(
-        torch.equal(plain[name], buffer)
-        for name, buffer in model.preprocess.named_buffers()
-    )
-
 
 def gate_power(
     model: DeployModel, reference: Run, checks: Sequence[Check], sigma: Sigma
@@ -141,42 +123,38 @@ def gate_power(
     """G6: every control that has an effect fails G2, G3 or G4 of fp32. `reference` is `as_trained` of this model.
 
     Controls run in eager mode in the profile robot, image by image until a gate refuses. The figures list the `unseen`
-    ones, for which the gates are blind, those `without_effect` on this network, and those that it cannot have.
+    ones, for which the gates are blind, those `without_effect` on this network, and those that change nothing at all
+    (`impossible`): a network without BatchNorm or upsampling, or one that normalises as the control does.
     """
-    possible = [
-        name for name in CONTROLS if name not in _POSSIBLE or _POSSIBLE[name](model)
-    ]
     refused_by: dict[str, str] = {}
-    effects = dict.fromkeys(possible, 0.0)
+    effects = dict.fromkeys(CONTROLS, 0.0)
     for check in _chosen(checks):
         expected = reference(check.image)
-        for name in possible:
-            if name in refused_by:
-                continue
+        for name in CONTROLS.keys() - refused_by.keys():
             answer = run_eager(_faulty(model, name))(check.image)
             effects[name] = max(effects[name], _effect(expected, answer))
             if refusing := _refusing(answer, expected, check, sigma):
                 refused_by[name] = ", ".join(refusing)
 
-    passing = [name for name in possible if name not in refused_by]
-    unseen = [name for name in passing if effects[name] > _EFFECT]
-    without_effect = [name for name in passing if effects[name] <= _EFFECT]
-    impossible = [name for name in CONTROLS if name not in possible]
-
-    message = f"all {len(possible)} negative controls are refused"
-    if impossible:
-        message += f"; {', '.join(impossible)} is no fault of this network"
-    if without_effect:
-        message = f"the network is too flat to show {', '.join(without_effect)}; the other controls are refused"
-    if unseen:
-        message = f"G6 power: negative controls pass: {', '.join(unseen)}, so the gates are inconclusive"
+    passing = {name: effects[name] for name in CONTROLS if name not in refused_by}
+    unseen = [name for name, effect in passing.items() if effect > _EFFECT]
+    without_effect = [name for name, effect in passing.items() if 0 < effect <= _EFFECT]
+    impossible = [name for name, effect in passing.items() if effect == 0]
     figures = {
-        "refused_by": refused_by,
+        "refused_by": dict(sorted(refused_by.items())),
         "unseen": unseen,
         "without_effect": without_effect,
         "impossible": impossible,
     }
-    return GateResult("G6", not unseen, figures, message)
+    message = f"all {len(CONTROLS) - len(impossible)} negative controls are refused"
+    if impossible:
+        message += f"; {', '.join(impossible)} is no fault of this network"
+    if without_effect:
+        message = f"the network is too flat to show {', '.join(without_effect)}; the other controls are refused"
+    failure = ""
+    if unseen:
+        failure = f"G6 power: negative controls pass: {', '.join(unseen)}, so the gates are inconclusive"
+    return GateResult.of("G6", failure, figures, message)
 
 
 def _effect(expected: Answer, answer: Answer) -> float:

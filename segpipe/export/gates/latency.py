@@ -71,4 +71,4 @@ def gate_latency(
         "budget_ms": budget_ms,
         "share_of_fp32": share if math.isfinite(share) else None,
     }
-    return GateResult("latency", not failure, figures, failure or message)
+    return GateResult.of("latency", failure, figures, message)

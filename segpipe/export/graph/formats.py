@@ -20,7 +20,6 @@ from segpipe.export.graph.onnx_format import (
 from segpipe.export.graph.profiles import Manifest, Profile, Run, Size
 from segpipe.export.graph.torch_formats import (
     Loaded,
-    Tensors,
     load_pt2,
     load_torchscript,
     to_pt2,
@@ -36,7 +35,7 @@ class Format:
     """A file format. `convert` writes the shipped file and its probe, `open` runs either, `problems` is G1.
 
     A probe is the same graph with `logits` and `normalised` as further outputs; the gates compare it, it is not
-    shipped. `tensors` returns the stored tensors by their names in the network, where the format keeps those names.
+    shipped.
     """
 
     name: str
@@ -45,13 +44,11 @@ class Format:
     convert: Callable[[DeployModel, Size, Manifest, Path, Path], None]
     open: Callable[[Path, Profile], Run]
     problems: Callable[[Path, Manifest], list[str]]
-    tensors: Callable[[Path], Tensors] | None = None
 
     def file_name(self, precision: str = "fp32") -> str:
         """Name of the file, such as model.int8.onnx."""
-        return (
-            f"{self.stem}{'' if precision == 'fp32' else f'.{precision}'}{self.suffix}"
-        )
+        marked = "" if precision == "fp32" else f".{precision}"
+        return f"{self.stem}{marked}{self.suffix}"
 
     def write(
         self,
@@ -72,10 +69,8 @@ class Format:
             try:
                 self.convert(model, size, manifest, shipped, probe)
             except Exception as error:
-                if (
-                    isinstance(error, OSError) and error.errno
-                ):  # the disk's fault, not the network's
-                    raise
+                if isinstance(error, OSError) and error.errno:
+                    raise  # the disk's fault, not the network's
                 raise ExportError(
                     f"export.formats = {self.name}: torch {torch.__version__} could not convert the network "
                     f"({type(error).__name__}: {error}). Leave {self.name} out of export.formats, or change the named "
@@ -91,17 +86,17 @@ def _torch_format(
         stem,
         suffix,
         convert,
-        open=lambda path, profile: load(path).runner(profile),
+        open=lambda path, profile: load(path).run(profile),
         problems=lambda path, manifest: load(path).problems(manifest),
-        tensors=lambda path: load(path).tensors,
     )
 
 
+_TORCHSCRIPT = _torch_format(
+    "torchscript", "model.torchscript", ".pt", to_torchscript, load_torchscript
+)
 FORMATS: dict[str, Format] = {
     "onnx": Format("onnx", "model", ".onnx", to_onnx, open_onnx, problems_of_onnx),
-    "torchscript": _torch_format(
-        "torchscript", "model.torchscript", ".pt", to_torchscript, load_torchscript
-    ),
+    "torchscript": _TORCHSCRIPT,
     "pt2": _torch_format("pt2", "model", ".pt2", to_pt2, load_pt2),
 }
 
@@ -135,14 +130,7 @@ class ModelFile:
         return FORMATS[self.format].open(path, profile)
 
     def problems(self) -> list[str]:
-        """G1 findings about this file alone; empty when it is whole and what its manifest says."""
-        found = sorted(
-            path.name
-            for path in self.path.parent.iterdir()
-            if path.name.startswith(self.path.name)
-        )
-        if found != [self.path.name]:
-            return [f"needs more than one file: {', '.join(found)}"]
+        """G1 findings; empty when the file is whole and what its manifest says."""
         try:
             return FORMATS[self.format].problems(self.path, self.manifest)
         except Exception as error:  # checkers and loaders raise many types; an unreadable file is refused

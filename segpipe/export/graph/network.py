@@ -15,8 +15,8 @@ from segpipe.export.graph.profiles import (
     NORMALISED,
     ROBOT,
     Profile,
-    Runner,
-    torch_runner,
+    Run,
+    torch_run,
 )
 from segpipe.models.resize import bilinear
 
@@ -58,11 +58,8 @@ class DeployModel(nn.Module):
         """
         normalised = self._normalise(image)
         logits = self.network(normalised)
-        full = bilinear(
-            logits,
-            (normalised.shape[2], normalised.shape[3]),
-            align_corners=self.align_corners,
-        )
+        height, width = normalised.shape[2:]
+        full = bilinear(logits, (height, width), align_corners=self.align_corners)
         tensors = {
             LOGITS: full,
             NORMALISED: normalised,
@@ -70,17 +67,15 @@ class DeployModel(nn.Module):
         }
         if CONFIDENCE in self.profile.outputs:
             scaled = logits if self.temperature == 1.0 else logits / self.temperature
-            tensors[CONFIDENCE] = (
-                scaled.softmax(1).amax(1).mul(255.0).round().to(torch.uint8)
-            )
+            highest = scaled.softmax(1).amax(1)
+            tensors[CONFIDENCE] = highest.mul(255.0).round().to(torch.uint8)
         names = self.profile.probe_outputs if self.is_probe else self.profile.outputs
         return tuple(tensors[name] for name in names)
 
     def _normalise(self, image: Tensor) -> Tensor:
         if self.profile.planar:
-            return image * self.preprocess.get_buffer(
-                "scale"
-            ) + self.preprocess.get_buffer("bias")
+            scale, bias = map(self.preprocess.get_buffer, ("scale", "bias"))
+            return image * scale + bias
         packed: Tensor = self.preprocess(image)
         return packed
 
@@ -115,7 +110,9 @@ def deploy_model(
     network = copy.deepcopy(trained.model)
     if hasattr(network, "train_only"):
         del network.train_only
-    _replace_sync_batchnorm(network)
+    for module in network.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            module.__class__ = nn.BatchNorm2d  # type: ignore[assignment]
     preprocess = copy.deepcopy(trained.preprocess)
     model = DeployModel(
         network,
@@ -127,21 +124,6 @@ def deploy_model(
     return model.cpu().float().eval().requires_grad_(False)
 
 
-def _replace_sync_batchnorm(network: nn.Module) -> None:
-    for parent in list(network.modules()):
-        for name, norm in parent.named_children():
-            if isinstance(norm, nn.SyncBatchNorm):
-                plain = nn.BatchNorm2d(
-                    norm.num_features,
-                    norm.eps,
-                    norm.momentum,
-                    norm.affine,
-                    norm.track_running_stats,
-                )
-                plain.load_state_dict(norm.state_dict())
-                setattr(parent, name, plain)
-
-
-def run_eager(model: DeployModel) -> Runner:
+def run_eager(model: DeployModel) -> Run:
     """The reference: eager fp32 with all tensors that the gates compare. Call it inside `one_thread`."""
-    return torch_runner(model.probe(), model.profile)
+    return torch_run(model.probe(), model.profile)

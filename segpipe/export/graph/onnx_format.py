@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,9 @@ from segpipe.export.graph.profiles import (
     Image,
     Manifest,
     Profile,
-    Runner,
+    Run,
     Size,
-    answers_of,
+    answer_of,
     io_problems,
     manifest_text,
 )
@@ -50,7 +50,6 @@ def to_onnx(
             model.probe(),
             (model.profile.example(size),),
             probe,
-            dynamic_shapes=model.profile.dynamic_shapes(manifest),
             dynamo=True,
             external_data=False,
             opset_version=OPSET,
@@ -61,7 +60,6 @@ def to_onnx(
     graph_file = onnx.load(probe)
     graph_file.ir_version = IR_VERSION
     _drop_debug_info(graph_file)
-    _name_free_axes(graph_file.graph, manifest)
     onnx.helper.set_model_props(graph_file, {MANIFEST_KEY: manifest_text(manifest)})
     _keep_outputs(graph_file.graph, model.profile.outputs)
     onnx.save(graph_file, shipped)
@@ -97,26 +95,24 @@ def open_session(model: Path | onnx.ModelProto, *, optimise: bool = True) -> Any
     )
 
 
-def open_onnx(path: Path, profile: Profile = ROBOT, *, optimise: bool = True) -> Runner:
+def open_onnx(path: Path, profile: Profile = ROBOT, *, optimise: bool = True) -> Run:
     """An ONNX file in onnxruntime on one CPU thread."""
     session = open_session(path, optimise=optimise)
     names = [output.name for output in session.get_outputs()]
 
-    def batch(images: Sequence[Image]) -> list[Answer]:
-        return answers_of(names, session.run(None, {INPUT: profile.encode(*images)}))
+    def run(image: Image) -> Answer:
+        return answer_of(names, session.run(None, {INPUT: profile.encode(image)}))
 
-    return Runner(batch)
+    return run
 
 
-def open_in_engine(path: Path, profile: Profile, engine: str) -> Runner:
+def open_in_engine(path: Path, profile: Profile, engine: str) -> Run:
     """An ONNX file in another engine of the runtime, on one CPU thread. Raises EngineError when it is not here."""
-    names = [
-        output.name for output in onnx.load(path, load_external_data=False).graph.output
-    ]
-    run, _ = ENGINES[engine](path.read_bytes(), threads=1, providers=None).prepare(
-        names
-    )
-    return Runner(lambda images: answers_of(names, run(profile.encode(*images))))
+    graph = onnx.load(path, load_external_data=False).graph
+    names = [output.name for output in graph.output]
+    loaded = ENGINES[engine](path.read_bytes(), threads=1, providers=None)
+    run, _ = loaded.prepare(names)
+    return lambda image: answer_of(names, run(profile.encode(image)))
 
 
 def problems_of_onnx(path: Path, manifest: Manifest) -> list[str]:
@@ -142,10 +138,8 @@ def problems_of_onnx(path: Path, manifest: Manifest) -> list[str]:
     if found:
         return found
     session = open_session(path)
-    for kind, entries in (
-        ("inputs", session.get_inputs()),
-        ("outputs", session.get_outputs()),
-    ):
+    declared = {"inputs": session.get_inputs(), "outputs": session.get_outputs()}
+    for kind, entries in declared.items():
         got = [
             {
                 "name": entry.name,
@@ -164,32 +158,12 @@ def _keep_outputs(graph: onnx.GraphProto, names: Collection[str]) -> None:
     graph.output.extend(kept)
 
 
-def _name_free_axes(graph: onnx.GraphProto, manifest: Manifest) -> None:
-    """Gives free lengths the manifest's names. An axis that the converter fixed stays fixed, and G1 refuses it."""
-    axes = {
-        entry["name"]: entry["shape"]
-        for kind in ("inputs", "outputs")
-        for entry in manifest["io"][kind]
-    }
-    for value in (*graph.input, *graph.output):
-        for length, axis in zip(
-            value.type.tensor_type.shape.dim, axes.get(value.name, ()), strict=False
-        ):
-            if length.HasField("dim_param") and isinstance(axis, str):
-                length.dim_param = axis
-
-
 def _drop_debug_info(model: onnx.ModelProto) -> None:
     """Removes the exporter's stack traces: they hold paths of this machine and outweigh small graphs."""
     graph = model.graph
     del model.metadata_props[:], graph.metadata_props[:]
     graph.ClearField("doc_string")
-    for entry in (
-        *graph.node,
-        *graph.initializer,
-        *graph.value_info,
-        *graph.input,
-        *graph.output,
-    ):
+    values = (*graph.initializer, *graph.value_info, *graph.input, *graph.output)
+    for entry in (*graph.node, *values):
         del entry.metadata_props[:]
         entry.ClearField("doc_string")

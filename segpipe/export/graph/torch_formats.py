@@ -1,4 +1,4 @@
-"""TorchScript and torch.export files: conversion, loading, integrity, and the tensors stored in them."""
+"""TorchScript and torch.export files: conversion, loading and integrity."""
 
 from __future__ import annotations
 
@@ -11,24 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.fx.experimental import _config as fx_config
 
 from segpipe.export.graph.profiles import (
     Manifest,
     Profile,
-    Runner,
+    Run,
     Size,
     io_problems,
     manifest_text,
-    torch_runner,
+    torch_run,
 )
-from segpipe.runtime.artifact import exported_lengths, resolved
 
 if TYPE_CHECKING:
     from segpipe.export.graph.network import DeployModel
 
 MANIFEST_FILE = "manifest.json"  # extra file inside both formats
-Tensors = Mapping[str, torch.Tensor]
 jit: Any = torch.jit  # has no annotations
 _C: Any = torch._C
 
@@ -46,14 +43,17 @@ def to_torchscript(
     Not frozen: freezing folds BatchNorm, and the stored weights would no longer be the trained ones.
     """
     extra = {MANIFEST_FILE: manifest_text(manifest)}
-    with quiet_torchscript(), torch.no_grad(), _fixed_switches():
+    example = model.profile.example(size)
+    # Every traced convolution records these switches, and obeys them on a GPU ever after.
+    switches = torch.backends.cudnn.flags(
+        enabled=True, benchmark=False, deterministic=True, allow_tf32=False
+    )
+    with quiet_torchscript(), torch.no_grad(), switches:
         # torch numbers repeated class names per process. Tracing the probe first uses up the plain names, so the
         # shipped file gets the same numbers whatever was traced before.
         for variant, path in ((model.probe(), probe), (model, shipped)):
             # check_trace would run the example again; the gates run real images.
-            traced = jit.trace(
-                variant, (model.profile.example(size),), check_trace=False
-            )
+            traced = jit.trace(variant, (example,), check_trace=False)
             write_archive(traced, path, extra)
 
 
@@ -61,25 +61,10 @@ def to_pt2(
     model: DeployModel, size: Size, manifest: Manifest, shipped: Path, probe: Path
 ) -> None:
     """Writes shipped file and probe, with the manifest as extra file."""
-    extra = {MANIFEST_FILE: manifest_text(manifest)}
-    config: Any = fx_config
-    # Otherwise torch.export ties a free length to whether it, or the length of a map behind it, is 1 in the example.
-    # Only broadcasting needs to know, and nothing is broadcast here. torch.onnx.export sets the same option itself.
-    with torch.no_grad(), config.patch(backed_size_oblivious=True):
+    extra: dict[str, Any] = {MANIFEST_FILE: manifest_text(manifest)}
+    with torch.no_grad():
         for variant, path in ((model.probe(), probe), (model, shipped)):
-            program: Any = torch.export.export(
-                variant,
-                (model.profile.example(size),),
-                dynamic_shapes=model.profile.dynamic_shapes(manifest),
-            )
-            if model.profile.dynamic == "batch":
-                # Of one image, torch cannot tell the layout channels-last from the other one, so it asks for more.
-                # That decides on strides inside the conversion only; the gates run one image, too.
-                program._guards_code = [
-                    guard
-                    for guard in program._guards_code
-                    if not guard.endswith("size()[0] > 1")
-                ]
+            program: Any = torch.export.export(variant, (model.profile.example(size),))
             for node in program.graph.nodes:
                 node.meta.pop("stack_trace", None)  # paths of this machine
             torch.export.save(program, path, extra_files=dict(extra))
@@ -91,9 +76,8 @@ def write_archive(module: Any, path: Path, extra: Mapping[str, str]) -> None:
     Leaves out debug records, which hold source paths, and the example of the trace. Repeated class names carry a
     number that torch counts over the whole process; here they count from 0 in the order of the records.
     """
-    reader = _C.PyTorchFileReader(
-        io.BytesIO(module.save_to_buffer(_extra_files=dict(extra)))
-    )
+    content = module.save_to_buffer(_extra_files=dict(extra))
+    reader = _C.PyTorchFileReader(io.BytesIO(content))
     numbers: dict[bytes, bytes] = {}
 
     def renumber(text: bytes) -> bytes:
@@ -105,62 +89,44 @@ def write_archive(module: Any, path: Path, extra: Mapping[str, str]) -> None:
         )
 
     names = reader.get_all_records()
+    version = ".data/version" if ".data/version" in names else "version"
     writer = _C.PyTorchFileWriter(str(path))
-    writer.set_min_version(
-        int(
-            reader.get_record(
-                ".data/version" if ".data/version" in names else "version"
-            )
-        )
-    )
+    writer.set_min_version(int(reader.get_record(version)))
     for name in names:
         if name.endswith(_DEBUG) or name.startswith(_EXAMPLE) or name in _REWRITTEN:
             continue
-        content = reader.get_record(name)
+        record = reader.get_record(name)
         # Class names occur in code and in pickles of modules, as lines whose length may change.
         if name.startswith("code/") or name in ("data.pkl", "constants.pkl"):
-            content = renumber(content)
-        writer.write_record(renumber(name.encode()).decode(), content, len(content))
+            record = renumber(record)
+        writer.write_record(renumber(name.encode()).decode(), record, len(record))
     writer.write_end_of_file()
 
 
 class Loaded(NamedTuple):
-    """A torch file on the CPU: the module to call, its stored tensors, and the manifest inside."""
+    """A torch file on the CPU: the module to call, and the manifest inside."""
 
     module: Any
-    tensors: Tensors
     manifest: str
 
-    def runner(self, profile: Profile) -> Runner:
+    def run(self, profile: Profile) -> Run:
         """Answers of the file. Call it inside `one_thread`."""
-        return torch_runner(self.module, profile)
+        return torch_run(self.module, profile)
 
     def problems(self, manifest: Manifest) -> list[str]:
         """G1 findings; empty when the loaded file and the manifest agree."""
         found = []
         if self.manifest != manifest_text(manifest):
             found.append(f"{MANIFEST_FILE} inside the file differs from the manifest")
-        number = sum(tensor.numel() for tensor in self.tensors.values())
-        if number != manifest["stored_values"]:
-            found.append(
-                f"{number} stored values, but the manifest has {manifest['stored_values']}"
-            )
-        lengths = exported_lengths(
-            manifest["io"]
-        )  # these files name no axes; G2 and G3 run the other lengths
-        declared, *needed = (
-            {**entry, "shape": list(resolved(entry["shape"], lengths))}
-            for entry in (*manifest["io"]["inputs"], *manifest["io"]["outputs"])
-        )
+        (image,) = manifest["io"]["inputs"]
+        needed = manifest["io"]["outputs"]
         with torch.no_grad():
             outputs = self.module(
-                torch.zeros(declared["shape"], dtype=getattr(torch, declared["dtype"]))
+                torch.zeros(image["shape"], dtype=getattr(torch, image["dtype"]))
             )
         if len(outputs) != len(needed):
-            return [
-                *found,
-                f"{len(outputs)} outputs, but the manifest has {len(needed)}",
-            ]
+            lacking = f"{len(outputs)} outputs, but the manifest has {len(needed)}"
+            return [*found, lacking]
         got = [
             {
                 "name": entry["name"],
@@ -177,16 +143,14 @@ def load_torchscript(path: Path) -> Loaded:
     files: dict[str, Any] = {MANIFEST_FILE: ""}
     with quiet_torchscript():
         module = jit.load(str(path), map_location="cpu", _extra_files=files)
-    return Loaded(module, dict(module.state_dict()), _text(files[MANIFEST_FILE]))
+    return Loaded(module, _text(files[MANIFEST_FILE]))
 
 
 def load_pt2(path: Path) -> Loaded:
     """A torch.export file. Raises what torch.export raises."""
     files: dict[str, Any] = {MANIFEST_FILE: ""}
     program = torch.export.load(path, extra_files=files)
-    return Loaded(
-        program.module(), dict(program.state_dict), _text(files[MANIFEST_FILE])
-    )
+    return Loaded(program.module(), _text(files[MANIFEST_FILE]))
 
 
 def _text(content: str | bytes) -> str:
@@ -202,23 +166,3 @@ def quiet_torchscript() -> Iterator[None]:
         # Sizes become constants of the trace. That is intended: a trace never has a free height or width.
         warnings.filterwarnings("ignore", category=jit.TracerWarning)
         yield
-
-
-@contextlib.contextmanager
-def _fixed_switches() -> Iterator[None]:
-    """Sets the cuDNN switches that every traced convolution records, and obeys on a GPU ever after."""
-    cudnn: Any = torch.backends.cudnn
-    wanted = {
-        "enabled": True,
-        "benchmark": False,
-        "deterministic": True,
-        "allow_tf32": False,
-    }
-    before = {name: getattr(cudnn, name) for name in wanted}
-    try:
-        for name, value in wanted.items():
-            setattr(cudnn, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(cudnn, name, value)

@@ -27,7 +27,7 @@ from onnxruntime.quantization.calibrate import HistogramCollector
 
 from segpipe.errors import ConfigError, ExportError
 from segpipe.export.graph.onnx_format import open_session
-from segpipe.export.graph.profiles import Image, answers_of
+from segpipe.export.graph.profiles import Image, answer_of
 from segpipe.export.lowprec.rewrite import (
     CONV,
     before_convolutions,
@@ -38,9 +38,9 @@ from segpipe.export.lowprec.rewrite import (
     widen_constants,
 )
 
-# Name: whether weights have 7 bits. Activations are unsigned: signed ones took as long as fp32 on a CPU with VNNI. A CPU
-# with AVX2 only adds products in 16 bits, where 8-bit weights overflow: a small network kept 90 % of its mask there, and
-# 99 % with weights of 7 bits.
+# Name: whether weights have 7 bits. Activations are unsigned: signed ones took as long as fp32 on a CPU with VNNI. A
+# CPU with AVX2 only adds products in 16 bits, where 8-bit weights overflow: a small network kept 90 % of its mask
+# there, and 99 % with weights of 7 bits.
 SCHEMES = {"U8S8": False, "U8S7": True}
 
 _BINS, _PERCENTILE = 2048, 99.99  # of each activation; docs/log.md compares others
@@ -227,8 +227,8 @@ def _masks(model: onnx.ModelProto, images: Sequence[Image]) -> NDArray[Any]:
     names = [entry.name for entry in model.graph.output]
     found = []
     for image in images:
-        (answer,) = answers_of(names, session.run(None, _feed(model, image)))
-        found.append(answer.mask)
+        outputs = session.run(None, _feed(model, image))
+        found.append(answer_of(names, outputs).mask)
     return np.stack(found)
 
 

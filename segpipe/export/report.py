@@ -1,0 +1,260 @@
+"""The report of an export or a verification: figures, status, the error of a refusal, and what people read of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich.table import Table
+
+from segpipe.errors import ExportMismatch
+from segpipe.export.gates.limits import GATES, GateResult, Sigma, gate_integrity
+from segpipe.files import plain
+from segpipe.runtime.bench import processor
+from segpipe.settings.groups import ENOUGH_IMAGES
+
+if TYPE_CHECKING:
+    from segpipe.export.graph.profiles import Manifest
+
+EAGER, FOLDER = "eager", "the folder"  # what is judged besides the model files
+# First words of a refusal
+NOT_EXPORTED = "EXPORT REJECTED"
+NOT_VERIFIED = "ARTIFACT REFUSED"
+# Values of `status`
+VERIFIED = "verified"
+FEW_IMAGES = "VERIFIED_FEW_IMAGES"
+UNVERIFIED = "UNVERIFIED_REAL_DATA"
+FLAT = "UNVERIFIED_FLAT_NETWORK"
+ANSWERS_ONLY = "VERIFIED_BY_ANSWERS"
+REJECTED = "rejected"
+# Names of the files
+MARKDOWN = "verify_report.md"
+JSON = "verify_report.json"
+SIDECARS = ("model_card.md", "ros/labels.yaml")
+
+
+def caveat(status: str, real_images: int) -> str:
+    """What a status lacks, as half a sentence; empty for verified."""
+    return {
+        UNVERIFIED: "compared on generated images only",
+        FLAT: "the network is too flat to show planted faults, so its gates prove little; train it longer",
+        FEW_IMAGES: f"compared on {real_images} real images, verified needs {ENOUGH_IMAGES}",
+        REJECTED: "no model file was published",
+    }.get(status, "")
+
+
+def refusal(
+    verdict: str, failed: Sequence[tuple[str, GateResult]], see: str
+) -> ExportMismatch:
+    """Error that names every failed gate (file name, result); its class and exit code are those of the worst one.
+
+    The gates are in its attribute `failed`.
+    """
+    failed_gates = {gate.gate for _, gate in failed}
+    error = next(error for gate, (_, error) in GATES.items() if gate in failed_gates)
+    findings = "; ".join(
+        f"{gate.message} in {name}" if name else gate.message for name, gate in failed
+    )
+    return error(f"{verdict}: {one_line(findings)} - see {see}", failed=failed)
+
+
+def integrity_refusal(
+    verdict: str, problems: Sequence[str], see: str
+) -> ExportMismatch:
+    """Error of G1 for the first three problems of the artifact as a whole."""
+    return refusal(verdict, [("", gate_integrity(problems[:3]))], see)
+
+
+def one_line(text: str) -> str:
+    """`text` without line ends, of which messages of checkers and loaders have many."""
+    return " ".join(text.split())
+
+
+@dataclass
+class ExportReport:
+    """Figures of an export: `gates`, `files` and `latency` by file name; the reference is called "eager"."""
+
+    folder: Path
+    manifest: Manifest
+    sigma: Sigma = field(default_factory=lambda: Sigma(math.nan, math.nan))
+    images: list[str] = field(default_factory=list)
+    real_images: int = 0
+    gates: dict[str, list[GateResult]] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    latency: dict[str, dict[str, float | int]] = field(default_factory=dict)
+    # By file of reduced precision that is not published: why
+    dropped: dict[str, str] = field(default_factory=dict)
+    # What verify could not compute again, and why
+    not_repeated: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[tuple[str, GateResult]]:
+        """File names and results of the gates that failed."""
+        return [
+            (name, gate)
+            for name, gates in self.gates.items()
+            for gate in gates
+            if not gate.passed
+        ]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every gate of every file passed."""
+        return not self.failed
+
+    @property
+    def status(self) -> str:
+        """verified; VERIFIED_FEW_IMAGES below 16 real images; rejected; UNVERIFIED_REAL_DATA without real images;
+        UNVERIFIED_FLAT_NETWORK when a control of G6 has no effect on this network; VERIFIED_BY_ANSWERS if something
+        could not be computed again."""
+        if not self.passed:
+            return REJECTED
+        if not self.real_images:
+            return UNVERIFIED
+        power = self.gates.get(EAGER, [])
+        if any(gate.figures.get("without_effect") for gate in power):
+            return FLAT
+        if self.not_repeated:
+            return ANSWERS_ONLY
+        return VERIFIED if self.real_images >= ENOUGH_IMAGES else FEW_IMAGES
+
+    @property
+    def caveat(self) -> str:
+        """What the status lacks."""
+        return caveat(self.status, self.real_images)
+
+    @property
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """File, gate, verdict and finding, for people."""
+        rows = [
+            (name, gate.name, "passed" if gate.passed else "FAILED", gate.message)
+            for name, gates in self.gates.items()
+            for gate in gates
+        ]
+        left_out = self.dropped.items()
+        return rows + [(name, "", "not published", reason) for name, reason in left_out]
+
+    def drop_reduced(self) -> list[str]:
+        """Names of the files of reduced precision that failed; their reason moves from `gates` to `dropped`."""
+        names = []
+        for name, entry in list(self.files.items()):
+            # The gates of another engine stand under "model.int8.onnx (openvino)".
+            keys = [key for key in self.gates if key.startswith(name)]
+            failed = [gate for key, gate in self.failed if key in keys]
+            if entry["precision"] != "fp32" and failed:
+                self.dropped[name] = one_line(failed[0].message)
+                names.append(name)
+                del self.files[name]
+                for key in keys:
+                    del self.gates[key]
+                    self.latency.pop(key, None)
+        return names
+
+    def line(self, subject: str) -> str:
+        """Last line of a command that succeeds, such as `EXPORT verified: model.onnx in runs/NAME/export`."""
+        line = f"{subject} {self.status}: {', '.join(self.files)} in {self.folder}"
+        notes = self.not_repeated or [self.caveat]
+        notes = notes + [f"{name} refused: {why}" for name, why in self.dropped.items()]
+        return one_line("; ".join([line, *filter(None, notes)]))
+
+    def to_mapping(self, created: str) -> dict[str, Any]:
+        """All figures as plain values; of two equal exports, only `created` and `latency` differ."""
+        gates = {
+            name: {
+                gate.name: {
+                    "passed": gate.passed,
+                    "message": gate.message,
+                    **gate.figures,
+                }
+                for gate in results
+            }
+            for name, results in self.gates.items()
+        }
+        return {
+            "status": self.status,
+            "created": created,
+            "check_images": self.images,
+            "real_images": self.real_images,
+            "sigma": plain(asdict(self.sigma)),  # null before the gates
+            "gates": gates,
+            "files": self.files,
+            **({"dropped": self.dropped} if self.dropped else {}),
+            "latency": {
+                "device": "cpu",
+                "processor": processor(),
+                "threads": 1,
+                "files": self.latency,
+            },
+        }
+
+    def write(self, folder: Path, created: str) -> None:
+        """Writes verify_report.json and verify_report.md into `folder`."""
+        text = json.dumps(self.to_mapping(created), indent=1, allow_nan=False)
+        (folder / JSON).write_text(text + "\n")
+        (folder / MARKDOWN).write_text(render(MARKDOWN, report=self, created=created))
+
+    def table(self) -> Table:
+        """Gates, sizes and latencies for the terminal."""
+        title = f"Export in {self.folder}: {self.status}"
+        shown = Table("file", "gate", "verdict", "finding", title=title)
+        for row in self.rows:
+            shown.add_row(*row)
+        for name, figures in self.latency.items():
+            finding = f"{figures['p50_ms']:.1f} ms, 1 CPU thread"
+            if name in self.files:
+                finding += f", {self.files[name]['bytes'] / 2**20:.1f} MiB"
+            shown.add_row(name, "latency", "", finding)
+        return shown
+
+
+def sidecars(manifest: Manifest) -> dict[str, str]:
+    """Text of the model card and of ros/labels.yaml, which depend on the manifest alone.
+
+    Free of time stamps and latencies, so equal exports have equal files. Source: vision_msgs 4, msg/LabelInfo.msg.
+    """
+    note = caveat(manifest["status"], manifest["real_images"])
+    return {name: render(Path(name).name, **manifest, caveat=note) for name in SIDECARS}
+
+
+def write_sidecars(manifest: Manifest, folder: Path) -> None:
+    """Writes the files of `sidecars` below `folder`."""
+    for name, text in sidecars(manifest).items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def sidecar_problems(manifest: Manifest, folder: Path) -> Iterator[str]:
+    """One finding for each file below `folder` that is not what the manifest renders to."""
+    for name, text in sidecars(manifest).items():
+        path = folder / name
+        if not path.is_file() or path.read_bytes() != text.encode():
+            yield f"{name} is not what segpipe writes for manifest.json"
+
+
+def render(template: str, **values: Any) -> str:
+    """Text of a template. Raises UndefinedError for a missing value."""
+    return _environment().get_template(f"{template}.j2").render(values)
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("artifact") / "templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # Markdown and YAML
+    )
+    environment.filters["percent"] = lambda share: (
+        "-" if share is None else f"{100 * share:.2f} %"
+    )
+    environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
+    return environment
