@@ -30,11 +30,11 @@ KEY = "model.name"
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "fast_scnn": FastSCNN,
     "ddrnet23_slim": ddrnet23_slim,
+    "ddrnet23": ddrnet23,
+    "ddrnet39": ddrnet39,
     "pidnet_s": pidnet_s,
     "pidnet_m": pidnet_m,
     "pidnet_l": pidnet_l,
-    "ddrnet23": ddrnet23,
-    "ddrnet39": ddrnet39,
     "erfnet": ERFNet,
     "dabnet": DABNet,
     "regseg": regseg,
@@ -47,8 +47,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "lraspp": LRASPP,
     "efficientvit_seg_b0": efficientvit_seg_b0,
     "efficientvit_seg_b1": efficientvit_seg_b1,
-    "smp": smp,
     "timm": TimmEncoder,
+    "smp": smp,
 }
 
 

@@ -1,4 +1,4 @@
-"""DABNet, arXiv:1907.11357: depthwise asymmetric bottlenecks, and the image itself beside the features of each stage."""
+"""DABNet, arXiv:1907.11357: depthwise asymmetric bottlenecks, and the image beside the features of each stage."""
 
 import torch
 from torch import Tensor, nn

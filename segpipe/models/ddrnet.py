@@ -35,8 +35,8 @@ def ddrnet39(num_classes: int) -> "DDRNet":
 class DDRNet(SegmentationNet):
     """DDRNet with base width `planes` and `blocks` at strides 4, 8, and 16 and 32.
 
-    The branches exchange features after stride 16 and after stride 32. With `twice`, stride 16 has as many blocks again,
-    and another exchange. The head "aux" reads the detail branch after the last exchange at stride 16.
+    The branches exchange features after stride 16 and after stride 32. With `twice`, stride 16 has as many blocks
+    again, and another exchange. The head "aux" reads the detail branch after the last exchange at stride 16.
     """
 
     size_multiple = 64

@@ -13,8 +13,8 @@ DILATIONS = (2, 4, 8, 16)
 class ERFNet(SegmentationNet):
     """2,064,191 parameters (19 classes), all used in inference. Logits have the size of the image.
 
-    Published files hold 2,451 more: a classifier of the encoder, which pretraining alone uses. Initial weights are those
-    of torch's layers, as in the authors' code.
+    Published files hold 2,451 more: a classifier of the encoder, which pretraining alone uses. Initial weights are
+    those of torch's layers, as in the authors' code.
     """
 
     output_stride = 1

@@ -17,8 +17,10 @@ class SegmentationNet(nn.Module):
     `align_corners` says how logits are upsampled to the image's size. `train_only` holds the modules of the heads that
     exist for training only, by name; a network without such heads needs none. `published_keys` are regular expressions
     with replacements, which in this order turn names in the state dict into those of published files; `unused_keys`
-    matches names in those files that segmentation does not use. The image is float (B, 3, H, W), already normalized, at least 32x32. Where its sides
-    are multiples of `size_multiple`, those of the logits are exactly the image's, divided by `output_stride`.
+    matches names in those files that segmentation does not use.
+
+    The image is float (B, 3, H, W), already normalized, at least 32x32. Where its sides are multiples of
+    `size_multiple`, those of the logits are exactly the image's, divided by `output_stride`.
     """
 
     output_stride: int = 8

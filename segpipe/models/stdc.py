@@ -1,4 +1,4 @@
-"""STDC-Seg, arXiv:2104.13188: an encoder of short-term dense blocks, and a detail head that exists for training only."""
+"""STDC-Seg, arXiv:2104.13188: an encoder of short-term dense blocks, and a detail head for training only."""
 
 import torch
 from torch import Tensor, nn

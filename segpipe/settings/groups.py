@@ -7,7 +7,11 @@ from typing import Any
 
 from segpipe.settings.setting import setting
 
-MODEL_NAMES = ("fast_scnn", "ddrnet23_slim", "pidnet_s", "timm")
+MODEL_NAMES = (
+    "fast_scnn", "ddrnet23_slim", "ddrnet23", "ddrnet39", "pidnet_s", "pidnet_m", "pidnet_l", "erfnet", "dabnet",
+    "regseg", "regseg_exp53", "bisenetv2", "stdc1", "stdc2", "pp_liteseg_t", "pp_liteseg_b", "lraspp",
+    "efficientvit_seg_b0", "efficientvit_seg_b1", "timm", "smp",
+)  # fmt: skip
 FILE_SETS = (
     "folder", "ade20k", "bdd100k", "camvid", "camvid32", "cityscapes", "cityscapes_coarse", "coco_stuff", "rellis3d",
     "rugd", "vistas", "voc",

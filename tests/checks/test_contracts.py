@@ -23,7 +23,6 @@ from segpipe.checks.network_contract import NetworkContract, check_network
 from segpipe.checks.network_contract import check_plugin as check_network_of
 from segpipe.cli import check_plugin
 from segpipe.errors import ConfigError
-from segpipe.models import MODELS
 from segpipe.run import launch
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, from_mapping
@@ -455,11 +454,8 @@ def test_the_export_is_tried(project: Write) -> None:
     assert "G1 integrity" in clauses["Sorted"].problem
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_our_networks_keep_all_clauses(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    assert not broken(network(monkeypatch, name=name).values())
+def test_a_network_of_ours_keeps_all_clauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not broken(network(monkeypatch, name="fast_scnn").values())
 
 
 def loss(**settings: Any) -> dict[str, str]:

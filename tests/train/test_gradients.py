@@ -26,7 +26,7 @@ from segpipe.distributed.reduce import FlatLayout, TreeSum
 from segpipe.errors import ConfigError
 from segpipe.ledger.digest import state_digest
 from segpipe.losses.total import valid_pixels
-from segpipe.models import MODELS
+from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.check import check
@@ -417,12 +417,12 @@ def test_no_bucket_leaves_before_statistics_and_figures_are_in_it() -> None:
     assert sent == [128, 256, 384]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["fast_scnn", "pidnet_s"])
 def test_every_view_starts_at_the_same_512_bytes_for_any_number_of_ranks(
     name: str,
 ) -> None:
     """CUDA kernels add in another order where a tensor starts between two multiples of 16 bytes; no CPU kernel does."""
-    model = MODELS[name](C).to(memory_format=torch.channels_last)
+    model = build_model(name, C).to(memory_format=torch.channels_last)
 
     def places(world_size: int) -> list[tuple[int, torch.Size, tuple[int, ...]]]:
         group = Group(0, 0, world_size, CPU)
