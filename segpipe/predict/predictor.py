@@ -181,8 +181,10 @@ class Exported:
 
     def _run(self, image: Pixels) -> Answer:
         mask, confidence = self._session.run(np.ascontiguousarray(image))
-        full = _scaled(confidence, mask.shape, cv2.INTER_NEAREST)
-        return mask, np.divide(full, 255, dtype=np.float32)
+        size = image.shape[:2]
+        full = _scaled(confidence, size, cv2.INTER_NEAREST)
+        ids = _scaled(mask, size, cv2.INTER_NEAREST)  # export.mask_stride
+        return ids, np.divide(full, 255, dtype=np.float32)
 
     def _resized(self, image: Pixels) -> Answer:
         shrinks = image.shape[0] * image.shape[1] > self.tile[0] * self.tile[1]
