@@ -37,7 +37,7 @@ from segpipe.export.graph.onnx_format import open_onnx
 from segpipe.export.graph.profiles import Run
 from segpipe.export.lowprec.half import to_fp16
 from segpipe.export.lowprec.int8 import SCHEMES, to_int8
-from segpipe.models import MODELS, build_model
+from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.native import one_thread
 from segpipe.settings.arguments import Setting, parse, with_settings
@@ -52,7 +52,7 @@ POINTS = 1.0  # of mIoU that int8 may lose
 FASTER = 0.9  # int8 must take at most this share of what fp32 takes, else an export refuses it
 FRAMES = 32  # for calibration
 SMOKE = {"FRAMES": 2, "NETWORKS": []}
-NETWORKS = [name for name in MODELS if name != "timm"]
+NETWORKS = ("fast_scnn", "ddrnet23_slim", "pidnet_s")
 SIZES = Setting(
     "sizes", ["360x480", "512x1024"], "HEIGHTxWIDTH at which every network is timed"
 )
@@ -145,7 +145,7 @@ def _network(name: str, trained: TrainedNetwork, classes: ClassTable) -> Trained
     torch.manual_seed(0)
     model = build_model(name, classes.num_classes).eval()
     return TrainedNetwork(
-        model, Preprocess(), Config(), classes, weights_digest="untrained", step=0
+        model, Preprocess(), Config(), classes, ema_digest="untrained", step=0
     )
 
 

@@ -159,7 +159,7 @@ def main(arguments: Sequence[str]) -> None:
         "--networks",
         nargs="+",
         choices=MODELS,
-        default=[name for name in MODELS if name != "timm"],
+        default=["fast_scnn", "ddrnet23_slim", "pidnet_s"],
     )
     parser.add_argument("--frames", type=Path)
     parser.add_argument(

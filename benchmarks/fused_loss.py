@@ -23,7 +23,6 @@ BATCH, CLASSES, SMALL, LARGE, IGNORED = 2, 19, 128, 1024, 0.1
 RECIPE = "interpolate + cross_entropy"
 ARMS: dict[str, dict[str, Any]] = {
     "native": {"backend": "native"},
-    "torch": {"backend": "torch"},
     "native, OHEM": {"backend": "native", "name": "ohem"},
     "native, all terms": {
         "backend": "native",
@@ -129,7 +128,7 @@ def errors() -> dict[str, float]:
     """Largest error of the gradient of the cross-entropy against float64, relative to the largest gradient."""
     logits, target = inputs(64, 512)
     exact = recipe(logits.double(), target)
-    found = {arm: step(arm)(logits, target) for arm in (RECIPE, *ARMS)[:3]}
+    found = {arm: step(arm)(logits, target) for arm in (RECIPE, "native")}
     return {
         arm: float((each - exact).abs().max() / exact.abs().max())
         for arm, each in found.items()

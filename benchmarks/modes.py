@@ -20,10 +20,9 @@ from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group
 from segpipe.settings.config import Config
-from segpipe.train.recorder import Recorder
+from segpipe.train.recorder import Recorder, Watch
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep, train_step
-from segpipe.train.watch import Watch
 
 MODES = (
     "off",

@@ -108,9 +108,11 @@ def _wrap(enter: Enter, owner: Any, name: str, around: Callable[..., Any]) -> No
 def watch_place(enter: Enter) -> None:
     """Keep `Here` up to date."""
 
-    def around(call: Any, loss: Any, *given: Any, shard: int, **named: Any) -> Any:
-        Here.step, Here.shard = loss.state.step, shard
-        return call(loss, *given, shard=shard, **named)
+    def around(
+        call: Any, loss: Any, network: Any, batch: ShardBatch, valid: Tensor
+    ) -> Any:
+        Here.step, Here.shard = loss.state.step, batch.shard
+        return call(loss, network, batch, valid)
 
     _wrap(enter, gradients.BatchLoss, "__call__", around)
 

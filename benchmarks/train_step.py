@@ -22,9 +22,9 @@ from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
 from segpipe.train.profiling import Spans
+from segpipe.train.recorder import Watch
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep, train_step
-from segpipe.train.watch import Watch
 
 MUST = {"fp32": 1.3, "bf16": 2.0}  # PIDNet-style step in fp32 over ours
 SIZE, BATCH, THREADS = 512, 2, 2

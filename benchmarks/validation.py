@@ -63,8 +63,8 @@ def times(logits: Tensor, target: Tensor, threads: int, rounds: int) -> dict[str
     torch.set_num_threads(threads)
     wide = target.long()
     arms = {name: partial(getattr(peers, name), logits, wide) for name in MUST}
-    for backend in ("native", "torch"):
-        arms[backend] = partial(
+    for arm, backend in (("native", "native"), ("torch", "triton")):
+        arms[arm] = partial(
             classes_and_confusion, logits, target, align_corners=False, backend=backend
         )
     arms["plain"] = partial(plain, logits, target)

@@ -27,7 +27,7 @@ def toy_manifest() -> dict[str, Any]:
     return {
         "format": FORMAT,
         "model": "toy",
-        "source": {"weights_digest": "0123"},
+        "source": {"ema_digest": "0123"},
         "classes": [
             {"id": 0, "name": "low", "color": [0, 0, 255]},
             {"id": 1, "name": "high", "color": [255, 0, 0]},

@@ -17,7 +17,7 @@ SLOW_FILES = (
     "audit/test_audit.py", "cli", "distributed/watch/test_contract.py", "examples", "export/test_artifact.py",
     "export/test_export.py", "export/test_int8.py", "export/test_plants.py",
     "export/test_tensorrt_example.py", "export/test_verify.py",
-    "ledger/test_run_ledger.py", "models/test_every_network.py", "run/test_folder.py", "runtime", "train/test_train.py",
+    "ledger/test_run_ledger.py", "run/test_folder.py", "runtime", "train/test_train.py",
 )  # fmt: skip
 SLOW_TESTS = {
     "test_a_command_that_takes_too_long_ends_with_all_that_it_started", "test_a_killed_process_leaves_what_it_flushed",

@@ -761,8 +761,8 @@ PLANTS: dict[str, Plant] = {
         "classes[1].color[0] = 1",
     ),
     "other weights": _as_it_is(
-        in_manifest(lambda manifest: manifest["source"].update(weights_digest="00")),
-        "source.weights_digest = ",
+        in_manifest(lambda manifest: manifest["source"].update(ema_digest="00")),
+        "source.ema_digest = ",
         REFUSED,
     ),
     "temperature times 20": _as_it_is(

@@ -29,8 +29,8 @@ from rich.text import Text
 from segpipe.data.samples import open_samples
 from segpipe.data.synthetic import scenes
 from segpipe.keys import generator, sample_key
-from segpipe.predict.overlay import beside, blend
-from segpipe.predict.video import read_frames
+from segpipe.predict.job import read_frames
+from segpipe.predict.outputs import beside, blend
 from segpipe.train.checkpoint import load_network
 from segpipe.train.validate import predict
 

@@ -171,7 +171,7 @@ int self_test(int argc, char** argv, const std::string& file, const Open& open) 
   const int runs = argc == 3 ? std::atoi(argv[2]) : 20;
   require((argc == 2 || argc == 3) && runs > 0, kUsage, "usage: " + std::string(argv[0]) + " FOLDER [RUNS]");
   const Folder folder(argv[1]);
-  const std::string manifest = folder.read("manifest.json"), weights = entry(manifest, "source", "weights_digest");
+  const std::string manifest = folder.read("manifest.json"), weights = entry(manifest, "source", "ema_digest");
   const double share = std::stod(entry(manifest, "golden", "image_agreement"));
   const int step = std::stoi(entry(manifest, "golden", "confidence_levels"));
   // Written so that NaN fails.
@@ -182,7 +182,7 @@ int self_test(int argc, char** argv, const std::string& file, const Open& open) 
   const int64_t count = frames[0].shape[0];
   require(count == frames[1].shape[0] && count == frames[2].shape[0], kAltered, "golden/ has images without answers.");
   const Model model = open(folder.read(file), frames);
-  const bool mixed = entry(model.manifest, "source", "weights_digest") != weights;
+  const bool mixed = entry(model.manifest, "source", "ema_digest") != weights;
   require(!mixed, kAltered, file + " holds other weights than the manifest describes. Copy the whole folder again.");
   bool same = true;
   for (size_t index = 0; index < static_cast<size_t>(count); ++index)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
-from segpipe.cli.commands import COMMANDS
 from segpipe.data.catalog import table_path
 from segpipe.data.data_set import DataSet
 from segpipe.data.division import shared_sequences
@@ -29,13 +29,10 @@ from segpipe.errors import DataError, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, progress, share_table
 from segpipe.run.preflight import size_warnings, worker_problems
-from segpipe.settings.arguments import parse
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
 from segpipe.settings.groups import FILE_SETS, DataConfig
-
-KEYS = COMMANDS["doctor"].keys
 
 
 def find_problems(data: DataConfig, splits: list[str], lines: int = 0) -> list[str]:
@@ -203,12 +200,9 @@ def show_content(config: Config, opened: dict[str, DataSet]) -> None:
     CONSOLE.print(share_table(opened["train"].classes, counts))
 
 
-def main(overrides: list[str]) -> int:
+def main(given: dict[str, Any]) -> int:
     """Exit code."""
-    keys = [key.key for key in KEYS]
-    own = [text for text in overrides if text.partition("=")[0] in keys]
-    given = parse(own, KEYS)
-    config = compose([text for text in overrides if text not in own])
+    config = compose(given["overrides"])
     check(config, world_size=1)
     data = config.data
     out = Path(given["out"]) if given["out"] else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from rich.console import Console
 from rich.table import Table
 
@@ -24,38 +22,35 @@ def main(overrides: list[str]) -> int:
         environment.local_world_size() * config.compute.threads, config.compute.mode
     )
     from segpipe.distributed import group as processes
-    from segpipe.train.profiling import TIMED, StepProfile, measure
+    from segpipe.train.profiling import measure
 
     config = with_steps(config)
     group = processes.join(config.compute, {"configuration": config_hash(config)})
     folder = config.run_dir.with_name(f"{config.run_dir.name}_profile")
+    own = folder / f"rank{group.rank:02d}" if group.world_size > 1 else folder
     try:
-        own = folder / f"rank{group.rank:02d}" if group.world_size > 1 else folder
-        found: StepProfile = measure(config, group, own)
+        found = measure(config, group, own)
     finally:
         processes.leave(group)
     if not group.is_main:
         return 0
-    write_atomically(folder / "profile.json", to_json(asdict(found)))
-    console = Console(soft_wrap=True, highlight=False, emoji=False)
+    write_atomically(folder / "profile.json", to_json(found))
+    console = Console(soft_wrap=True, highlight=False, emoji=False, markup=False)
     table = Table("part of an update", "ms", "share")
-    for part in found.parts:
-        table.add_row(part.name, f"{part.ms:.1f}", f"{part.share:.1%}")
+    for name, ms in found["parts"].items():
+        table.add_row(name, f"{ms:.1f}", f"{ms / found['update_ms']:.1%}")
     console.print(
         f"{config.model.name} on {group.device.type}, shards per process: "
         f"{len(group.own_shards(config.compute.shards))}, of {config.compute.samples_per_shard} samples; processes: "
-        f"{group.world_size}. {found.update_ms:.1f} ms per update, {found.images_per_second:.1f} images/s per process "
-        f"({TIMED} updates)"
+        f"{group.world_size}. {found['update_ms']:.1f} ms per update, {found['images_per_second']:.1f} images/s per "
+        f"process"
     )
     console.print(table)
     console.print(
-        f"loader: {found.read_ms:.1f} ms to read a sample, {found.augment_ms:.1f} ms to augment it, in one process; "
-        f"{found.repeated:.2%} are made again for the canary; data.workers={config.data.workers}."
+        f"loader: {found['sample_ms']:.1f} ms to read and augment a sample in one process; "
+        f"data.workers={config.data.workers}."
     )
-    for sentence in found.advice:
-        console.print(sentence, markup=False)
-    console.print(
-        f"trace for chrome://tracing or ui.perfetto.dev: {own / 'trace.json'}",
-        markup=False,
-    )
+    for sentence in found["advice"]:
+        console.print(sentence)
+    console.print(f"trace for ui.perfetto.dev: {own / 'trace.json'}")
     return 0

@@ -17,8 +17,8 @@ from segpipe.data.samples import (
     file_samples,
     image_pixels,
     open_samples,
+    sequence,
 )
-from segpipe.data.sequence import sequence
 from segpipe.errors import ConfigError, DataError, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, progress, share_table

@@ -7,13 +7,11 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.table import Table
 
-from segpipe.cli.commands import COMMANDS
 from segpipe.run.console import CONSOLE
-from segpipe.settings.arguments import parse
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from segpipe.data.loader import ShardBatch
     from segpipe.distributed.group import Group
 
-KEYS = COMMANDS["tune-loader"].keys
 GAIN = 0.05  # a further worker that gains less is the last one that is measured
 MARGIN = 1.2  # times the network's rate: more would only wait
 UPDATES = 4  # that are timed, after one that is not
@@ -38,25 +35,18 @@ class Choice(NamedTuple):
     limits: bool  # the loader is slower than the network
 
 
-def main(overrides: list[str]) -> int:
+def main(given: dict[str, Any]) -> int:
     """Exit code."""
-    own = [
-        text
-        for text in overrides
-        if text.partition("=")[0] in [key.key for key in KEYS]
-    ]
-    seconds = parse(own, KEYS)["seconds"]
-    config = compose([text for text in overrides if text not in own])
+    seconds = given["seconds"]
+    config = compose(given["overrides"])
     check(config, world_size=1)
     import torch
 
     from segpipe.data.samples import open_samples
     from segpipe.determinism import flags
     from segpipe.distributed.group import join, leave
-    from segpipe.run.preflight import check_workers
 
     samples = open_samples(config.data, "train", config.seed)
-    check_workers(config, samples)
     flags.apply(config.compute.threads, config.compute.mode)
     group = join(config.compute, {})
     try:
@@ -132,14 +122,14 @@ def network_rate(config: Config, group: Group, samples: DataSet) -> float:
     import torch
 
     from segpipe.train.batches import shard_stream
+    from segpipe.train.recorder import Watch
     from segpipe.train.state import build_state
     from segpipe.train.step import TrainStep, train_step
-    from segpipe.train.watch import Watch
 
     config = replace(
         config,
         data=replace(config.data, balance=0.0, workers=0),
-        loss=replace(config.loss, class_weights="none"),
+        loss=replace(config.loss, class_weights="none", teacher=""),
     )
     own = group.own_shards(config.compute.shards)
     state = build_state(config, samples.classes, group.device)

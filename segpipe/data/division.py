@@ -13,7 +13,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.data.sequence import frame, sequence
+from segpipe.data.samples import frame, sequence
 from segpipe.errors import DataError
 from segpipe.keys import generator, sample_key
 

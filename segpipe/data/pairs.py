@@ -14,12 +14,13 @@ import time
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from segpipe.data.catalog import PUBLISHED, published
 from segpipe.data.folders import SUFFIXES, FolderLayout, locate, missing, undivided
-from segpipe.errors import DataError, did_you_mean, listed
+from segpipe.errors import DataError, listed
 from segpipe.files import files_below
 
 if TYPE_CHECKING:
@@ -31,16 +32,12 @@ MASK_ENDINGS = (
     "_gtFine_labelIds", "_gtCoarse_labelIds", "_gtFine_labelTrainIds", "-mask", "-label",
 )  # fmt: skip
 LOSSY = (".jpg", ".jpeg", ".jpe", ".jfif", ".webp")  # no mask, if there is another
-# Pictures that would be missed without a word.
-UNREAD = (".heic", ".heif", ".gif", ".jp2", ".avif", ".exr", ".hdr", ".jxl", ".npy", ".npz")  # fmt: skip
-DRAWINGS = {".json": "labelme or coco", ".xml": "cvat", ".txt": "coco"}
 # What lies beside pictures and is none.
 COMPANIONS = (
-    *DRAWINGS, "", ".csv", ".md", ".yaml", ".yml", ".html", ".pdf", ".log", ".ini", ".db", ".mat", ".py", ".zip",
-    ".tar", ".gz", ".color", ".part",
+    "", ".json", ".xml", ".txt", ".csv", ".md", ".yaml", ".yml", ".html", ".pdf", ".log", ".ini", ".db", ".mat",
+    ".py", ".zip", ".tar", ".gz", ".color", ".part",
 )  # fmt: skip
 MOST_LEFT_OUT = 0.05  # of the files of a folder that may be of unknown formats
-HINTS = 20  # lines that get a suggestion, which takes a comparison with every image
 SETTLED_NS = 50_000_000  # see facts.py
 
 
@@ -52,49 +49,37 @@ class Pair(NamedTuple):
     mask: str
 
 
-class Scan(NamedTuple):
-    """Pairs of a split, sorted by name, and what was found on the way."""
+@dataclass
+class Scan:
+    """What the folders and lists of a split hold."""
 
-    pairs: tuple[Pair, ...]
-    faults: tuple[str, ...]  # a message for every file that is not part of a pair
-    left_out: tuple[str, ...]  # a message for each folder with files that are not read
-    times: dict[str, int]  # of each folder and list that was read: its last change
+    pairs: list[Pair] = field(default_factory=list)  # sorted by name
+    # A message for every file that is not part of a pair.
+    faults: list[str] = field(default_factory=list)
+    # A message for each folder with files that are not read.
+    left_out: list[str] = field(default_factory=list)
+    # Last change of each folder and list that was read.
+    times: dict[str, int] = field(default_factory=dict)
 
 
 _scans: dict[tuple[str, FolderLayout], Scan] = {}
 
 
-class _Notes:
-    """What a scan finds beside pairs."""
-
-    def __init__(self) -> None:
-        self.faults: list[str] = []
-        self.left_out: list[str] = []
-        self.read: list[str] = []  # folders and lists
-
-
 def scan(data: DataConfig, split: str) -> tuple[list[Pair], list[str]]:
     """Pairs of a split, sorted by name, and a message for every file that is not part of a pair."""
-    layout = _layout(data, split)
-    if isinstance(layout, str):
-        return [], [layout]
-    found = _scan(layout, split)
-    return list(found.pairs), list(found.faults)
+    found = _scan(_layout(data, split), split)
+    return found.pairs, found.faults
 
 
 def left_out(data: DataConfig, split: str) -> list[str]:
     """A message for each folder of a split with files that are not read as pictures, but few enough to go on."""
-    layout = _layout(data, split)
-    return [] if isinstance(layout, str) else list(_scan(layout, split).left_out)
+    return _scan(_layout(data, split), split).left_out
 
 
 def scan_undivided(data: DataConfig) -> tuple[list[Pair], list[str]]:
     """All pairs of a folder data set that has no splits yet, and messages as those of `scan`."""
-    layout = undivided(Path(data.root), data.images, data.masks)
-    if isinstance(layout, str):
-        return [], [layout]
-    found = _scan(layout, "all")
-    return list(found.pairs), list(found.faults)
+    found = _scan(undivided(Path(data.root), data.images, data.masks), "all")
+    return found.pairs, found.faults
 
 
 def pairing(data: DataConfig, split: str) -> Path | None:
@@ -113,89 +98,98 @@ def _layout(data: DataConfig, split: str) -> FolderLayout | str:
     return layout
 
 
-def _scan(layout: FolderLayout, split: str) -> Scan:
+def _scan(layout: FolderLayout | str, split: str) -> Scan:
     """The scan of a layout: the last one, as long as no folder or list has changed since."""
+    if isinstance(layout, str):  # why there is none
+        return Scan(faults=[layout])
     known = _scans.get((split, layout))
-    if known and _times(known.times) == known.times:
+    if known and all(_changed(path) == then for path, then in known.times.items()):
         return known
-    notes = _Notes()
+    found = Scan()
     if layout.table:
-        pairs = _pairs_of_table(layout.images, layout.table, notes)
+        _pair_by_table(layout.images, layout.table, found)
     else:
-        pairs = _pairs_of_folders(layout, split, notes)
-    faults = tuple(notes.faults)
-    found = Scan(tuple(pairs), faults, tuple(notes.left_out), _times(notes.read))
+        _pair_by_name(layout, split, found)
+    found.pairs.sort()
     if time.time_ns() - max(found.times.values(), default=0) > SETTLED_NS:
         _scans[split, layout] = found
     return found
 
 
-def _times(paths: Iterable[str]) -> dict[str, int]:
-    """The last change of each path; 0 where there is none."""
-    times = {}
-    for path in paths:
-        try:
-            times[path] = os.stat(path).st_mtime_ns
-        except OSError:
-            times[path] = 0
-    return times
+def _changed(path: str) -> int:
+    """Time of the last change; 0 where there is no file or folder."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
 
 
-def _pairs_of_folders(layout: FolderLayout, split: str, notes: _Notes) -> list[Pair]:
+def _pair_by_name(layout: FolderLayout, split: str, found: Scan) -> None:
     for folder in (layout.images, layout.masks):
         if not folder.is_dir():
-            notes.faults.append(missing(folder))
-            return []
-    images = _stems(layout.images, (), notes)
+            found.faults.append(missing(folder))
+            return
+    images = _pictures(layout.images, (), found)
     masks = images
     if layout.masks != layout.images:
-        masks = _stems(layout.masks, LOSSY, notes)
+        masks = _pictures(layout.masks, LOSSY, found)
     endings = _endings(layout, images, masks)
     if isinstance(endings, str):
-        notes.faults.append(endings)
-        return []
+        found.faults.append(endings)
+        return
     of_image, of_mask = endings
     if layout.masks == layout.images and of_mask:
-        images = {
-            stem: path for stem, path in images.items() if not stem.endswith(of_mask)
-        }
+        names = [name for name in images if not name.endswith(of_mask)]
+        images = {name: images[name] for name in names}
     images, masks = _without(images, of_image), _without(masks, of_mask)
+    chosen = images.keys() | masks.keys()
     if layout.sequences:
-        images, masks = _within(images, layout), _within(masks, layout)
+        chosen = {stem for stem in chosen if stem.split("/")[0] in layout.sequences}
     if layout.listing:
-        stems = _listed(layout.listing, images, of_image, notes)
-        images = {stem: images[stem] for stem in stems if stem in images}
-        masks = {stem: masks[stem] for stem in stems if stem in masks}
-    if images and not masks:
-        notes.faults.append(
-            f"{layout.masks} holds no masks of the {len(images)} images of split "
-            f"{split}.{_drawings(layout.masks)}"
-        )
-        return []
-    for stem in sorted(images.keys() - masks.keys()):
-        notes.faults.append(
-            f"{images[stem]} has no mask {layout.masks / stem}{of_mask}.png."
-        )
-    for stem in sorted(masks.keys() - images.keys()):
-        notes.faults.append(f"{masks[stem]} has no image in {layout.images}.")
-    paired = images.keys() & masks.keys()
-    if not paired:
+        chosen = _listed(layout.listing, images, of_image, found)
+    images = {stem: images[stem] for stem in sorted(chosen & images.keys())}
+    masks = {stem: masks[stem] for stem in sorted(chosen & masks.keys())}
+    for stem, path in images.items():
+        if stem in masks:
+            found.pairs.append(Pair(f"{stem}{of_image}", path, masks[stem]))
+    _report_single(layout, images, masks, of_mask, found)
+    if not found.pairs and not found.faults:
         where = layout.listing or layout.images
-        notes.faults.append(
+        found.faults.append(
             f"{where} is empty: split {split} has no pair of image and mask."
         )
-    return sorted(
-        Pair(f"{stem}{of_image}", images[stem], masks[stem]) for stem in paired
-    )
 
 
-def _stems(folder: Path, inferior: tuple[str, ...], notes: _Notes) -> dict[str, str]:
+def _report_single(
+    layout: FolderLayout,
+    images: dict[str, str],
+    masks: dict[str, str],
+    of_mask: str,
+    found: Scan,
+) -> None:
+    """Add a fault for each image without a mask, and for each mask without an image."""
+    if images and not masks:
+        found.faults.append(
+            f"{layout.masks} holds no masks of the {len(images)} images. Labels of "
+            "another format: `segpipe import --help`."
+        )
+        return
+    for stem, path in images.items():
+        if stem not in masks:
+            found.faults.append(
+                f"{path} has no mask {layout.masks / stem}{of_mask}.png."
+            )
+    for stem, path in masks.items():
+        if stem not in images:
+            found.faults.append(f"{path} has no image in {layout.images}.")
+
+
+def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> dict[str, str]:
     """Pictures below `folder` by their relative path without suffix.
 
-    A file with a suffix in `inferior`, or in a format that is not read, counts only if it
-    is the only one of its stem.
+    A file with a suffix in `inferior` counts only if it is the only one of its stem.
     """
-    candidates: dict[str, list[str]] = {}
+    pictures: dict[str, str] = {}
     others: list[str] = []
     folders: list[str] = []
     start = len(str(folder)) + 1
@@ -204,50 +198,34 @@ def _stems(folder: Path, inferior: tuple[str, ...], notes: _Notes) -> dict[str, 
         suffix = suffix.lower()
         if os.path.basename(stem).startswith("."):
             continue
-        if not _is_text(path):
-            notes.faults.append(
+        if not path.isascii() and not _is_text(path):
+            found.faults.append(
                 f"{folder}/{path[start:]!a} has a name that is not UTF-8. Rename it, "
                 "with convmv for instance."
             )
-        elif suffix in SUFFIXES or suffix in UNREAD:
-            candidates.setdefault(_composed(stem), []).append(path)
-        elif suffix.strip() in SUFFIXES:
-            notes.faults.append(f"{path!r} ends with a space. Rename it.")
-        elif suffix not in COMPANIONS:
-            others.append(path)
-    notes.read += folders
-    chosen = {
-        stem: paths[0] if len(paths) == 1 else _chosen(paths, inferior, notes)
-        for stem, paths in candidates.items()
-    }
-    for path in chosen.values():
-        if path.lower().endswith(UNREAD):
-            notes.faults.append(
-                f"{path} is of a format that is not read. Convert it to PNG or JPEG."
-            )
+        elif suffix not in SUFFIXES:
+            if suffix not in COMPANIONS:
+                others.append(path)
+        else:
+            other = pictures.setdefault(_composed(stem), path)
+            if other != path and other.lower().endswith(inferior or "/"):
+                pictures[_composed(stem)] = path
+            elif other != path and not suffix.endswith(inferior or "/"):
+                found.faults.append(
+                    f"{other} and {path} have the same stem. Remove one of them."
+                )
+    found.times |= {path: _changed(path) for path in folders}
     if others:
         kinds = Counter(os.path.splitext(path)[1].lower() for path in others)
         counts = [f"{count} {suffix}" for suffix, count in kinds.most_common()]
         message = (
             f"{folder} holds {len(others)} files that are not read, beside "
-            f"{len(chosen)} pictures: {listed(counts)} (the first: {others[0]}). "
+            f"{len(pictures)} pictures: {listed(counts)} (the first: {others[0]!r}). "
             "Convert the pictures among them, and move the rest away."
         )
-        many = len(others) > MOST_LEFT_OUT * (len(chosen) + len(others))
-        (notes.faults if many else notes.left_out).append(message)
-    return chosen
-
-
-def _chosen(paths: list[str], inferior: tuple[str, ...], notes: _Notes) -> str:
-    """The one of several pictures with one stem that counts."""
-    for worse in (UNREAD, inferior):
-        better = [path for path in paths if not path.lower().endswith(worse)]
-        paths = better or paths
-    for path in paths[1:]:
-        notes.faults.append(
-            f"{paths[0]} and {path} have the same stem. Remove one of them."
-        )
-    return paths[0]
+        many = len(others) > MOST_LEFT_OUT * (len(pictures) + len(others))
+        (found.faults if many else found.left_out).append(message)
+    return pictures
 
 
 def _is_text(path: str) -> bool:
@@ -260,7 +238,7 @@ def _is_text(path: str) -> bool:
 
 def _composed(name: str) -> str:
     """A name with letters such as ü as one character: macOS and archives made there write two."""
-    return unicodedata.normalize("NFC", name)
+    return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
 def _endings(
@@ -281,11 +259,9 @@ def _endings(
         return first
     counts: Counter[tuple[str, str]] = Counter()
     for of_image in of_images:
-        for name in images:
-            if name.endswith(of_image):
-                stem = name.removesuffix(of_image)
-                for of_mask in of_masks:
-                    counts[of_image, of_mask] += f"{stem}{of_mask}" in stems
+        for stem in _without(dict.fromkeys(images, ""), of_image):
+            for of_mask in of_masks:
+                counts[of_image, of_mask] += f"{stem}{of_mask}" in stems
     best = max(counts.values(), default=0)
     if not best:
         return first
@@ -301,8 +277,6 @@ def _endings(
 
 def _without(paths: dict[str, str], ending: str) -> dict[str, str]:
     """Files by what is before the ending; those that do not have it are left out."""
-    if not ending:
-        return paths
     return {
         stem.removesuffix(ending): path
         for stem, path in paths.items()
@@ -310,56 +284,36 @@ def _without(paths: dict[str, str], ending: str) -> dict[str, str]:
     }
 
 
-def _within(paths: dict[str, str], layout: FolderLayout) -> dict[str, str]:
-    """The files in the subfolders of the split."""
-    return {
-        stem: path
-        for stem, path in paths.items()
-        if stem.partition("/")[0] in layout.sequences
-    }
-
-
 def _listed(
-    listing: Path, images: dict[str, str], ending: str, notes: _Notes
-) -> list[str]:
-    """Stems in a split file, whose lines are stems or paths of images."""
+    listing: Path, images: dict[str, str], ending: str, found: Scan
+) -> set[str]:
+    """Stems in a split file, whose lines are stems or paths of images, with any suffix."""
     known = {f"{stem}{ending}": stem for stem in images}
     known |= {stem: stem for stem in images}
-    by_path = {_composed(os.path.normpath(path)): stem for stem, path in images.items()}
-    # As people mean them, in letters of any case.
-    named = {_without_suffix(path): path for path in by_path}
-    faults: list[str] = []
-    stems: list[str] = []
-    for text in _text(listing, notes).splitlines():
+    for stem, path in images.items():
+        known[_composed(os.path.splitext(os.path.normpath(path))[0])] = stem
+    stems: Counter[str] = Counter()
+    for text in _text(listing, found).splitlines():
         line = _composed(text.strip())
         if not line:
             continue
-        path = _composed(os.path.normpath(listing.parent / line))
-        stem = known.get(line) or known.get(Path(line).with_suffix("").as_posix())
-        stem = stem or by_path.get(path)
-        stems.append(stem or line)
-        if stem is None:
-            other = named.get(_without_suffix(path))
-            if other:
-                fault = f"the file is named {Path(other).name}. Write it so."
-            else:
-                hint = did_you_mean(line, known) if len(faults) < HINTS else ""
-                fault = f"images has no such stem.{hint}"
-            faults.append(f"{listing} lists {line:.200}, but {fault}")
-    for stem, times in Counter(stems).items():
+        bare = os.path.splitext(line)[0]
+        path = os.path.normpath(listing.parent / bare)
+        stem = known.get(line) or known.get(bare) or known.get(path, "")
+        stems[stem or line] += 1
+        if not stem:
+            found.faults.append(
+                f"{listing} lists {line:.200}, but images has no such stem."
+            )
+    for stem, times in stems.items():
         if times > 1:
-            notes.faults.append(f"{listing} lists {stem} {times} times.")
-    notes.faults += faults
-    return stems
+            found.faults.append(f"{listing} lists {stem} {times} times.")
+    return set(stems)
 
 
-def _without_suffix(path: str) -> str:
-    return os.path.splitext(path)[0].lower()
-
-
-def _pairs_of_table(root: Path, table: Path, notes: _Notes) -> list[Pair]:
+def _pair_by_table(root: Path, table: Path, found: Scan) -> None:
     """Pairs of a CSV file with the columns image and mask, whose paths are relative to `root`."""
-    text = _text(table, notes)
+    text = _text(table, found)
     first = text.partition("\n")[0]
     separators = ",;\t" if table.suffix == ".csv" else " "
     separator = max(separators, key=first.count)
@@ -372,40 +326,38 @@ def _pairs_of_table(root: Path, table: Path, notes: _Notes) -> list[Pair]:
     header = [cell.strip().lower() for cell in rows[0]] if rows else []
     named = "image" in header and "mask" in header
     columns = (header.index("image"), header.index("mask")) if named else (0, 1)
-    pairs: list[Pair] = []
     names: Counter[str] = Counter()
-    faults: list[str] = []
+    folders: set[str] = set()
     for number, row in enumerate(rows, 1):
         if (named and number == 1) or not any(cell.strip() for cell in row):
             continue
         if len(row) <= max(columns) or (not named and len(row) != 2):
-            faults.append(
+            found.faults.append(
                 f"{table}, line {number}: {len(row)} columns, but image and mask were "
                 "needed. Add a header."
             )
             continue
         image, mask = (row[column].strip() for column in columns)
-        pair = Pair(
-            Path(image).with_suffix("").as_posix(), str(root / image), str(root / mask)
-        )
-        names[pair.name] += 1
+        name = Path(image).with_suffix("").as_posix()
+        names[name] += 1
+        pair = Pair(name, str(root / image), str(root / mask))
         absent = [path for path in pair[1:] if not os.path.isfile(path)]
-        faults += [f"{table}, line {number}: {path} does not exist." for path in absent]
+        for path in absent:
+            found.faults.append(f"{table}, line {number}: {path} does not exist.")
         if not absent:
-            pairs.append(pair)
+            found.pairs.append(pair)
+            folders |= {os.path.dirname(path) for path in pair[1:]}
     for name, times in names.items():
         if times > 1:
-            faults.append(f"{table} has {name} {times} times.")
-    if not names and not faults:
-        faults.append(f"{table} is empty: it has no pair of image and mask.")
-    notes.faults += faults
-    notes.read += {os.path.dirname(path) for pair in pairs for path in pair[1:]}
-    return sorted(pairs)
+            found.faults.append(f"{table} has {name} {times} times.")
+    if not names and not found.faults:
+        found.faults.append(f"{table} is empty: it has no pair of image and mask.")
+    found.times |= {path: _changed(path) for path in folders}
 
 
-def _text(path: Path, notes: _Notes) -> str:
+def _text(path: Path, found: Scan) -> str:
     """Text of a list or table. Raises DataError for one that is not UTF-8."""
-    notes.read.append(str(path))
+    found.times[str(path)] = _changed(str(path))
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -413,15 +365,3 @@ def _text(path: Path, notes: _Notes) -> str:
             f"{path} is not UTF-8 text ({error}). Save it as UTF-8 (in PowerShell: "
             "-Encoding utf8)."
         ) from None
-
-
-def _drawings(folder: Path) -> str:
-    """What to do about a folder of masks that holds drawings instead."""
-    suffixes = Counter(path.suffix.lower() for path in files_below(folder))
-    for suffix, count in suffixes.most_common():
-        if suffix in DRAWINGS:
-            return (
-                f" {folder} holds {count} {suffix} files, which are shapes and not "
-                f"masks: see `segpipe import --help` ({DRAWINGS[suffix]})."
-            )
-    return ""

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-
 from segpipe.data.catalog import MaskTable, mask_table
 from segpipe.data.facts import Facts, facts_of
-from segpipe.data.headers import Header
 from segpipe.data.masks import (
     check_kind,
     check_sizes,
     is_sound,
-    orientation,
     read_target,
     settled,
 )
@@ -26,20 +21,23 @@ from segpipe.data.pairs import Pair, left_out, scan
 from segpipe.data.plugin_samples import open_plugin
 from segpipe.data.readers import (
     JPEG_DAMAGE,
+    Header,
     check_mask,
     decoders_heard,
     jpeg_damage,
+    orientation,
     threaded,
 )
-from segpipe.data.samples import FileSamples, check_scorable, open_samples
+from segpipe.data.samples import check_scorable
 from segpipe.errors import DataError, listed
 from segpipe.plugins import is_path
 
 if TYPE_CHECKING:
+    from segpipe.data.data_set import DataSet
     from segpipe.settings.groups import DataConfig
 
 FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores
-SOME = 16  # samples of a user's class, or of a pack, that are read to check it
+SOME = 16  # samples of a user's class that are read to check it
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 
@@ -48,23 +46,22 @@ def _silent(done: int, total: int) -> None:
     pass
 
 
-def verify(data: DataConfig, splits: Iterable[str]) -> None:
-    """Raise DataError for the first problem of the data.
+def verify(data: DataConfig, sets: Mapping[str, DataSet]) -> None:
+    """Raise DataError for the first problem of splits that were opened.
 
     `data.verify`: "headers" checks pairs, sizes and the ends of files, "full" decodes
     everything, "auto" decodes everything below 300 million pixels.
     """
-    splits = list(splits)
-    for problem in problems(data, splits):
+    for problem in problems(data, sets):
         raise DataError(problem)
-    for part in all_parts(data, splits):
+    for part in all_parts(data, sets):
         if not is_path(part.data.name) and part.data.name != "synthetic":
             for note in left_out(part.data, part.split):
                 print(note, file=sys.stderr)
-            _check_pack(part.data, part.split)
-    for split in splits:
+    for split, samples in sets.items():
+        samples.check_pack()
         if split != "train":
-            check_scorable(open_samples(data, split, 0), split)
+            check_scorable(samples, split)
 
 
 def problems(
@@ -246,23 +243,3 @@ def _plugin_problems(
             number = min(number, SOME)
         chosen = [place * len(samples) // number for place in range(number)]
         yield from samples.problems(chosen, progress)
-
-
-def _check_pack(data: DataConfig, split: str) -> None:
-    """Raise DataError if a sample of the pack differs from its files; reads some at random.
-
-    Each start draws others: what one misses, the next ones find.
-    """
-    samples = open_samples(data, split, 0)
-    assert isinstance(samples, FileSamples)
-    if samples.pack is None:
-        return
-    packed = samples.pack.find(samples.pairs)
-    for index in random.SystemRandom().sample(packed, min(SOME, len(packed))):
-        found, expected = samples.read(index), samples.decode(index)
-        if not all(map(np.array_equal, found, expected)):
-            raise DataError(
-                f"{samples.pack.folder} holds other pixels of {samples.name(index)} "
-                f"than {samples.pairs[index].image} and its mask. Delete the pack, "
-                "then build it again with `segpipe pack`."
-            )

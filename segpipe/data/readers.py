@@ -1,57 +1,64 @@
 """Picture files to arrays. A truncated or damaged file is an error that names it.
 
-PNG and JPEG are decoded by OpenCV, every other format by Pillow.
+Pillow reads headers, masks, and images of other formats than PNG and JPEG, which OpenCV
+decodes in three quarters of the time. The format is that of the content; the suffix
+does not matter. Decoders fill the missing part of a truncated file with grey or black
+and carry on, so the end of every file is checked first.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import stat
 import sys
 import tempfile
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from threading import get_native_id
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, ImageFile, TiffImagePlugin
 
-from segpipe.data.headers import (
-    JPEG_END,
-    JPEG_START,
-    PNG_END,
-    PNG_SIGNATURE,
-    Header,
-    check_jpeg_end,
-    header_of,
-    open_other,
-    palette_of,
-    parse_jpeg,
-    parse_png,
-    pixels_of,
-    png_chunks,
-    rgb_of,
-)
 from segpipe.disk import PASSING, patiently
 from segpipe.errors import DataError
 
+# The signature of a format, and what its files end with.
+PNG = (b"\x89PNG\r\n\x1a\n", b"\x00\x00\x00\x00IEND\xaeB`\x82")
+JPEG = (b"\xff\xd8", b"\xff\xd9")
+HEAD_BYTES, TAIL_BYTES = 32, 4096
+OTHERS = (b"BM", b"II*\0", b"MM\0*", b"RIFF")
+# TGA has no signature: only its suffix tells, and Pillow takes other bytes for one.
+FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP", "PPM")
+LAYOUTS = {
+    **dict.fromkeys(("1", "L", "LA", "I", "I;16", "I;16B"), "grey"),
+    **dict.fromkeys(("P", "PA"), "palette"),
+    **dict.fromkeys(("RGB", "RGBA", "RGBX"), "color"),
+}
+WIDE = ("I", "I;16", "I;16B")  # modes of 16 bits
+ORIENTATION_TAG = 0x0112
+TIFF_BITS, TIFF_PHOTOMETRIC, TIFF_SUBFILE = 258, 262, 254
+TIFF_PLACES = ((273, 279), (324, 325))  # offsets and lengths of strips, or of tiles
+WRITE_PNG = "Write it as PNG."
+LOSSY = (
+    "{} loses information, and with it ids at every edge. Export the masks as PNG "
+    "from where they were drawn."
+)
 # How EXIF's orientations turn stored pixels upright, in this order: transpose, flip
 # rows, flip columns.
 TURNS = {
     1: (False, False, False), 2: (False, False, True), 3: (False, True, True), 4: (False, True, False),
     5: (True, False, False), 6: (True, False, True), 7: (True, True, True), 8: (True, True, False),
 }  # fmt: skip
-# In nearly all files the header fits into the first length; previews and color profiles
-# of a JPEG may need the second. None: the whole file.
-HEAD_BYTES = (1 << 12, 1 << 18, None)
-TAIL_BYTES = 1 << 12
 # What libjpeg says of a file that it decodes all the same. Extraneous bytes cost no
 # pixel, and cameras write them.
 JPEG_DAMAGE = re.compile(
@@ -62,10 +69,33 @@ JPEG_DAMAGE = re.compile(
 JPEG_WORDS = re.compile(f"{JPEG_DAMAGE.pattern}|Corrupt JPEG data")
 NO_FILES = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
 OPAQUE = 255
+CHUNK = 32  # items that a thread takes at a time: a task costs 50 us, a small mask 100
 Value = int | tuple[int, int, int]  # an id or a color
 Pixels = NDArray[np.uint8] | NDArray[np.uint16]
 T = TypeVar("T")
 R = TypeVar("R")
+
+# Pillow warns of a truncated TIFF, once per process: the error here names the file.
+warnings.filterwarnings("ignore", module="PIL")
+Image.MAX_IMAGE_PIXELS = None  # data.max_pixels is the limit, for every decoder
+
+
+class Header(NamedTuple):
+    """Properties of a picture file, known without decoding it."""
+
+    height: int
+    width: int
+    layout: str  # grey, palette or color
+    bits: int = 8  # per channel or index
+    orientation: int = 1  # of EXIF: 2 to 4 mirrored or upside down, 5 to 8 on its side
+    mask_fault: str = ""  # why it cannot be a mask; empty if it can
+
+    @property
+    def upright(self) -> tuple[int, int]:
+        """(height, width) after the orientation is applied."""
+        if self.orientation >= 5:
+            return self.width, self.height
+        return self.height, self.width
 
 
 class RawMask(NamedTuple):
@@ -77,57 +107,95 @@ class RawMask(NamedTuple):
     palette: NDArray[np.uint8] | None = None  # colors of the indices, uint8 (n, 4)
 
 
+def read_header(path: str) -> Header:
+    """Header of a picture file. Raises DataError if the file does not reach its end; reads little of a PNG or JPEG."""
+
+    def read() -> Header:
+        size = os.stat(path).st_size
+        with Path(path).open("rb") as file, _named(path, size):
+            return _opened(file, path)[1]
+
+    _check_regular(path)
+    try:
+        return patiently(Path(path), read)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
 def read_image(
     path: str,
-    orient: Callable[[Header], int] = lambda header: 1,
+    *,
+    exif: str = "ignore",
+    size: Sequence[int] = (),
     data: bytes | None = None,
 ) -> NDArray[np.uint8]:
     """RGB pixels, uint8 (H, W, 3): grey is repeated, alpha dropped, and of 16 bits the upper 8 are kept.
 
-    `orient` chooses the EXIF orientation to apply; by default none. `data` is the
-    content of the file, if it was read and checked before. Raises DataError for a
-    missing, truncated or damaged file.
+    `exif` says what becomes of an EXIF orientation: "apply", "ignore", or "" for what
+    makes the image as large as its mask, (height, width) `size`. `data` is the content
+    of the file, if it was read and checked before. Raises DataError for a missing,
+    truncated or damaged file.
     """
-    known = data is not None
-    data = _content(path) if data is None else data
-    with _named(path, len(data)):
-        if data.startswith((PNG_SIGNATURE, JPEG_START)):
-            header = _parse(data, path) if known else _parse_whole(data, path)
-            flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
-            pixels = np.asarray(_decode(data, flags), np.uint8)
-        else:
-            other = open_other(data, Path(path).suffix)
-            header, pixels = header_of(other), rgb_of(other)
-    return _turned(pixels, orient(header))
+    content = _content(path) if data is None else data
+    with _named(path, len(content)):
+        image, header = _opened(io.BytesIO(content), path)
+        if data is None:
+            _check_checksums(image.format, content)
+        fast = content.startswith((PNG[0], JPEG[0]))
+        pixels = _decode(content) if fast else _rgb(image)
+    turn = orientation(header, size, exif, path)
+    if turn == 1:
+        return pixels
+    transpose, rows, columns = TURNS[turn]
+    if transpose:
+        pixels = pixels.transpose(1, 0, 2)
+    return np.ascontiguousarray(pixels[:: -1 if rows else 1, :: -1 if columns else 1])
+
+
+def orientation(header: Header, size: Sequence[int], rule: str, path: str) -> int:
+    """EXIF orientation to apply to an image so that it lies as its mask of (height, width) `size` does.
+
+    `rule` is that of the class table. Without one, the size decides: a mask of the turned size was drawn on the turned
+    image. Raises DataError where both have the same size, since then nothing tells them apart.
+    """
+    if header.orientation == 1 or rule == "ignore":
+        return 1
+    if rule == "apply":
+        return header.orientation
+    if header.upright == header[:2]:
+        raise DataError(
+            f"{path} has the EXIF orientation {header.orientation}, and its mask has the same size turned or not. Set "
+            "`exif: apply` in classes.yaml if the masks were drawn on upright images, as viewers show them, or "
+            "`exif: ignore` if on the stored pixels.",
+            cause=f"orientation {header.orientation}",
+            where=path,
+        )
+    return header.orientation if tuple(size) == header.upright else 1
 
 
 def read_mask(path: str) -> RawMask:
     """Pixels of a mask file as stored. Raises DataError for a damaged file, and for formats that lose ids."""
     data = _content(path)
     with _named(path, len(data)):
-        if data.startswith((PNG_SIGNATURE, JPEG_START)):
-            header = _parse_whole(data, path)
-            check_mask(header, path)
-            if header.layout == "palette":
-                return _read_indices(data, header, path)
-            pixels = _decode(data, cv2.IMREAD_UNCHANGED)
-            if pixels.ndim == 2:
-                return RawMask(header, _unscaled(pixels, header.bits))
-            bgr = pixels.shape[2] == 3
-            code = cv2.COLOR_BGR2RGBA if bgr else cv2.COLOR_BGRA2RGBA
-            return RawMask(
-                header, None, np.asarray(cv2.cvtColor(pixels, code), np.uint8)
-            )
-        other = open_other(data, Path(path).suffix)
-        header = header_of(other)
+        image, header = _opened(io.BytesIO(data), path)
         check_mask(header, path)
-        if header.layout != "color":
-            palette = palette_of(other) if header.layout == "palette" else None
-            return RawMask(header, pixels_of(other), palette=palette)
-        pixels = pixels_of(other)
-        if pixels.shape[2] == 3:
-            pixels = np.asarray(cv2.cvtColor(pixels, cv2.COLOR_RGB2RGBA), np.uint8)
-        return RawMask(header, None, np.ascontiguousarray(pixels))
+        _check_checksums(image.format, data)
+        pixels = _stored(image)
+        if pixels.ndim == 3:
+            return RawMask(header, None, np.array(image.convert("RGBA")))
+        if header.layout == "grey":
+            if header.bits < 8:  # Pillow stretches the values to 0 to 255
+                pixels = pixels // np.uint8(255 // (2**header.bits - 1))
+            return RawMask(header, pixels)
+        image.apply_transparency()
+        colors = bytes(image.getpalette("RGBA") or ())
+        palette = np.frombuffer(colors, np.uint8).reshape(-1, 4)
+        if pixels.max(initial=0) >= len(palette):
+            raise ValueError(
+                f"is damaged: its palette has {len(palette)} colors, its pixels use "
+                "more. Write it again."
+            )
+        return RawMask(header, pixels, palette=palette)
 
 
 def check_mask(header: Header, path: str) -> None:
@@ -144,69 +212,12 @@ def check_mask(header: Header, path: str) -> None:
         )
 
 
-def read_header(path: str) -> Header:
-    """Header of a picture file. Raises DataError if the file does not reach its end; reads little of a PNG or JPEG."""
+def _content(path: str) -> bytes:
     _check_regular(path)
     try:
-        return patiently(Path(path), lambda: _read_header(path))
+        return patiently(Path(path), Path(path).read_bytes)
     except OSError as error:
         raise _unreadable(path, error) from None
-
-
-def _read_header(path: str) -> Header:
-    with Path(path).open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        with _named(path, size):
-            for length in HEAD_BYTES:
-                file.seek(0)
-                head = file.read(length)
-                png, jpeg = head.startswith(PNG_SIGNATURE), head.startswith(JPEG_START)
-                if length is not None and len(head) == length and not (png or jpeg):
-                    continue
-                try:
-                    header = _parse(head, path)
-                    break
-                except EOFError:
-                    if length is None or size <= length:
-                        raise
-            if png or jpeg:
-                file.seek(max(0, size - TAIL_BYTES))
-                if (PNG_END if png else JPEG_END) not in file.read():
-                    raise EOFError
-    return header
-
-
-def _parse(data: bytes, path: str) -> Header:
-    if data.startswith(PNG_SIGNATURE):
-        return parse_png(data)
-    if data.startswith(JPEG_START):
-        return parse_jpeg(data)
-    if not data:
-        raise ValueError("is empty. Copy it again, or convert it.")
-    return header_of(open_other(data, Path(path).suffix))
-
-
-def _parse_whole(data: bytes, path: str) -> Header:
-    """Header of a PNG or JPEG after a check of all of its structure."""
-    if data.startswith(PNG_SIGNATURE):
-        png_chunks(data)
-    else:
-        check_jpeg_end(data)
-    return _parse(data, path)
-
-
-@contextmanager
-def _named(path: str, length: int) -> Iterator[None]:
-    """Turns the EOFError and ValueError of headers.py into a DataError that names the file."""
-    try:
-        yield
-    except EOFError:
-        raise DataError(
-            f"{path} is truncated: its {length} bytes end before the image does. Copy "
-            "it again."
-        ) from None
-    except ValueError as error:
-        raise DataError(f"{path} {error}") from None
 
 
 def _check_regular(path: str) -> None:
@@ -227,70 +238,192 @@ def _unreadable(path: str, error: OSError) -> DataError:
     return DataError(f"{path} cannot be read: {error.strerror}{advice}.")
 
 
-def _content(path: str) -> bytes:
-    _check_regular(path)
+@contextmanager
+def _named(path: str, length: int) -> Iterator[None]:
+    """Turns an EOFError, and a ValueError with the rest of a sentence, into a DataError that names the file."""
     try:
-        data = patiently(Path(path), Path(path).read_bytes)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    if not data:
-        raise DataError(f"{path} is empty. Copy it again, or convert it.")
-    return data
+        yield
+    except EOFError:
+        raise DataError(
+            f"{path} is truncated: its {length} bytes end before the image does. Copy "
+            "it again."
+        ) from None
+    except ValueError as error:
+        raise DataError(f"{path} {error}") from None
 
 
-def _decode(data: bytes, flags: int) -> NDArray[Any]:
+def _opened(file: BinaryIO, path: str) -> tuple[ImageFile.ImageFile, Header]:
+    """The picture in a file, not decoded yet, and its header; its file reaches the end of the picture."""
+    head = file.read(HEAD_BYTES)
+    if not head:
+        raise ValueError("is empty. Copy it again, or convert it.")
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - TAIL_BYTES))
+    tail = file.read()
+    for signature, end in (PNG, JPEG):
+        if head.startswith(signature) and end not in tail:
+            raise EOFError
+    formats = (*FORMATS, "TGA") if path.lower().endswith(".tga") else FORMATS
+    try:
+        image = Image.open(file, formats=formats)
+    except Exception as error:  # whatever Pillow raises for damaged data
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        if head.startswith(OTHERS):
+            raise EOFError from None
+        if head.startswith((PNG[0], JPEG[0])):
+            raise ValueError(
+                "is damaged: its header cannot be read. Copy it again."
+            ) from None
+        raise ValueError(
+            "is neither PNG nor JPEG, BMP, TIFF, WebP, PNM or TGA. Copy it again, or "
+            "convert it."
+        ) from None
+    _check_whole(image, head, size)
+    return image, _header(image, head)
+
+
+def _check_whole(image: ImageFile.ImageFile, head: bytes, size: int) -> None:
+    """Raise EOFError if the header places pixels behind the end of the file."""
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        for places, sizes in TIFF_PLACES:
+            strips = zip(
+                image.tag_v2.get(places, ()), image.tag_v2.get(sizes, ()), strict=False
+            )
+            if any(place + length > size for place, length in strips):
+                raise EOFError
+    elif image.format == "WEBP" and size < 8 + int.from_bytes(head[4:8], "little"):
+        raise EOFError
+    elif image.format == "BMP":
+        bits = int.from_bytes(head[28:30], "little")
+        if image.mode == "1" and bits == 8:
+            raise ValueError(
+                "is a BMP of 8 bits with a palette of black and white, which Pillow "
+                f"reads as 0 everywhere. {WRITE_PNG}"
+            )
+        codec, _, start, _ = image.tile[0]
+        row = (image.width * bits + 31) // 32 * 4
+        if codec == "raw" and start + row * image.height > size:
+            raise EOFError
+
+
+def _header(image: ImageFile.ImageFile, head: bytes) -> Header:
+    orientation = _exif_orientation(image.info.get("exif", b""))
+    if head.startswith(JPEG[0]):
+        fault = LOSSY.format("JPEG")
+        return Header(image.height, image.width, "color", 8, orientation, fault)
+    layout = LAYOUTS.get(image.mode)
+    if layout is None or (image.mode == "I" and image.format != "PPM"):
+        raise ValueError(
+            f"has pixels of the mode {image.mode}, but grey or RGB of 8 or 16 bits "
+            "were needed."
+        )
+    bits = 16 if image.mode in WIDE else 1 if image.mode == "1" else 8
+    if image.format == "PNG":
+        bits = head[24]
+    elif image.format in ("TIFF", "WEBP") and _pages(image) > 1:
+        raise ValueError("holds several pages. Write each as a file.")
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        bits = image.tag_v2.get(TIFF_BITS, (1,))[0]
+        if image.tag_v2.get(ORIENTATION_TAG, 1) != 1:
+            raise ValueError(
+                "names an orientation, which decoders treat differently in TIFF. "
+                "Write it upright."
+            )
+    fault = _mask_fault(image, layout, bits)
+    return Header(image.height, image.width, layout, bits, orientation, fault)
+
+
+def _mask_fault(image: ImageFile.ImageFile, layout: str, bits: int) -> str:
+    if image.format == "WEBP":
+        return LOSSY.format("WebP")
+    if "jpeg" in str(image.info.get("compression")):
+        return LOSSY.format("JPEG inside TIFF")
+    if (
+        isinstance(image, TiffImagePlugin.TiffImageFile)
+        and image.tag_v2.get(TIFF_PHOTOMETRIC) == 0
+    ):
+        return f"its grey values are inverted. {WRITE_PNG}"
+    if image.format == "PPM" and image.tile[0][0] != "raw":
+        return (
+            f"Pillow scales values of a PNM with another maximum than 255. {WRITE_PNG}"
+        )
+    if layout == "color" and bits != 8:
+        return f"{bits} bits per channel are more than a color needs. Write it with 8."
+    if layout == "grey" and bits not in (8, 16) and image.format != "PNG":
+        return f"{image.format} with {bits} bits per pixel is not read. {WRITE_PNG}"
+    return ""
+
+
+def _exif_orientation(block: bytes) -> int:
+    """Orientation that EXIF data names, 1 to 8; 1 if it names none or is damaged."""
+    if not block:
+        return 1
+    exif = Image.Exif()
+    try:
+        exif.load(block)
+        value = exif.get(ORIENTATION_TAG)
+    except Exception:  # whatever Pillow raises for damaged data
+        return 1
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
+
+
+def _pages(image: ImageFile.ImageFile) -> int:
+    """Number of pictures in a file, without smaller copies and masks of the first."""
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
+        return int(getattr(image, "n_frames", 1))
+    try:
+        image.seek(1)
+        second = image.tag_v2.get(TIFF_SUBFILE, 0)
+    except Exception:  # there is none, or it is damaged
+        return 1
+    finally:
+        image.seek(0)
+    return 1 if second & 0b101 else 2
+
+
+def _check_checksums(kind: str | None, data: bytes) -> None:
+    """Raise ValueError for a PNG with a wrong checksum, which no decoder compares. Other formats have none."""
+    if kind != "PNG":
+        return
+    try:
+        Image.open(io.BytesIO(data), formats=("PNG",)).verify()
+    except Exception as error:  # whatever Pillow raises for damaged data
+        raise ValueError(f"is damaged ({error}). Copy it again.") from None
+
+
+def _decode(data: bytes) -> NDArray[np.uint8]:
+    """RGB of a PNG or JPEG, by OpenCV."""
     pixels = None
+    flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
     with suppress(cv2.error):
         pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
     if pixels is None:
         raise ValueError("is complete, but cannot be decoded. Write or copy it again.")
-    return np.asarray(pixels)
+    return np.asarray(pixels, np.uint8)
 
 
-def _read_indices(data: bytes, header: Header, path: str) -> RawMask:
-    """Indices and palette of a PNG. OpenCV would decode to colors, so it gets a PNG whose header says grey."""
-    chunks = [(kind, data[start:end]) for kind, start, end in png_chunks(data)]
-    contents = dict(chunks)
-    table = contents.get(b"PLTE", b"")
-    colors = np.frombuffer(table[: len(table) // 3 * 3], np.uint8).reshape(-1, 3)
-    alpha = np.full(len(colors), 255, np.uint8)
-    given = np.frombuffer(contents.get(b"tRNS", b""), np.uint8)[: len(colors)]
-    alpha[: len(given)] = given
-    pixels = _unscaled(_decode(_as_grey(chunks), cv2.IMREAD_UNCHANGED), header.bits)
-    if pixels.max(initial=0) >= len(colors):
-        raise DataError(
-            f"{path} is damaged: its palette has {len(colors)} colors, its pixels use "
-            "more. Write it again."
-        )
-    return RawMask(header, pixels, palette=np.column_stack([colors, alpha]))
+def _stored(image: ImageFile.ImageFile) -> NDArray[Any]:
+    """Pixels as they are stored: (H, W) of grey values or indices, or (H, W, channels)."""
+    try:
+        pixels = np.asarray(image)
+    except Exception as error:  # whatever Pillow raises for damaged data
+        if "truncated" in str(error):
+            raise EOFError from None
+        raise ValueError(f"cannot be decoded ({error}). Write it again.") from None
+    if image.mode in WIDE:
+        return pixels.astype(np.uint16)
+    return pixels.astype(np.uint8) * np.uint8(255 if image.mode == "1" else 1)
 
 
-def _as_grey(chunks: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """PNG of the pixels alone, with color type grey."""
-    parts = [PNG_SIGNATURE]
-    for kind, content in chunks:
-        if kind == b"IHDR":
-            content = content[:9] + b"\0" + content[10:]
-        if kind in (b"IHDR", b"IDAT", b"IEND"):
-            checksum = zlib.crc32(kind + content).to_bytes(4)
-            parts += [len(content).to_bytes(4), kind, content, checksum]
-    return b"".join(parts)
-
-
-def _unscaled(pixels: Pixels, bits: int) -> Pixels:
-    """Sample values: OpenCV stretches those of fewer than 8 bits to 0 to 255."""
-    if bits >= 8:
-        return pixels
-    return np.asarray(pixels // (255 // (2**bits - 1)), np.uint8)
-
-
-def _turned(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
-    if orientation == 1:
-        return pixels
-    transpose, rows, columns = TURNS[orientation]
-    if transpose:
-        pixels = pixels.transpose(1, 0, 2)
-    return np.ascontiguousarray(pixels[:: -1 if rows else 1, :: -1 if columns else 1])
+def _rgb(image: ImageFile.ImageFile) -> NDArray[np.uint8]:
+    """Colors uint8 (H, W, 3): grey is repeated, alpha dropped, of 16 bits the upper 8."""
+    pixels = _stored(image)
+    if image.mode in WIDE:
+        pixels = (pixels >> 8).astype(np.uint8)
+    if pixels.ndim == 2 and image.mode != "P":
+        return np.repeat(pixels[..., None], 3, axis=2)
+    return np.asarray(image.convert("RGB"), np.uint8)
 
 
 class MaskValues(NamedTuple):
@@ -319,9 +452,12 @@ class MaskValues(NamedTuple):
 
     def value(self, number: int) -> Value:
         """The id or color that a number stands for."""
-        if self.kind == "ids":
-            return number
-        return number & 255, number >> 8 & 255, number >> 16
+        return number if self.kind == "ids" else color_of(number)
+
+
+def color_of(number: int) -> tuple[int, int, int]:
+    """The color R, G, B that a number of MaskValues stands for."""
+    return number & 255, number >> 8 & 255, number >> 16
 
 
 def _with_numbers(entries: dict[str, Any]) -> dict[int, Any]:
@@ -411,7 +547,7 @@ def jpeg_damage(path: str) -> str:
     """A message for a JPEG that is decoded only in part; empty for any other file."""
     with decoders_heard() as written:
         with suppress(DataError, OSError):
-            if Path(path).read_bytes()[:2] == JPEG_START:
+            if Path(path).read_bytes().startswith(JPEG[0]):
                 read_image(path)
         damage = JPEG_DAMAGE.search(written())
     if damage is None:
@@ -429,13 +565,16 @@ def threaded(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     memory under a lock; a loader process forked at that moment would inherit the lock
     locked, and hang. So this waits until the system has ended all.
     """
+    given = list(items)
+    chunks = [given[start : start + CHUNK] for start in range(0, len(given), CHUNK)]
     threads: list[int] = []
     pool = ThreadPoolExecutor(
         min(16, os.cpu_count() or 1),
         initializer=lambda: threads.append(get_native_id()),
     )
     try:
-        yield from pool.map(work, items)
+        results = pool.map(lambda chunk: [work(item) for item in chunk], chunks)
+        yield from chain.from_iterable(results)
     finally:
         # A caller that stops at the first problem does not wait for the rest.
         pool.shutdown(cancel_futures=True)

@@ -66,9 +66,11 @@ def set_environment(threads: int = 1, mode: str = "elastic") -> None:
                     f"{name} = {given} in the environment, but compute.mode = {mode} needs {value} for equal bits. "
                     f"Unset it, or set compute.mode=off to train without determinism."
                 )
+        torch = sys.modules.get("torch")  # not imported here
         for name, value in ENVIRONMENT.items():
             late = f"CUDA has already started: {name} would come too late"
-            assert name in os.environ or not _cuda_runs(), late
+            cuda_runs = torch is not None and torch.cuda.is_initialized()
+            assert name in os.environ or not cuda_runs, late
             os.environ.setdefault(name, value)
     if threads > len(os.sched_getaffinity(0)):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -80,7 +82,7 @@ def apply(threads: int, mode: str = "elastic") -> None:
     `off` selects the fastest kernels: cuDNN may benchmark, TF32 is allowed. All other modes select deterministic ones.
     The number of threads changes sums on a CPU and is set in every mode.
 
-    Raises ConfigError when the environment contradicts the mode, or a switch does not keep its value.
+    Raises ConfigError when the environment contradicts the mode.
     """
     set_environment(mode=mode)
     import cv2
@@ -96,38 +98,6 @@ def apply(threads: int, mode: str = "elastic") -> None:
     torch.backends.cudnn.deterministic = exact
     torch.backends.cuda.matmul.allow_tf32 = not exact
     torch.backends.cudnn.allow_tf32 = not exact
-    found = switches()
-    wrong = [
-        f"{name} is {found[name]} instead of {value}"
-        for name, value in wanted(threads, mode).items()
-        if found[name] != value
-    ]
-    if wrong:
-        raise ConfigError(
-            f"compute.mode = {mode}, but {', '.join(wrong)} right after it was set. Look for an environment variable "
-            f"or a package that resets it."
-        )
-
-
-def wanted(threads: int, mode: str) -> dict[str, Any]:
-    """`switches` as `apply` leaves them, but for the environment."""
-    exact = mode != "off"
-    return {
-        "deterministic_algorithms": exact,
-        "cudnn_benchmark": not exact,
-        "cudnn_deterministic": exact,
-        "matmul_tf32": not exact,
-        "cudnn_tf32": not exact,
-        "fill_uninitialized_memory": False,
-        "threads": threads,
-        "opencv_threads": 1,
-    }
-
-
-def _cuda_runs() -> bool:
-    """Whether this process has a CUDA context; does not import torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
 
 
 def switches() -> dict[str, Any]:
@@ -198,6 +168,12 @@ def differences(
         for name in {**before, **after}
         if before.get(name) != after.get(name)
     }
+
+
+def changed_plugins(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Files of the user's own code that differ between two fingerprints."""
+    before, after = (entries.get(PLUGINS, {}) for entries in (a, b))
+    return [name for name in {**before, **after} if before.get(name) != after.get(name)]
 
 
 def _flat(entries: Mapping[str, Any], *, variables: bool) -> dict[str, Any]:

@@ -22,14 +22,12 @@ def world_size() -> int | None:
     """
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return None
-    size, number = _number("WORLD_SIZE", low=1), _number("RANK")
-    if size == 1:
-        if "MASTER_ADDR" not in os.environ:
-            return None
-        if number:
-            raise ConfigError(
-                f"RANK = {number}, but WORLD_SIZE = 1 needs RANK = 0. {LAUNCHER}"
-            )
+    size = _number("WORLD_SIZE", low=1)
+    number = _number("RANK")
+    if size == 1 and "MASTER_ADDR" not in os.environ:
+        return None
+    if number >= size:
+        raise ConfigError(f"RANK = {number}, but WORLD_SIZE = {size}. {LAUNCHER}")
     for name in ("MASTER_ADDR", "MASTER_PORT") if size > 1 else ():
         if name not in os.environ:
             raise ConfigError(f"{name} is not set, but WORLD_SIZE = {size}. {LAUNCHER}")

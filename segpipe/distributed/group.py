@@ -1,26 +1,38 @@
-"""The process group of a run: this process's rank, and the few collectives the rest of segpipe needs."""
+"""The process group of a run: how its ranks meet, this process's rank, and the few collectives that segpipe needs.
+
+torch waits for `WORLD_SIZE` ranks until its timeout, even if two processes have the same RANK or another WORLD_SIZE.
+So every rank first leaves a card in the store, and a conflict is named within a second.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from segpipe.distributed import environment, meeting
-from segpipe.distributed.watch.contract import MARGIN_S, Contract, watch
-from segpipe.errors import ConfigError, SegpipeError
+from segpipe.distributed import environment
+from segpipe.distributed.contract import MARGIN_S, Contract, watch
+from segpipe.errors import CollectiveError, ConfigError, SegpipeError
+from segpipe.processes import proc_lines
 from segpipe.settings.groups import ComputeConfig
 
 T = TypeVar("T")
+Card = Mapping[str, Any]
+POLL_S = 0.05
+LINGER_S = 1.0  # for which the rank that holds the store stays after a failure, so that the others can read why
 
 
 class Level(NamedTuple):
@@ -112,14 +124,26 @@ class Group:
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """The device of this rank: its own GPU, or the CPU. Raises ConfigError when a GPU is asked for and missing."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    """The device of this rank: its own GPU, or the CPU.
+
+    Raises ConfigError when a GPU is asked for and missing; warns when `auto` finds one that torch cannot use.
+    """
+    if name == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            "compute.device = cuda, but torch sees no GPU. Set compute.device=cpu, or check the driver."
-        )
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    driver = proc_lines("driver/nvidia/version")
+    if name == "auto":
+        if driver:
+            warnings.warn(
+                f"compute.device = auto takes the CPU: torch {torch.__version__} sees no GPU, but there is a driver "
+                f"({driver[0]}). It may be too old for CUDA {torch.version.cuda}, or CUDA_VISIBLE_DEVICES is empty.",
+                stacklevel=2,
+            )
+        return torch.device("cpu")
+    raise ConfigError(
+        "compute.device = cuda, but torch sees no GPU. Set compute.device=cpu, or check the driver."
+    )
 
 
 def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
@@ -136,13 +160,12 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
         torch.cuda.set_device(device)
     if world_size == 1:
         return Group(rank, local_rank, world_size, device)
-    same = {**same, "device": device.type}
     gpu = ""  # a name that is its own on all machines
     if device.type == "cuda":
         gpu = str(torch.cuda.get_device_properties(device).uuid)
-    store = meeting.meet(timeout_s=config.timeout_s, same=same, gpu=gpu)
+    store, cards = meet({**same, "device": device.type}, config.timeout_s, gpu)
     # Not by the number of visible GPUs: a launcher may show each rank its own alone.
-    shared = meeting.sharing(store, world_size)
+    shared = sharing(cards)
     if shared and rank == 0:
         warnings.warn(
             f"ranks {shared[:16]} share GPUs: all ranks exchange gradients through the host (gloo), which is slow. "
@@ -153,21 +176,22 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
         for library in ("GLOO", "NCCL"):  # whose ranks listen for each other
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     nccl = device.type == "cuda" and not shared
+    timeout = timedelta(seconds=config.timeout_s + MARGIN_S)
     dist.init_process_group(
         "nccl" if nccl else "gloo",
-        store=dist.PrefixStore("torch", store),  # type: ignore[attr-defined]
+        store=PrefixStore("torch", store),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=config.timeout_s + MARGIN_S),
+        timeout=timeout,
         device_id=device if nccl else None,
     )
     contract = watch(store, rank, world_size, timeout_s=config.timeout_s)
     group = Group(rank, local_rank, world_size, device, contract=contract)
-    subgroups = _subgroups(group, environment.local_world_size())
+    subgroups = _subgroups(group, environment.local_world_size(), timeout)
     return replace(group, subgroups=subgroups)
 
 
-def _subgroups(group: Group, local: int) -> tuple[Level, ...]:
+def _subgroups(group: Group, local: int, timeout: timedelta) -> tuple[Level, ...]:
     """The two levels of several machines; none on one, or where the machines have different numbers of ranks."""
     world = group.world_size
     if set(group.gather(local)) != {local} or local in (1, world):
@@ -175,8 +199,9 @@ def _subgroups(group: Group, local: int) -> tuple[Level, ...]:
     ranks = range(world)
     machines = [list(ranks[first : first + local]) for first in range(0, world, local)]
     places = [list(ranks[place::local]) for place in range(local)]
-    within, _ = dist.new_subgroups_by_enumeration(machines)
-    across, _ = dist.new_subgroups_by_enumeration(places)
+    # Without a timeout of their own, NCCL's is 600 s, and its watchdog would end the process before we name the cause.
+    within, _ = dist.new_subgroups_by_enumeration(machines, timeout=timeout)
+    across, _ = dist.new_subgroups_by_enumeration(places, timeout=timeout)
     assert isinstance(within, dist.ProcessGroup)
     assert isinstance(across, dist.ProcessGroup)
     return (Level(local, within), Level(world // local, across))
@@ -187,3 +212,141 @@ def leave(group: Group) -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     group.contract.close()
+
+
+def meet(
+    same: Mapping[str, str], timeout_s: float, gpu: str = ""
+) -> tuple[Store, list[Card]]:
+    """The store of this run and the cards of all ranks, once WORLD_SIZE ranks have connected to it.
+
+    `same`: further values that must be equal on all ranks, by name; `gpu`: the name of this rank's GPU, which no other
+    has. Raises CollectiveError on every rank when values differ, when two processes have the same RANK, and after
+    `timeout_s` when ranks are missing.
+    """
+    world_size = environment.world_size() or 1
+    rank = environment.rank()
+    card: Card = {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "gpu": gpu,
+        "same": {"WORLD_SIZE": world_size, **same},
+    }
+    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = _open(rank, timeout_s, keeps=keeps)
+    try:
+        return store, _exchange(store, card, world_size, timeout_s)
+    except CollectiveError:
+        time.sleep(LINGER_S if keeps else 0.0)
+        raise
+    except RuntimeError as error:  # torch.distributed.DistError
+        raise CollectiveError(
+            f"rank {rank} lost the store at {_address()} before all ranks had connected: the process that holds it "
+            f"ended."
+        ) from error
+
+
+def local_store() -> TCPStore:
+    """A store that no other machine reaches, held by this process."""
+    listener = _listen(0)
+    return TCPStore(
+        environment.LOOPBACK,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _listen(port: int) -> socket.socket:
+    """A socket for a store. TCPStore itself would listen on all interfaces, and asks for no password."""
+    return socket.create_server((environment.LOOPBACK, port))
+
+
+def _address() -> str:
+    return f"MASTER_ADDR:MASTER_PORT = {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def _open(rank: int, timeout_s: float, *, keeps: bool) -> Store:
+    """The store, which a launcher's agent holds, or else rank 0: it `keeps` it."""
+    try:
+        port = int(os.environ["MASTER_PORT"])
+        local = keeps and environment.on_loopback()
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            port,
+            is_master=keeps,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=_listen(port).detach() if local else None,
+        )
+    except (RuntimeError, ValueError, OSError, OverflowError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        place = "a free port" if keeps else "the address and port of a running rank 0"
+        raise CollectiveError(
+            f"{_address()} on rank {rank}, but {place} was needed: {reason}. Give all ranks the same values."
+        ) from error
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"segpipe/{restart}", store)
+
+
+def _exchange(
+    store: Store, card: Card, world_size: int, timeout_s: float
+) -> list[Card]:
+    """Publish `card`, and wait for those of all ranks."""
+    store.set(f"card/{store.add('cards', 1)}", json.dumps(card))
+    end = time.monotonic() + timeout_s
+    cards: list[Card] = []
+    while True:
+        for place in range(len(cards), store.add("cards", 0)):
+            cards.append(json.loads(store.get(f"card/{place + 1}")))
+        if problem := conflict(cards):
+            raise CollectiveError(problem)
+        if len(cards) == world_size:
+            return cards
+        if time.monotonic() > end:
+            raise CollectiveError(_missing(cards, world_size, timeout_s))
+        time.sleep(POLL_S)
+
+
+def sharing(cards: Sequence[Card]) -> list[int]:
+    """Ranks whose GPU another rank has too; ranks without one share none."""
+    gpus = [card["gpu"] for card in cards]
+    return sorted(
+        card["rank"] for card in cards if card["gpu"] and gpus.count(card["gpu"]) > 1
+    )
+
+
+def conflict(cards: Sequence[Card]) -> str:
+    """Why these ranks cannot be one run, naming both sides; empty if they can."""
+    by_rank: dict[int, Card] = {}
+    for card in cards:
+        first = cards[0]
+        for name, value in first["same"].items():
+            if card["same"].get(name) != value:
+                return (
+                    f"{name} = {card['same'].get(name)} on {_who(card)}, but {value} on {_who(first)}. "
+                    f"Start all processes of a run with the same values."
+                )
+        other = by_rank.setdefault(card["rank"], card)
+        if other is not card:
+            return (
+                f"RANK = {card['rank']} was given twice: to {_who(other)} and to {_who(card)}. Give every process a "
+                f"rank of its own, and every run a MASTER_PORT of its own."
+            )
+    return ""
+
+
+def _who(card: Card) -> str:
+    return f"rank {card['rank']} (host {card['host']}, process {card['pid']})"
+
+
+def _missing(cards: Sequence[Card], world_size: int, timeout_s: float) -> str:
+    present = [card["rank"] for card in cards]
+    missing = [rank for rank in range(world_size) if rank not in present]
+    return (
+        f"ranks {missing[:16]} of WORLD_SIZE = {world_size} did not come to {_address()} within {timeout_s:.0f} s; "
+        f"there were {', '.join(_who(card) for card in cards[:16])}. Check how they were started; if they only needed "
+        f"longer, raise compute.timeout_s."
+    )

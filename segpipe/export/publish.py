@@ -158,7 +158,7 @@ def _check_request(
     stride = trained.model.output_stride
     if settings.mask_stride not in (1, stride):
         raise ConfigError(
-            f"export.mask_stride = {settings.mask_stride}, but it must be 1 or {stride}, the output stride of the network."
+            f"export.mask_stride = {settings.mask_stride}, but it must be 1 or {stride}, the output stride."
         )
     classes = trained.classes
     if classes.num_classes > MAX_CLASSES:

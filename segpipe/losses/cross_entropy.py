@@ -34,8 +34,9 @@ def pixel_losses(
 def class_weights(pixels: Tensor, name: str) -> Tensor:
     """Weight of each class from its pixel count, scaled so that the mean over the training pixels is 1.
 
-    "log": 1 / log(1.02 + frequency), which lifts rare classes by at most a factor of 50. A class without a pixel gets
-    the weight of frequency 0. Source: ENet, arXiv:1606.02147, equation 1.
+    "logX": 1 / log(X + frequency), which lifts rare classes by at most a factor of log(X + 1) / log(X): 36 for
+    X = 1.02, which "log" stands for, 8 for 1.10. A class without a pixel gets the weight of frequency 0. Source: ENet,
+    arXiv:1606.02147, equation 1.
 
     "sqrt": 1 / sqrt(frequency), without a bound: a class of 0.01 % of the pixels weighs 100 times as much as one of
     all. A class without a pixel gets the weight of a single pixel.
@@ -44,9 +45,9 @@ def class_weights(pixels: Tensor, name: str) -> Tensor:
     """
     total = pixels.sum().clamp_min(1)
     frequency = pixels.double() / total
-    if name == "log":
-        weights = 1.0 / torch.log(1.02 + frequency)
-    else:
-        assert name == "sqrt"
+    if name == "sqrt":
         weights = 1.0 / (pixels.clamp_min(1).double() / total).sqrt()
+    else:
+        offset = float(name.removeprefix("log") or 1.02)
+        weights = 1.0 / torch.log(offset + frequency)
     return (weights / (weights * frequency).sum().clamp_min(1e-12)).float()

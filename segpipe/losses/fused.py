@@ -14,29 +14,27 @@ import torch
 from torch import Tensor
 
 from segpipe.losses.dice import dice_of_sums
-from segpipe.losses.strips import ClassHead, LossPass
+from segpipe.losses.strips import Chosen, ClassHead, Evaluate
 
-# strips.evaluate, or another function that does the same.
-Evaluate = Callable[..., LossPass]
-# From the loss of every pixel and the valid ones: those that count, and the factor of their sum.
-Select = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# From the cross-entropy of every pixel, the target and the class weights.
+Term = Callable[[Tensor, Tensor, Tensor | None], Chosen]
 
 
 @dataclass(frozen=True)
 class Terms:
     """What is summed over the pixels of a class head besides their cross-entropy."""
 
-    select: Select | None = None  # the pixels that count; None: all
+    term: Term | None = None  # None: cross-entropy alone
     dice_weight: float = 0.0
     # bool (B, H, W): pixels that count once more, as the part `edge`
     sure: Tensor | None = None
 
 
-class _WithGradient(torch.autograd.Function):
+class WithGradient(torch.autograd.Function):
     """A number whose gradient is known already."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, given: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(gradient)
         return value.clone()
 
@@ -65,17 +63,17 @@ def class_loss(
             return total, parts
         # Adding no logits hides no NaN where nothing counts.
         gradient.mul_(scale).add_(head.logits, alpha=0)
-    return _WithGradient.apply(given, total, gradient), parts  # type: ignore[no-untyped-call]
+    return WithGradient.apply(given, total, gradient), parts  # type: ignore[no-untyped-call]
 
 
 def _passes(
     head: ClassHead, terms: Terms, evaluate: Evaluate, *, wanted: bool
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """Parts of the loss, and the gradient of their sum where it is wanted."""
-    select, sure = terms.select, terms.sure
+    term, sure = terms.term, terms.sure
     has_dice = terms.dice_weight > 0
     # A figure of all pixels enters the gradient of these.
-    twice = wanted and (select is not None or has_dice)
+    twice = wanted and (term is not None or has_dice)
     factors = None if sure is None else 1.0 + sure
     found = evaluate(
         head,
@@ -85,10 +83,12 @@ def _passes(
     )
     losses, slopes = found.losses, None
     parts = {"class": _sum(losses)}
-    if select is not None:
-        kept, ratio = select(losses, head.valid)
-        parts["class"] = _sum(torch.where(kept, losses, 0.0)) * ratio
-        factors = kept * ratio if sure is None else kept * ratio + sure
+    if term is not None:
+        chosen = term(losses, head.target, head.weights)
+        parts["class"] = _sum(chosen.values) * chosen.factor
+        factors = chosen.slopes * chosen.factor
+        if sure is not None:
+            factors = factors + sure
     if found.sums is not None:
         weight = terms.dice_weight * head.valid.sum()
         parts["dice"], slopes = dice_of_sums(found.sums, weight, losses.dtype)

@@ -8,8 +8,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from segpipe import IGNORE_INDEX
+from segpipe.losses.strips import Chosen
+
 if TYPE_CHECKING:
     from segpipe.settings.groups import LossConfig
+
+
+def ohem(
+    losses: Tensor, target: Tensor, class_weights: Tensor | None, config: LossConfig
+) -> Chosen:
+    """The losses of the hard pixels alone, lifted so that they count as much as all valid ones.
+
+    Shapes: losses float32 (B, H, W), target uint8 (B, H, W).
+    """
+    kept, ratio = hard_pixels(losses, target != IGNORE_INDEX, config)
+    return Chosen(torch.where(kept, losses, 0.0), kept, ratio)
 
 
 def hard_pixels(

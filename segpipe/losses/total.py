@@ -1,8 +1,8 @@
 """The loss of one logical shard, ready for backward.
 
-A term has a file of its own: cross_entropy, ohem, dice, boundary. The compiled passes over the pixels (strips, native,
-triton) know no term: they give the cross-entropy of every pixel and sums of probabilities by class, and take back the
-derivatives by both. So a term of pixels is one file, an entry in PIXEL_TERMS and its settings in settings/groups.py.
+A term has a file of its own. Terms of pixels (ohem, focal) are made from the cross-entropy of every pixel; they are an
+entry in PIXEL_TERMS. Terms of a whole shard (dice, lovasz, distill) are added to that of the main head with a weight.
+The compiled passes over the pixels (compiled, triton_pass) know no term.
 """
 
 from __future__ import annotations
@@ -18,23 +18,28 @@ from torch import Tensor
 
 from segpipe import IGNORE_INDEX, plugins
 from segpipe.errors import ConfigError
-from segpipe.losses import compiled, strips
+from segpipe.losses import compiled
 from segpipe.losses.boundary import as_two_classes, boundary_sum, boundary_target
 from segpipe.losses.cross_entropy import pixel_losses
+from segpipe.losses.detail import detail_sum
 from segpipe.losses.dice import dice_sum
-from segpipe.losses.fused import Evaluate, Terms, class_loss
-from segpipe.losses.ohem import hard_pixels
-from segpipe.losses.strips import ClassHead
+from segpipe.losses.distill import TeacherLogits, distill_sum
+from segpipe.losses.focal import focal
+from segpipe.losses.fused import Terms, WithGradient, class_loss
+from segpipe.losses.lovasz import lovasz_sum
+from segpipe.losses.ohem import ohem
+from segpipe.losses.strips import Chosen, ClassHead, Evaluate
 from segpipe.models.resize import bilinear, bilinear_axes, bilinear_matmul
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import LossConfig
 
 KEY = "loss.name"
-# Which pixels of a class head count, by `loss.name`; None: all.
-PIXEL_TERMS: dict[str, Callable[..., tuple[Tensor, Tensor]] | None] = {
+# What becomes of the cross-entropy of every pixel of a class head, by `loss.name`; None: it is summed as it is.
+PIXEL_TERMS: dict[str, Callable[..., Chosen] | None] = {
     "cross_entropy": None,
-    "ohem": hard_pixels,
+    "ohem": ohem,
+    "focal": focal,
 }
 NEEDS = {"native": "a C compiler and a CPU", "triton": "triton and CUDA"}
 # Pixels that the boundary head calls an edge this surely get the extra class loss.
@@ -54,6 +59,7 @@ def shard_loss(
     class_weights: Tensor | None,
     global_valid: Tensor,
     align_corners: bool,
+    teacher: TeacherLogits | None = None,
 ) -> dict[str, Tensor]:
     """The shard's part of the step's loss, as `total` and by part, 0-d float32 tensors.
 
@@ -68,13 +74,19 @@ def shard_loss(
     scale = global_valid.clamp_min(1).float().reciprocal()
     shard = _Shard(heads, target, config, class_weights, scale, align_corners)
     name = backend(config, target.device.type)
-    of_head = shard.plain if name == "plain" else partial(shard.fused, _evaluate(name))
     parts: dict[str, Tensor] = {}
     addends: list[Tensor] = []
     for head, logits in heads.items():
-        added, own = of_head(head, logits)
-        addends += added
+        if name == "plain" or (head == "boundary" and config.boundary == "detail"):
+            own = shard.plain(head, logits)
+            addends += own.values()
+        else:
+            total, own = shard.fused(_evaluate(name), head, logits)
+            addends.append(total)
         parts |= own
+    whole = shard.whole(teacher)
+    addends += whole.values()
+    parts |= whole
     parts["total"] = torch.stack(addends).sum()
     return parts
 
@@ -91,34 +103,33 @@ def backend(config: LossConfig, device_type: str) -> str:
         raise ConfigError(
             f"{KEY} = {config.name} is not one of {', '.join(PIXEL_TERMS)}."
         )
-    fastest = {"cpu": "native", "cuda": "triton"}.get(device_type, "torch")
-    missing = (
-        find_spec("triton") is None
-        if fastest == "triton"
-        else compiled.library() is None
-    )
-    wanted = config.backend
-    if wanted == "auto":
-        return "torch" if missing else fastest
-    if wanted in NEEDS and (missing or wanted != fastest):
+    there = {
+        "cpu": "native" if compiled.library() else None,
+        "cuda": "triton" if find_spec("triton") else None,
+    }
+    fastest = there.get(device_type) or "plain"
+    if config.backend == "auto":
+        return fastest
+    if config.backend not in (fastest, "plain"):
         raise ConfigError(
-            f"loss.backend = {wanted} on {device_type}, but {NEEDS[wanted]} was needed. Set loss.backend=auto."
+            f"loss.backend = {config.backend} on {device_type}, but {NEEDS[config.backend]} was needed. Set "
+            f"loss.backend=auto."
         )
-    return wanted
+    return config.backend
 
 
 def _evaluate(name: str) -> Evaluate:
-    if name == "triton":
-        # Seconds to import, and not installed everywhere.
-        from segpipe.losses import triton_pass
+    if name == "native":
+        return compiled.evaluate
+    # Seconds to import, and not installed everywhere.
+    from segpipe.losses import triton_pass
 
-        return triton_pass.evaluate
-    return {"native": compiled.evaluate, "torch": strips.evaluate}[name]
+    return triton_pass.evaluate
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """The heads of a shard. The loss of one is what to add to the total, and its parts by name."""
+    """The heads of a shard. The loss of one is its parts by name."""
 
     heads: dict[str, Tensor]
     target: Tensor
@@ -127,59 +138,52 @@ class _Shard:
     scale: Tensor
     align_corners: bool
 
-    def plain(
-        self, name: str, logits: Tensor
-    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def plain(self, name: str, logits: Tensor) -> dict[str, Tensor]:
         """Loss of logits at the size of the target; autograd finds the gradient."""
-        if name == "boundary":
-            edges = boundary_target(self.target, ignore_index=IGNORE_INDEX)
-            resized = self._at_target(logits, stride=1)
-            total = boundary_sum(resized, edges, self.target != IGNORE_INDEX)
-            parts = {name: self.config.boundary_weight * self.scale * total}
+        if name != "boundary":
+            return self._plain_class(name, logits)
+        resized = self._at_target(logits, stride=1)
+        if self.config.boundary == "detail":
+            total = detail_sum(resized, self.target, ignore_index=IGNORE_INDEX)
         else:
-            parts = self._plain_class(name, logits)
-        return list(parts.values()), parts
+            edges = boundary_target(self.target, ignore_index=IGNORE_INDEX)
+            total = boundary_sum(resized, edges, self.target != IGNORE_INDEX)
+        return {name: self.config.boundary_weight * self.scale * total}
 
     def _plain_class(self, name: str, logits: Tensor) -> dict[str, Tensor]:
-        config, weight, strided = self.config, self._weight(name), self._strided(name)
+        config, weight, target = self.config, self._weight(name), self._strided(name)
         resized = self._at_target(logits, self._stride(name))
         sure = self._sure_edges(name)
+        given = (resized, target, self.class_weights)
         own = plugins.is_path(config.name)
         if not own or sure is not None:  # the part `edge` is of cross-entropy
+            smoothing = config.label_smoothing
             losses = pixel_losses(
-                resized,
-                strided,
-                self.class_weights,
-                ignore_index=IGNORE_INDEX,
-                label_smoothing=config.label_smoothing,
+                *given, ignore_index=IGNORE_INDEX, label_smoothing=smoothing
             )
         if own:
             total = plugin_sum(
-                config.name,
-                config.args,
-                resized,
-                strided,
-                self.class_weights,
-                ignore_index=IGNORE_INDEX,
+                config.name, config.args, *given, ignore_index=IGNORE_INDEX
             )
-        elif select := PIXEL_TERMS[config.name]:
-            kept, ratio = select(losses, strided != IGNORE_INDEX, config)
-            total = torch.where(kept, losses, 0.0).sum() * ratio
+        elif term := PIXEL_TERMS[config.name]:
+            chosen = term(losses.detach(), target, self.class_weights, config)
+            value = chosen.values.sum() * chosen.factor
+            total = WithGradient.apply(losses, value, chosen.slopes * chosen.factor)  # type: ignore[no-untyped-call]
         else:
             total = losses.sum()
         parts = {name: weight * total}
         if name == "main" and config.dice_weight:
-            dice = dice_sum(resized, strided, ignore_index=IGNORE_INDEX)
+            dice = dice_sum(resized, target, ignore_index=IGNORE_INDEX)
             parts["dice"] = config.dice_weight * weight * dice
         if sure is not None:
-            counted = sure & (strided != IGNORE_INDEX)
+            counted = sure & (target != IGNORE_INDEX)
             parts["edge"] = weight * torch.where(counted, losses, 0.0).sum()
         return parts
 
     def fused(
         self, evaluate: Evaluate, name: str, logits: Tensor
-    ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Loss of logits at output stride, whose gradient is computed with it. Only what is added has one."""
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of logits at output stride, whose gradient is computed with it, and its parts, which have none."""
         if name == "boundary":
             both, ids, weights = as_two_classes(
                 logits, self.target, ignore_index=IGNORE_INDEX
@@ -188,9 +192,9 @@ class _Shard:
             scale = self.config.boundary_weight * self.scale
             total, own = class_loss(head, Terms(), scale, evaluate)
         else:
-            select = PIXEL_TERMS[self.config.name]
+            term = PIXEL_TERMS[self.config.name]
             terms = Terms(
-                select=select and partial(select, config=self.config),
+                term=term and partial(term, config=self.config),
                 dice_weight=self.config.dice_weight if name == "main" else 0.0,
                 sure=self._sure_edges(name),
             )
@@ -202,8 +206,28 @@ class _Shard:
                 self.config.label_smoothing,
             )
             total, own = class_loss(head, terms, self._weight(name), evaluate)
-        parts = {name if part == "class" else part: own[part] for part in own}
-        return [total], parts
+        return total, {name if part == "class" else part: own[part] for part in own}
+
+    def whole(self, teacher: TeacherLogits | None) -> dict[str, Tensor]:
+        """Terms of the main head that need its logits at the size of the target; autograd finds their gradients."""
+        config, parts = self.config, {}
+        if not config.lovasz_weight and teacher is None:
+            return {}
+        stride, target = self._stride("main"), self._strided("main")
+        logits = self._at_target(self.heads["main"], stride)
+        if config.lovasz_weight:
+            total = lovasz_sum(logits, target, ignore_index=IGNORE_INDEX)
+            parts["lovasz"] = config.lovasz_weight * self._weight("main") * total
+        if teacher is not None:
+            total = distill_sum(
+                logits,
+                self._at_target(teacher.logits, stride, teacher.align_corners),
+                target,
+                temperature=config.temperature,
+                ignore_index=IGNORE_INDEX,
+            )
+            parts["teacher"] = config.teacher_weight * self._weight("main") * total
+        return parts
 
     def _head(
         self,
@@ -240,23 +264,25 @@ class _Shard:
 
     def _sure_edges(self, name: str) -> Tensor | None:
         """Where the boundary head is sure of an edge, bool (B, H, W); None if that is no part of this head's loss."""
-        if name != "main" or "boundary" not in self.heads:
+        band = "boundary" in self.heads and self.config.boundary == "band"
+        if name != "main" or not band:
             return None
         edge = self._at_target(self.heads["boundary"].detach(), self._stride(name))
         return torch.sigmoid(edge).squeeze(1) > EDGE_CONFIDENCE
 
-    def _at_target(self, logits: Tensor, stride: int) -> Tensor:
+    def _at_target(
+        self, logits: Tensor, stride: int, align_corners: bool | None = None
+    ) -> Tensor:
         """Logits in fp32 at the size of the target, of which every `stride`-th row and column is computed.
 
         Resizing to fewer pixels instead would shift them by up to stride / 2 against the target with align_corners: at
         stride 2 the loss of a perfect network then fell from 0.43 to 0.35.
         """
-        wide, align_corners = logits.float(), self.align_corners
+        wide = logits.float()
+        corners = self.align_corners if align_corners is None else align_corners
         if stride == 1:
-            return bilinear(wide, self._size, align_corners=align_corners)
-        return bilinear_matmul(
-            wide, self._size, align_corners=align_corners, stride=stride
-        )
+            return bilinear(wide, self._size, align_corners=corners)
+        return bilinear_matmul(wide, self._size, align_corners=corners, stride=stride)
 
 
 def plugin_sum(

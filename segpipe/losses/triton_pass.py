@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Upsampling and cross-entropy on CUDA by Triton: as strips.evaluate, in gather form and without atomics.
+"""Upsampling and cross-entropy on CUDA by Triton: as strips.Evaluate, in gather form and without atomics.
 
 A program owns a block of PIXELS columns of the output rows between two rows of the logits. It keeps the gradients of
 both rows in registers, gathers them into the columns of the logits by a product with the weights, and writes them to a
@@ -265,7 +265,7 @@ def evaluate(
     factors: Tensor | None = None,
     slopes: tuple[Tensor, Tensor] | None = None,
 ) -> LossPass:
-    """As `strips.evaluate`, for float32; the loss of a target that is no class is NaN. Never waits for the device."""
+    """As `strips.Evaluate`, for float32; the loss of a target that is no class is NaN. Never waits for the device."""
     logits, rows, columns = head.logits, head.rows, head.columns
     batch, classes, rows_in, cols_in = logits.shape
     pixels = PIXELS if classes <= MOST_CLASSES else 16

@@ -9,20 +9,46 @@ from torch import nn
 from segpipe import plugins
 from segpipe.errors import ConfigError
 from segpipe.models import resize
-from segpipe.models.ddrnet import ddrnet23_slim
+from segpipe.models.bisenetv2 import BiSeNetV2
+from segpipe.models.dabnet import DABNet
+from segpipe.models.ddrnet import ddrnet23, ddrnet23_slim, ddrnet39
+from segpipe.models.efficientvit import efficientvit_seg_b0, efficientvit_seg_b1
+from segpipe.models.erfnet import ERFNet
 from segpipe.models.fast_scnn import FastSCNN
 from segpipe.models.layers import SegmentationNet
-from segpipe.models.pidnet import pidnet_s
+from segpipe.models.lraspp import LRASPP
+from segpipe.models.pidnet import pidnet_l, pidnet_m, pidnet_s
 from segpipe.models.plugin_network import PluginNetwork
+from segpipe.models.pp_liteseg import pp_liteseg_b, pp_liteseg_t
+from segpipe.models.regseg import regseg, regseg_exp53
+from segpipe.models.smp import smp
+from segpipe.models.stdc import stdc1, stdc2
 from segpipe.models.timm_encoder import TimmEncoder
 from segpipe.settings.setting import nearest
 
 KEY = "model.name"
-MODELS: dict[str, Callable[..., SegmentationNet]] = {
+MODELS: dict[str, Callable[..., nn.Module]] = {
     "fast_scnn": FastSCNN,
     "ddrnet23_slim": ddrnet23_slim,
+    "ddrnet23": ddrnet23,
+    "ddrnet39": ddrnet39,
     "pidnet_s": pidnet_s,
+    "pidnet_m": pidnet_m,
+    "pidnet_l": pidnet_l,
+    "erfnet": ERFNet,
+    "dabnet": DABNet,
+    "regseg": regseg,
+    "regseg_exp53": regseg_exp53,
+    "bisenetv2": BiSeNetV2,
+    "stdc1": stdc1,
+    "stdc2": stdc2,
+    "pp_liteseg_t": pp_liteseg_t,
+    "pp_liteseg_b": pp_liteseg_b,
+    "lraspp": LRASPP,
+    "efficientvit_seg_b0": efficientvit_seg_b0,
+    "efficientvit_seg_b1": efficientvit_seg_b1,
     "timm": TimmEncoder,
+    "smp": smp,
 }
 
 

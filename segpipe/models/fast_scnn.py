@@ -4,8 +4,6 @@ It has a 1x1 convolution after the pyramid, ReLU after both convolutions of a se
 convolution, and align_corners True in every resize.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -145,34 +143,28 @@ def _bottlenecks(num_in: int, num_out: int, *, stride: int) -> nn.Sequential:
     return nn.Sequential(InvertedResidual(num_in, num_out, stride=stride), *later)
 
 
-def _context_keys() -> Iterator[tuple[str, str]]:
-    for stage in range(3):
-        for block in range(3):
-            ours = f"context.{stage}.{block}."
-            published = f"global_feature_extractor.bottleneck{stage + 1}.{block}.block."
-            yield ours + "expand.", published + "0.conv."
-            yield ours + "depthwise.", published + "1.conv."
-            yield ours + "project.0.", published + "2."
-            yield ours + "project.1.", published + "3."
-
-
-PUBLISHED_KEYS = {
-    "detail.0.": "learning_to_downsample.conv.conv.",
-    "detail.1.": "learning_to_downsample.dsconv1.conv.",
-    "detail.2.": "learning_to_downsample.dsconv2.conv.",
-    **dict(_context_keys()),
-    **{
-        f"ppm.branches.{i}.": f"global_feature_extractor.ppm.conv{i + 1}.conv."
+PUBLISHED_KEYS = (
+    (r"^detail\.0\.", "learning_to_downsample.conv.conv."),
+    (r"^detail\.(\d)\.", r"learning_to_downsample.dsconv\1.conv."),
+    (r"^context\.0\.", "global_feature_extractor.bottleneck1."),
+    (r"^context\.1\.", "global_feature_extractor.bottleneck2."),
+    (r"^context\.2\.", "global_feature_extractor.bottleneck3."),
+    (r"\.expand\.", ".block.0.conv."),
+    (r"(bottleneck\d\.\d)\.depthwise\.", r"\1.block.1.conv."),
+    (r"\.project\.0\.", ".block.2."),
+    (r"\.project\.1\.", ".block.3."),
+    (r"^ppm\.out\.", "global_feature_extractor.ppm.out.conv."),
+    *(
+        (rf"^ppm\.branches\.{i}\.", f"global_feature_extractor.ppm.conv{i + 1}.conv.")
         for i in range(4)
-    },
-    "ppm.out.": "global_feature_extractor.ppm.out.conv.",
-    "fusion.depthwise.": "feature_fusion.dwconv.conv.",
-    "fusion.low.": "feature_fusion.conv_lower_res.",
-    "fusion.high.": "feature_fusion.conv_higher_res.",
-    "classifier.0.": "classifier.dsconv1.conv.",
-    "classifier.1.": "classifier.dsconv2.conv.",
-    "classifier.3.": "classifier.conv.1.",
-    "train_only.aux.0.": "auxlayer.",
-    "train_only.aux.2.": "auxlayer.4.",
-}
-"""Key prefix here -> prefix in the published state dict; the longest match counts."""
+    ),
+    (r"^fusion\.depthwise\.", "feature_fusion.dwconv.conv."),
+    (r"^fusion\.low\.", "feature_fusion.conv_lower_res."),
+    (r"^fusion\.high\.", "feature_fusion.conv_higher_res."),
+    (r"^classifier\.0\.", "classifier.dsconv1.conv."),
+    (r"^classifier\.1\.", "classifier.dsconv2.conv."),
+    (r"^classifier\.3\.", "classifier.conv.1."),
+    (r"^train_only\.aux\.0\.", "auxlayer."),
+    (r"^train_only\.aux\.2\.", "auxlayer.4."),
+)
+"""Patterns of names here -> names in the published state dict."""

@@ -1,8 +1,6 @@
 """The interface of all networks, and the blocks that several of them share."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import cast
+from collections import OrderedDict
 
 import torch
 from torch import Tensor, nn
@@ -10,23 +8,33 @@ from torch.nn import functional as F
 
 from segpipe.models.resize import adaptive_avg_pool, bilinear
 
+Keys = tuple[tuple[str, str], ...]
+
 
 class SegmentationNet(nn.Module):
     """A network that computes logits at `output_stride`, and auxiliary logits for training.
 
-    `align_corners` says how the main logits are upsampled to the image's size. `train_only` holds the modules of the
-    heads that exist for training only, by name; a network without such heads needs none. `published_keys` maps prefixes
-    of names in the state dict to those in published files. The image is float (B, 3, H, W), already normalized, at
-    least 32x32.
+    `align_corners` says how logits are upsampled to the image's size. `train_only` holds the modules of the heads that
+    exist for training only, by name; a network without such heads needs none. `published_keys` are regular expressions
+    with replacements, which in this order turn names in the state dict into those of published files; `unused_keys`
+    matches names in those files that segmentation does not use.
+
+    The image is float (B, 3, H, W), already normalized, at least 32x32. Where its sides are multiples of
+    `size_multiple`, those of the logits are exactly the image's, divided by `output_stride`.
     """
 
     output_stride: int = 8
+    size_multiple: int = 32
     align_corners: bool = False
     train_only: nn.ModuleDict
-    published_keys: Mapping[str, str] = MappingProxyType({})
+    published_keys: Keys = ()
+    unused_keys: str = ""
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
-        """Logits (B, channels, h, w) per head at `output_stride`: "main" and, with `aux`, those of `train_only`."""
+        """Logits (B, channels, h, w) per head: "main" at `output_stride` and, with `aux`, those of `train_only`.
+
+        An auxiliary head may have a stride of its own. "boundary" has one channel, all others have `num_classes`.
+        """
         raise NotImplementedError
 
     def pretrained(self) -> tuple[str, dict[str, Tensor]]:
@@ -55,32 +63,43 @@ class StridedDepthwise(nn.Conv2d):
 
 
 class Classifier(nn.Conv2d):
-    """The 1x1 convolution with bias that computes logits."""
+    """The 1x1 convolution that computes logits."""
 
-    def __init__(self, num_in: int, num_classes: int) -> None:
-        super().__init__(num_in, num_classes, 1)
+    def __init__(self, num_in: int, num_classes: int, *, bias: bool = True) -> None:
+        super().__init__(num_in, num_classes, 1, bias=bias)
 
 
-def init_weights(net: nn.Module) -> None:
-    """Initialize convolutions with Kaiming normal (fan out, relu) and BatchNorm with weight 1, bias 0.
-
-    Classifiers start near 0 instead, so that the first loss is log(classes). With Kaiming, whose fan out is the small
-    number of classes, it was 4.9 instead of 2.4 on CamVid, with gradient norms of 400.
-    """
+def init_weights(net: nn.Module, mode: str = "fan_out") -> None:
+    """Initialize convolutions with Kaiming normal (relu) and BatchNorm with weight 1, bias 0; classifiers near 0."""
     for module in net.modules():
         if isinstance(module, Classifier):
-            nn.init.normal_(module.weight, std=0.01)
-            nn.init.zeros_(cast(Tensor, module.bias))
+            init_near_zero(module)
         elif isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            nn.init.kaiming_normal_(module.weight, mode=mode, nonlinearity="relu")  # type: ignore[arg-type]
         elif isinstance(module, nn.BatchNorm2d):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
 
 
+def init_near_zero(layer: nn.Conv2d | nn.ConvTranspose2d) -> None:
+    """Initialize a layer that computes logits so that the first loss is log(classes).
+
+    With Kaiming, whose fan out is the small number of classes, it was 4.9 instead of 2.4 on CamVid, with gradient norms
+    of 400.
+    """
+    nn.init.normal_(layer.weight, std=0.01)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
 def upsample_like(x: Tensor, other: Tensor) -> Tensor:
     """`x` resized to the height and width of `other`, bilinear, align_corners False."""
     return bilinear(x, (other.shape[-2], other.shape[-1]))
+
+
+def nearest_like(x: Tensor, other: Tensor) -> Tensor:
+    """`x` resized to the height and width of `other`, each value repeated."""
+    return F.interpolate(x, (other.shape[-2], other.shape[-1]))
 
 
 def conv_bn(
@@ -97,6 +116,25 @@ def conv_bn(
         num_in, num_out, kernel, stride, kernel // 2, groups=groups, bias=bias
     )
     return nn.Sequential(conv, nn.BatchNorm2d(num_out))
+
+
+def conv_bn_relu(
+    num_in: int, num_out: int, kernel: int, *, stride: int = 1
+) -> nn.Sequential:
+    """Convolution with "same" padding, BatchNorm and ReLU, by the names conv, bn and relu."""
+    conv = nn.Conv2d(num_in, num_out, kernel, stride, kernel // 2, bias=False)
+    bn, relu = nn.BatchNorm2d(num_out), nn.ReLU(inplace=True)
+    return nn.Sequential(OrderedDict(conv=conv, bn=bn, relu=relu))
+
+
+def depthwise_bn(
+    num_in: int, num_out: int, *, stride: int = 1, relu: bool = False
+) -> nn.Sequential:
+    """3x3 convolution of each channel alone, to num_out / num_in channels each, BatchNorm and, if asked, ReLU."""
+    kind = StridedDepthwise if stride > 1 else nn.Conv2d
+    conv = kind(num_in, num_out, 3, stride, 1, groups=num_in, bias=False)
+    last = [nn.ReLU(inplace=True)] if relu else []
+    return nn.Sequential(conv, nn.BatchNorm2d(num_out), *last)
 
 
 def bn_relu_conv(
@@ -230,16 +268,31 @@ class PyramidPool(nn.Module):
         return out
 
 
-BRANCH_KEYS = {
-    "stem.": "conv1.",
-    **{f"context{i}.": f"layer{i}." for i in range(1, 6)},
-    "ppm.": "spp.",
-    **{f"ppm.scales.{i}.": f"spp.scale{i}." for i in range(5)},
-    "detail3.": "layer3_.",
-    "detail4.": "layer4_.",
-    "detail5.": "layer5_.0.",
-    "to_detail3.": "compression3.",
-    "to_detail4.": "compression4.",
-    "head.": "final_layer.",
-}
-"""Key prefix of what PIDNet and DDRNet share -> prefix in the published state dict; the longest match counts."""
+class DAPPM(PyramidPool):
+    """Serial mixing: each scale is added to the previous output and passes a 3x3 convolution."""
+
+    def __init__(self, num_in: int, planes: int, num_out: int) -> None:
+        super().__init__(num_in, planes, num_out)
+        self.process = nn.ModuleList(bn_relu_conv(planes, planes, 3) for _ in range(4))
+
+    def mix(self, finest: Tensor, coarser: list[Tensor]) -> Tensor:
+        """(B, 5 * planes, h, w), finest first."""
+        outs = [finest]
+        for process, scale in zip(self.process, coarser, strict=True):
+            outs.append(process(scale + outs[-1]))
+        return torch.cat(outs, dim=1)
+
+
+BRANCH_KEYS = (
+    (r"^stem\.", "conv1."),
+    (r"^to_detail", "compression"),
+    (r"^to_context", "down"),
+    (r"^context", "layer"),
+    (r"^detail5\.", "layer5_.0."),
+    (r"^detail(\w+)\.", r"layer\1_."),
+    (r"^ppm\.scales\.", "spp.scale"),
+    *((rf"^ppm\.process\.{i}\.(\d)", rf"spp.process{i + 1}.\1") for i in range(4)),
+    (r"^ppm\.", "spp."),
+    (r"^head\.", "final_layer."),
+)
+"""`published_keys` of what PIDNet and DDRNet share."""

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from segpipe.models.layers import (
     BRANCH_KEYS,
+    DAPPM,
     BasicBlock,
     Bottleneck,
     PyramidPool,
@@ -25,46 +26,65 @@ def pidnet_s(num_classes: int) -> "PIDNet":
     return PIDNet(num_classes, planes=32)
 
 
+def pidnet_m(num_classes: int) -> "PIDNet":
+    """PIDNet-M: 28,763,111 parameters in training, 28,538,515 in inference (19 classes)."""
+    return PIDNet(num_classes, planes=64)
+
+
+def pidnet_l(num_classes: int) -> "PIDNet":
+    """PIDNet-L: 37,314,311 parameters in training, 36,939,571 in inference (19 classes)."""
+    return PIDNet(num_classes, planes=64, large=True)
+
+
 class PIDNet(SegmentationNet):
-    """PIDNet-S (`planes` 32) or PIDNet-M (64). "aux_p" reads branch P, "boundary" (1 channel) branch D.
+    """PIDNet-S (`planes` 32), -M (64) or -L (64, `large`). "aux_p" reads branch P, "boundary" (1 channel) branch D.
 
     Both auxiliary heads read their branch after its ReLU. The paper's figures show them before it, but the published
     code applies an in-place ReLU to the tapped tensor, and its weights were trained that way.
     """
 
-    def __init__(self, num_classes: int, *, planes: int) -> None:
+    size_multiple = 64
+
+    def __init__(self, num_classes: int, *, planes: int, large: bool = False) -> None:
         super().__init__()
         c = planes
+        fine, coarse = (3, 4) if large else (2, 3)  # blocks of a stage
+        head_planes = 256 if large else 128
         self.stem = stem(c)
-        self.context1 = basic_stage(c, c, 2)
-        self.context2 = basic_stage(c, 2 * c, 2, stride=2)
-        self.context3 = basic_stage(2 * c, 4 * c, 3, stride=2)
-        self.context4 = basic_stage(4 * c, 8 * c, 3, stride=2)
+        self.context1 = basic_stage(c, c, fine)
+        self.context2 = basic_stage(c, 2 * c, fine, stride=2)
+        self.context3 = basic_stage(2 * c, 4 * c, coarse, stride=2)
+        self.context4 = basic_stage(4 * c, 8 * c, coarse, stride=2)
         self.context5 = nn.Sequential(
             Bottleneck(8 * c, 8 * c, stride=2), Bottleneck(16 * c, 8 * c)
         )
-        self.ppm = PAPPM(16 * c, 96, 4 * c)
-        self.detail3 = basic_stage(2 * c, 2 * c, 2)
-        self.detail4 = basic_stage(2 * c, 2 * c, 2)
+        self.ppm = DAPPM(16 * c, 112, 4 * c) if large else PAPPM(16 * c, 96, 4 * c)
+        self.detail3 = basic_stage(2 * c, 2 * c, fine)
+        self.detail4 = basic_stage(2 * c, 2 * c, fine)
         self.detail5 = Bottleneck(2 * c, 2 * c)
         self.to_detail3 = conv_bn(4 * c, 2 * c, 1)
         self.to_detail4 = conv_bn(8 * c, 2 * c, 1)
         self.gate3 = PixelAttention(2 * c, c)
         self.gate4 = PixelAttention(2 * c, c)
-        self.boundary3 = BasicBlock(2 * c, c)
-        self.boundary4 = Bottleneck(c, c)
+        if large:
+            self.boundary3 = BasicBlock(2 * c, 2 * c)
+            self.boundary4: nn.Module = BasicBlock(2 * c, 2 * c)
+        else:
+            self.boundary3 = BasicBlock(2 * c, c)
+            self.boundary4 = Bottleneck(c, c)
         self.boundary5 = Bottleneck(2 * c, 2 * c)
-        self.to_boundary3 = conv_bn(4 * c, c, 3)
+        self.to_boundary3 = conv_bn(4 * c, 2 * c if large else c, 3)
         self.to_boundary4 = conv_bn(8 * c, 2 * c, 3)
-        self.fusion = LightBag(4 * c)
-        self.head = SegHead(4 * c, 128, num_classes)
+        self.fusion = Bag(4 * c) if large else LightBag(4 * c)
+        self.head = SegHead(4 * c, head_planes, num_classes)
         self.train_only = nn.ModuleDict(
             {
-                "aux_p": SegHead(2 * c, 128, num_classes),
+                "aux_p": SegHead(2 * c, head_planes, num_classes),
                 "boundary": SegHead(2 * c, c, 1),
             }
         )
-        self.published_keys = PUBLISHED_KEYS
+        boundary4 = (r"^boundary4\.", "layer4_d." if large else "layer4_d.0.")
+        self.published_keys = (boundary4, *PUBLISHED_KEYS)
         init_weights(self)
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
@@ -140,6 +160,19 @@ class LightBag(nn.Module):
         return out
 
 
+class Bag(nn.Module):
+    """As LightBag, with one 3x3 convolution for both."""
+
+    def __init__(self, num_in: int) -> None:
+        super().__init__()
+        self.conv = bn_relu_conv(num_in, num_in, 3)
+
+    def forward(self, detail: Tensor, context: Tensor, boundary: Tensor) -> Tensor:
+        edge = torch.sigmoid(boundary)
+        out: Tensor = self.conv(edge * detail + (1 - edge) * context)
+        return out
+
+
 class PAPPM(PyramidPool):
     """Parallel mixing: one grouped convolution processes all scales."""
 
@@ -153,20 +186,17 @@ class PAPPM(PyramidPool):
         return torch.cat([finest, self.process(summed)], dim=1)
 
 
-PUBLISHED_KEYS = {
-    **BRANCH_KEYS,
-    "ppm.process.": "spp.scale_process.",
-    "gate3.key.": "pag3.f_x.",
-    "gate3.query.": "pag3.f_y.",
-    "gate4.key.": "pag4.f_x.",
-    "gate4.query.": "pag4.f_y.",
-    "boundary3.": "layer3_d.",
-    "boundary4.": "layer4_d.0.",
-    "boundary5.": "layer5_d.0.",
-    "to_boundary3.": "diff3.",
-    "to_boundary4.": "diff4.",
-    "fusion.detail.": "dfm.conv_p.",
-    "fusion.context.": "dfm.conv_i.",
-    "train_only.aux_p.": "seghead_p.",
-    "train_only.boundary.": "seghead_d.",
-}
+PUBLISHED_KEYS = (
+    *BRANCH_KEYS,
+    (r"^spp\.process\.", "spp.scale_process."),
+    (r"^gate(\d)\.key\.", r"pag\1.f_x."),
+    (r"^gate(\d)\.query\.", r"pag\1.f_y."),
+    (r"^boundary5\.", "layer5_d.0."),
+    (r"^boundary3\.", "layer3_d."),
+    (r"^to_boundary", "diff"),
+    (r"^fusion\.detail\.", "dfm.conv_p."),
+    (r"^fusion\.context\.", "dfm.conv_i."),
+    (r"^fusion\.", "dfm."),
+    (r"^train_only\.aux_p\.", "seghead_p."),
+    (r"^train_only\.boundary\.", "seghead_d."),
+)

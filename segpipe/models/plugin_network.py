@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from segpipe.settings.config import Config
 
 MAIN = ("main", "out")  # the second is torchvision's
-RESERVED = ("total", "dice", "edge")  # names of other parts of the loss
+RESERVED = ("total", "dice", "edge", "lovasz", "teacher")  # names of other parts of the loss
 BOUNDARY = (
     "boundary"  # a head of one channel, supervised by the borders between classes
 )
@@ -44,9 +44,8 @@ class PluginNetwork(SegmentationNet):
         super().__init__()
         self.net, self.num_classes, self.name = net, num_classes, name
         self.align_corners = bool(getattr(net, "align_corners", False))
-        self.published_keys = {
-            "net.": ""
-        }  # files of weights name the tensors as `net` does
+        # Files of weights name the tensors as `net` does.
+        self.published_keys = ((r"^net\.", ""),)
         self.train_only = (
             nn.ModuleDict()
         )  # auxiliary heads are inside `net`, wherever it has them

@@ -33,13 +33,7 @@ def bilinear(
     under deterministic algorithms, where torch's backward is slow, it is a kernel of Triton, or `bilinear_matmul`
     where that fails. All agree to 5e-7 of the largest value in fp32, unless TF32 is allowed for matrix products.
     """
-    on_cuda = _as_on_cuda or (
-        x.is_cuda and torch.are_deterministic_algorithms_enabled()
-    )
-    exporting = (
-        _tracing() or torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()
-    )
-    if not on_cuda or exporting:
+    if not _needs_own_way(x):
         return F.interpolate(x, size=size, mode="bilinear", align_corners=align_corners)
     by_kernel = (
         x.is_cuda
@@ -52,9 +46,28 @@ def bilinear(
     return kernels.bilinear(x, _axes_of_kernels(x, size, align_corners))  # type: ignore[no-any-return]
 
 
+def bicubic(x: Tensor, size: tuple[int, int]) -> Tensor:
+    """`F.interpolate(x, size, mode="bicubic")`; on CUDA under deterministic algorithms as two matrix products.
+
+    Shapes: float (B, C, h, w) -> same dtype (B, C, H, W).
+    """
+    if _needs_own_way(x):
+        return _separable(x, size, "bicubic")
+    return F.interpolate(x, size=size, mode="bicubic")
+
+
+def _needs_own_way(x: Tensor) -> bool:
+    """Whether torch's own resize would not repeat its bits, or slowly, and no exported graph is being made."""
+    on_cuda = x.is_cuda and torch.are_deterministic_algorithms_enabled()
+    exporting = (
+        _tracing() or torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()
+    )
+    return (on_cuda or _as_on_cuda) and not exporting
+
+
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Context in which `bilinear` takes its CUDA path on a CPU too, so that a test there sees the same ops."""
+    """Context in which resizes take their CUDA path on a CPU too, so that a test there sees the same ops."""
     global _as_on_cuda
     before, _as_on_cuda = _as_on_cuda, True
     try:
@@ -113,6 +126,22 @@ def bilinear_weights(
     matrix = np.zeros((num_out, num_in), real)
     np.add.at(matrix, (np.arange(num_out), low), 1 - share)
     np.add.at(matrix, (np.arange(num_out), np.minimum(low + 1, num_in - 1)), share)
+    return matrix
+
+
+def bicubic_weights(
+    num_in: int, num_out: int, real: type[np.floating[Any]]
+) -> NDArray[Any]:
+    """Matrix (num_out, num_in) that interpolates one axis by cubic convolution with a = -0.75, as torch does."""
+    source = (np.arange(num_out, dtype=real) + 0.5) * (num_in / num_out) - 0.5
+    low = np.floor(source)
+    matrix = np.zeros((num_out, num_in), real)
+    for tap in (-1, 0, 1, 2):
+        x = np.abs(source - low - tap)
+        near = (1.25 * x - 2.25) * x * x + 1
+        far = ((-0.75 * x + 3.75) * x - 6) * x + 3
+        places = np.clip(low.astype(np.int64) + tap, 0, num_in - 1)
+        np.add.at(matrix, (np.arange(num_out), places), np.where(x <= 1, near, far))
     return matrix
 
 
@@ -278,6 +307,8 @@ def _matrix(
     real = np.float64 if like.dtype == torch.float64 else np.float32
     if kind == "pool":
         weights = pool_weights(int(num_in), num_out, real)
+    elif kind == "bicubic":
+        weights = bicubic_weights(int(num_in), num_out, real)
     else:
         weights = bilinear_weights(
             int(num_in), num_out, real, align_corners=kind == "bilinear_corners"

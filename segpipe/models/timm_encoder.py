@@ -6,7 +6,6 @@ The decoder sums the encoder's features at strides 32, 16 and 8 from coarse to f
 
 from __future__ import annotations
 
-import os
 import re
 from importlib import import_module
 from typing import Any
@@ -19,6 +18,7 @@ from segpipe.errors import ConfigError
 from segpipe.models.layers import (
     Classifier,
     GlobalPool,
+    Keys,
     SegHead,
     SegmentationNet,
     conv_bn,
@@ -48,27 +48,17 @@ class TimmEncoder(SegmentationNet):
         width: int = 128,
     ) -> None:
         super().__init__()
-        if not isinstance(pretrained, bool):
-            raise ConfigError(
-                f"model.args.pretrained = {pretrained!r}, but true or false was needed. For a file of encoder weights "
-                f"set model.weights={pretrained} and model.weights_partial=true."
-            )
-        self.name, self.wants_pretrained = encoder, pretrained
-        self.encoder = _create(encoder, pretrained=False)
-        strides, channels = (
-            self.encoder.feature_info.reduction(),
-            self.encoder.feature_info.channels(),
-        )
-        self.places = [
-            len(strides) - 1 - strides[::-1].index(stride)
-            for stride in STRIDES
-            if stride in strides
-        ]
-        if len(self.places) < len(STRIDES) or len(set(strides)) < len(strides):
+        self.name = encoder
+        self.wants_pretrained = check_flag(pretrained)
+        self.encoder = create_encoder(encoder)
+        info = self.encoder.feature_info
+        strides, channels = info.reduction(), info.channels()
+        if [strides.count(stride) for stride in STRIDES] != [1, 1, 1]:
             raise ConfigError(
                 f"model.args.encoder = {encoder}: it has features at strides {', '.join(map(str, strides))}, but one "
                 f"each at 8, 16 and 32 was needed. Choose an encoder such as mobilenetv3_large_100 or resnet18."
             )
+        self.places = [strides.index(stride) for stride in STRIDES]
         fine, middle, coarse = (channels[place] for place in self.places)
         self.lateral = nn.ModuleList(
             conv_bn(num, width, 1) for num in (fine, middle, coarse)
@@ -82,24 +72,16 @@ class TimmEncoder(SegmentationNet):
         )  # fmt: skip
         self.head = nn.Sequential(nn.Dropout(0.1), Classifier(width, num_classes))
         self.train_only = nn.ModuleDict({"aux": SegHead(fine, 64, num_classes)})
-        for part in (
-            self.lateral,
-            self.gate,
-            self.smooth,
-            self.head,
-            self.train_only,
-        ):  # timm initializes the encoder
-            init_weights(part)
+        for part in (self.lateral, self.gate, self.smooth, self.head, self.train_only):
+            init_weights(part)  # timm initializes the encoder
         self.published_keys = _file_keys(self.encoder)
         self._scale, self._shift = _normalization(encoder)
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         """Logits (B, num_classes, H/8, W/8): "main" and, with `aux`, "aux"."""
-        if self._scale is not None:
-            scale, shift = (
-                _per_channel(image, values) for values in (self._scale, self._shift)
-            )
-            image = image * scale + shift
+        if self._scale:
+            image = image * _constant(image, self._scale)
+            image = image + _constant(image, self._shift)
         features = self.encoder(image)
         fine, middle, coarse = (features[place] for place in self.places)
         x = F.relu(self.lateral[2](coarse)) * self.gate(coarse)
@@ -113,86 +95,76 @@ class TimmEncoder(SegmentationNet):
 
     def pretrained(self) -> tuple[str, dict[str, Tensor]]:
         """timm's weights of the encoder, if the arguments ask for them. Raises ConfigError if they are out of reach."""
-        if not self.wants_pretrained:
-            return "", {}
-        tensors = _create(self.name, pretrained=True).state_dict()
-        return f"timm's {self.name}", {
-            f"encoder.{name}": value for name, value in tensors.items()
-        }
+        return encoder_weights(self.name) if self.wants_pretrained else ("", {})
 
 
-def _per_channel(image: Tensor, values: list[float]) -> Tensor:
-    """Shapes: (B, 3, H, W) -> (1, 3, 1, 1), on the device of the image."""
+def check_flag(pretrained: bool) -> bool:
+    """`pretrained`. Raises ConfigError for anything else, such as the name of a file."""
+    if not isinstance(pretrained, bool):
+        raise ConfigError(
+            f"model.args.pretrained = {pretrained!r}, but true or false was needed. For a file of encoder weights "
+            f"set model.weights={pretrained} and model.weights_partial=true."
+        )
+    return pretrained
+
+
+def create_encoder(name: str, *, pretrained: bool = False) -> Any:
+    """timm's encoder that returns features. Raises ConfigError for a name that it does not know."""
+    try:
+        timm = import_module("timm")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "This network needs the package timm, which is not installed. Run: pip install 'segpipe[timm]'"
+        ) from error
+    bare = name.partition(".")[0]
+    if not timm.is_model(bare):
+        raise ConfigError(
+            f"model.args.encoder = {name!r} is not an encoder of timm.{nearest(bare, timm.list_models())}"
+        )
+    try:
+        return timm.create_model(name, features_only=True, pretrained=pretrained)
+    except Exception as error:  # of timm, of the hub's client, of the network
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        problem = (
+            f"model.args.encoder = {name}: timm cannot build it for features: {reason}"
+        )
+        if pretrained:
+            problem = (
+                f"model.args.pretrained = true, but the weights of {name} are neither in timm's cache nor could they "
+                f"be downloaded ({reason}). Copy them into HF_HOME (~/.cache/huggingface), or download "
+                f"model.safetensors of {name} and set model.args.pretrained=false model.weights=FILE "
+                f"model.weights_partial=true."
+            )
+        raise ConfigError(problem) from error
+
+
+def encoder_weights(name: str) -> tuple[str, dict[str, Tensor]]:
+    """Where timm's weights of an encoder are from, and tensors below `encoder.`. Raises ConfigError out of reach."""
+    tensors = create_encoder(name, pretrained=True).state_dict()
+    return f"timm's {name}", {f"encoder.{key}": value for key, value in tensors.items()}
+
+
+def _constant(image: Tensor, values: list[float]) -> Tensor:
+    """Shapes: (1, 3, 1, 1), on the device of the image."""
     if not image.is_cuda:  # one constant of an exported graph
         return image.new_tensor(values).view(1, 3, 1, 1)
     # A copy to the device would be waited for, and no CUDA graph can hold one.
     return torch.cat([image.new_full((1, 1, 1, 1), value) for value in values], 1)
 
 
-def _create(encoder: str, *, pretrained: bool) -> Any:
-    """timm's encoder that returns features. Raises ConfigError for a name that it does not know."""
-    try:
-        timm = import_module("timm")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "model.name = timm needs the package timm, which is not installed. Run: pip install 'segpipe[timm]'"
-        ) from error
-    name = encoder.partition(".")[0]
-    if not timm.is_model(name):
-        known = timm.list_models()
-        raise ConfigError(
-            f"model.args.encoder = {encoder!r} is not an encoder of timm.{nearest(name, known)}"
-        )
-    try:
-        return timm.create_model(encoder, features_only=True, pretrained=pretrained)
-    except Exception as error:  # of timm, of the hub's client, of the network
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        if not pretrained:
-            raise ConfigError(
-                f"model.args.encoder = {encoder}: timm cannot build it for features: {reason}"
-            ) from error
-        raise ConfigError(_unreachable(encoder, reason)) from error
+def _file_keys(encoder: nn.Module) -> Keys:
+    """From our names to those in timm's own files. timm flattens `stages.0` to `stages_0` to tap its output."""
+    flat = [name for name, _ in encoder.named_children() if re.search(r"_\d+$", name)]
+    renamed = ((rf"^{name}\.", re.sub(r"_(\d+)$", r".\1.", name)) for name in flat)
+    return (r"^encoder\.", ""), *renamed
 
 
-def _unreachable(encoder: str, reason: str) -> str:
-    offline = (
-        "HF_HUB_OFFLINE is set, so only the cache is read. "
-        if os.environ.get("HF_HUB_OFFLINE")
-        else ""
-    )
-    return (
-        f"model.args.pretrained = true, but the weights of {encoder} are neither in timm's cache nor could they be "
-        f"downloaded ({reason}). {offline}Where there is a network, run "
-        f"python -c \"import timm; timm.create_model('{encoder}', pretrained=True)\" and copy ~/.cache/huggingface to "
-        f"this machine (HF_HOME names another place); or download model.safetensors of {encoder} and set "
-        f"model.args.pretrained=false model.weights=FILE model.weights_partial=true."
-    )
-
-
-def _file_keys(encoder: nn.Module) -> dict[str, str]:
-    """Prefixes of our names -> those in timm's own files. timm flattens `stages.0` to `stages_0` to tap its output."""
-    flat = {
-        name: re.sub(r"_(\d+)$", r".\1", name) for name, _ in encoder.named_children()
-    }
-    return {
-        "encoder.": "",
-        **{
-            f"encoder.{name}.": f"{file}."
-            for name, file in flat.items()
-            if file != name
-        },
-    }
-
-
-def _normalization(encoder: str) -> tuple[list[float] | None, list[float]]:
-    """Scale and shift per channel from ImageNet's mean and deviation to those of the encoder; None where equal."""
+def _normalization(encoder: str) -> tuple[list[float], list[float]]:
+    """Scale and shift per channel from ImageNet's mean and deviation to those of the encoder; empty where equal."""
     config = import_module("timm.models").get_pretrained_cfg(encoder)
-    mean, std = (
-        (config.mean, config.std)
-        if config is not None
-        else (IMAGENET_MEAN, IMAGENET_STD)
-    )
-    if (tuple(mean), tuple(std)) == (IMAGENET_MEAN, IMAGENET_STD):
-        return None, []
-    usual = list(zip(IMAGENET_MEAN, IMAGENET_STD, mean, std, strict=True))
-    return [s0 / s for _, s0, _, s in usual], [(m0 - m) / s for m0, _, m, s in usual]
+    mean, std = IMAGENET_MEAN, IMAGENET_STD
+    if config is None or (tuple(config.mean), tuple(config.std)) == (mean, std):
+        return [], []
+    scale = [ours / its for ours, its in zip(std, config.std, strict=True)]
+    moved = zip(mean, config.mean, config.std, strict=True)
+    return scale, [(ours - its) / its_std for ours, its, its_std in moved]

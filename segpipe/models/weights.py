@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from segpipe.disk import patiently
 from segpipe.errors import CheckpointError, WeightsError, listed
+from segpipe.models.layers import Keys
 
 # Entries of a file that hold the state dict, the likeliest first.
 PARTS = ("state_dict", "model_state_dict", "model_state", "model", "net", "network", "weights", "params", "model_ema",
@@ -234,7 +235,12 @@ def fit(
     left_over = [key for key in tensors if key not in used]
     if not partial:
         needed = [names[name] for name in missing if not _may_be_missing(name)]
-        foreign = [key for key in left_over if not NOT_OF_A_NETWORK.search(key)]
+        unused = getattr(model, "unused_keys", "") or "$^"
+        foreign = [
+            key
+            for key in left_over
+            if not NOT_OF_A_NETWORK.search(key) and not re.search(unused, key)
+        ]
         dtypes, shapes = [], []
         for name in misshapen:
             value, wanted = found[name], own[name]
@@ -384,12 +390,11 @@ def _prefixes(
     return prefixes
 
 
-def published_key(key: str, prefixes: Mapping[str, str]) -> str:
-    """Published name of our `key`: its longest prefix among `prefixes`, replaced; `key` itself if none fits."""
-    longest = max(
-        (prefix for prefix in prefixes if key.startswith(prefix)), key=len, default=""
-    )
-    return prefixes.get(longest, "") + key.removeprefix(longest)
+def published_key(key: str, patterns: Keys) -> str:
+    """Published name of our `key`, by `SegmentationNet.published_keys`."""
+    for pattern, replacement in patterns:
+        key = re.sub(pattern, replacement, key)
+    return key
 
 
 def _first(tensors: Mapping[str, Tensor]) -> str:

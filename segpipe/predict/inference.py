@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +13,7 @@ from torch import Tensor
 
 from segpipe.errors import ConfigError
 from segpipe.models.resize import bilinear
-from segpipe.predict.tiles import LARGEST_OVERLAP, Size, Strip, Tiling, parse_size
-from segpipe.train.gradients import AUTOCAST, autocast
+from segpipe.train.forward import AUTOCAST, autocast
 from segpipe.train.validate import predict
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 FLIP = "flip"
 SMALLEST = 32  # rows and columns; smaller images are padded by their edge pixels
 LARGEST_SCALE = 4.0
+Size = tuple[int, int]  # height, width
 Answers = tuple[Tensor, Tensor]  # class ids, uint8; their probability, float32
 
 
@@ -64,14 +66,32 @@ def inference(given: Mapping[str, Any]) -> Inference:
         raise ConfigError(
             f"precision = {precision}, but a run computes in one of fp32, {', '.join(AUTOCAST)}."
         )
-    tile, overlap = parse_size("tile", given["tile"]), given["overlap"]
-    if tile is not None and min(tile) < SMALLEST:
-        raise ConfigError(
-            f"tile = {given['tile']}, but at least {SMALLEST}x{SMALLEST} was needed."
-        )
-    assert 0 <= overlap <= LARGEST_OVERLAP
     flip, scales = _views(given["tta"])
-    return Inference(tile, overlap, flip, scales, precision, given.get("batch", 1))
+    return Inference(
+        _tile(given["tile"]),
+        given["overlap"],
+        flip,
+        scales,
+        precision,
+        given.get("batch", 1),
+    )
+
+
+def _tile(text: str) -> Size | None:
+    """Height and width of `512x1024`; None for an empty text."""
+    if not text:
+        return None
+    sides = text.split("x")
+    if len(sides) != 2 or not all(side.isdecimal() for side in sides):
+        raise ConfigError(
+            f"tile = {text!r}, but HEIGHTxWIDTH in pixels was needed, such as tile=512x1024."
+        )
+    height, width = map(int, sides)
+    if min(height, width) < SMALLEST:
+        raise ConfigError(
+            f"tile = {text}, but at least {SMALLEST}x{SMALLEST} was needed."
+        )
+    return height, width
 
 
 def _views(tta: Sequence[str]) -> tuple[bool, tuple[float, ...]]:
@@ -99,11 +119,16 @@ def segment(
 
     Shapes: image uint8 (B, H, W, 3) on the device of the model -> uint8 (B, H, W).
     """
-    tile = how.tile or image.shape[1:3]
-    covered = tile[0] >= image.shape[1] and tile[1] >= image.shape[2]
-    if covered and len(how.views) == 1 and min(image.shape[1:3]) >= SMALLEST:
+    is_large = min(image.shape[1:3]) >= SMALLEST
+    if is_large and _is_whole(image, how) and len(how.views) == 1:
         return predict(model, preprocess, image, precision=how.precision)
     return answers(model, preprocess, image, how)[0]
+
+
+def _is_whole(image: Tensor, how: Inference) -> bool:
+    """Whether one tile covers the image."""
+    height, width = how.tile or image.shape[1:3]
+    return height >= image.shape[1] and width >= image.shape[2]
 
 
 @torch.inference_mode()
@@ -113,7 +138,7 @@ def answers(
     """Class ids as by `segment`, and their probability.
 
     Probabilities (softmax of the logits at the size of the image) are averaged over the views, in their order, and
-    then over tiles, with `Tiling.weights`; the class of the largest wins.
+    then over tiles, weighted by `ramp` along both sides; the class of the largest wins.
 
     Shapes: image uint8 (B, H, W, 3) on the device of the model -> uint8 (B, H, W), float32 (B, H, W).
     """
@@ -121,13 +146,10 @@ def answers(
     if min(height, width) < SMALLEST:
         ids, confidence = answers(model, preprocess, _padded(image), how)
         return ids[:, :height, :width], confidence[:, :height, :width]
-    tiling = Tiling.of((height, width), how.tile, how.overlap)
-    if not tiling.is_whole:
-        found = [_in_tiles(model, preprocess, each, how, tiling) for each in image]
-        return (
-            torch.stack([ids for ids, _ in found]),
-            torch.stack([confidence for _, confidence in found]),
-        )
+    if not _is_whole(image, how):
+        pairs = [_in_tiles(model, preprocess, each, how) for each in image]
+        ids, confidence = map(torch.stack, zip(*pairs, strict=True))
+        return ids, confidence
     if len(how.views) > 1:
         return _best(_probabilities(model, preprocess, image, how), 1)
     logits = _logits(model, preprocess(image), (height, width), how)
@@ -153,68 +175,73 @@ def _padded(image: Tensor) -> Tensor:
 
 
 def _in_tiles(
-    model: SegmentationNet,
-    preprocess: Preprocess,
-    image: Tensor,
-    how: Inference,
-    tiling: Tiling,
+    model: SegmentationNet, preprocess: Preprocess, image: Tensor, how: Inference
 ) -> Answers:
-    """Class ids and their probability, of one image (H, W, 3). Only one strip of tiles is in memory at a time."""
-    height, width = tiling.tile
-    device = image.device
-    weights = torch.from_numpy(tiling.weights()).to(device)
-    ids = torch.empty(tiling.image, dtype=torch.uint8, device=device)
-    confidence = torch.empty(tiling.image, device=device)
-    # Weighted sum of probabilities (C, h, W) of the rows from strip.top on.
+    """Class ids and their probability, of one image (H, W, 3). Only one row of tiles is in memory at a time."""
+    assert how.tile
+    size = image.shape[:2]
+    height, width = (min(pair) for pair in zip(how.tile, size, strict=True))
+    tops = starts(size[0], height, how.overlap)
+    lefts = starts(size[1], width, how.overlap)
+    weights = torch.outer(ramp(height, how.overlap), ramp(width, how.overlap))
+    weights = weights.float().to(image.device)
+    ids = torch.empty(size, dtype=torch.uint8, device=image.device)
+    confidence = torch.empty(size, device=image.device)
+    # Weighted sum of probabilities (C, h, W) of the rows from `top` on.
     total: Tensor | None = None
-    for strip in tiling.strips():
-        rows = image[strip.top : strip.top + height]
-        for left, found in _each(model, preprocess, rows, strip, width, how):
+    for top, below in pairwise([*tops, size[0]]):
+        rows = image[top : top + height]
+        for first in range(0, len(lefts), how.batch):
+            some = lefts[first : first + how.batch]
+            tiles = torch.stack([rows[:, left : left + width] for left in some])
+            parts = _probabilities(model, preprocess, tiles, how)
             if total is None:
-                total = found.new_zeros(len(found), height, tiling.image[1])
-            total[:, :, left : left + width] += found * weights
+                total = parts.new_zeros(parts.shape[1], height, size[1])
+            for left, part in zip(some, parts, strict=True):
+                total[:, :, left : left + width] += part * weights
         assert total is not None
-        done = strip.done - strip.top
-        place = slice(strip.top, strip.done)
-        ids[place], confidence[place] = _best(total[:, :done], 0)
-        below = total.new_zeros(len(total), done, tiling.image[1])
-        total = torch.cat([total[:, done:], below], 1)
+        # Rows above the next tiles get nothing more.
+        done = below - top
+        ids[top:below], confidence[top:below] = _best(total[:, :done], 0)
+        total = torch.cat([total[:, done:], torch.zeros_like(total[:, :done])], 1)
     return ids, confidence
 
 
-def _each(
-    model: SegmentationNet,
-    preprocess: Preprocess,
-    rows: Tensor,
-    strip: Strip,
-    width: int,
-    how: Inference,
-) -> Iterator[tuple[int, Tensor]]:
-    """First column and probabilities (C, h, w) of each tile of a strip, `how.batch` of them per forward."""
-    for first in range(0, len(strip.lefts), how.batch):
-        lefts = strip.lefts[first : first + how.batch]
-        tiles = torch.stack([rows[:, left : left + width] for left in lefts])
-        found = _probabilities(model, preprocess, tiles, how)
-        yield from zip(lefts, found, strict=True)
+def starts(length: int, tile: int, overlap: float) -> list[int]:
+    """First pixels of the fewest tiles that cover `length` pixels and overlap by at least this share of a tile."""
+    if tile >= length:
+        return [0]
+    step = max(1, math.floor(tile * (1 - overlap)))
+    last = math.ceil((length - tile) / step)
+    return [place * (length - tile) // last for place in range(last + 1)]
+
+
+def ramp(length: int, overlap: float) -> Tensor:
+    """Weights along one side of a tile: they rise linearly over the overlap, are 1 inside, and fall again.
+
+    At its edges a network sees the padding of its convolutions instead of the image, so its answers there are worse.
+    """
+    place = torch.arange(1, length + 1, dtype=torch.float64)
+    distance = torch.minimum(place, place.flip(0))
+    return (distance / (math.floor(length * overlap) + 1)).clamp(max=1)
 
 
 def _probabilities(
     model: SegmentationNet, preprocess: Preprocess, image: Tensor, how: Inference
 ) -> Tensor:
     """Sum over the views of the probabilities of the classes, float32 (B, C, H, W)."""
-    height, width = size = (image.shape[1], image.shape[2])
+    size = (image.shape[1], image.shape[2])
     normalised = preprocess(image)
     total: Tensor | None = None
     for scale, flip in how.views:
         view = normalised
         if scale != 1.0:
-            rows = max(SMALLEST, round(height * scale))
-            columns = max(SMALLEST, round(width * scale))
-            view = bilinear(normalised, (rows, columns))
+            sides = [max(SMALLEST, round(side * scale)) for side in size]
+            view = bilinear(normalised, (sides[0], sides[1]))
         logits = _logits(model, view.flip(3) if flip else view, size, how)
-        found = logits.softmax(1)
-        found = found.flip(3) if flip else found
-        total = found if total is None else total + found
+        shares = logits.softmax(1)
+        shares = shares.flip(3) if flip else shares
+        total = shares if total is None else total + shares
     assert total is not None
     return total
 

@@ -1,4 +1,4 @@
-"""Files of one prediction: where they lie, what their stamp says, and whether they are there already.
+"""Files of one prediction: where they lie, what is drawn, and whether they are there already.
 
 The mask of an image and the frames.json of a video hold the stamp: model, settings and source. They are written last,
 so a source with an equal stamp is finished.
@@ -8,27 +8,45 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from segpipe import files
 from segpipe.errors import ConfigError, DataError
-from segpipe.predict.overlay import beside, blend, legend
-from segpipe.predict.sources import Input
 
 if TYPE_CHECKING:
     from segpipe.predict.predictor import Pixels, Predictor
 
-FORMAT = "segpipe-predictions/2"
-RESULTS = ("source", "size", "pixels", "frames", "fps")  # parts of a stamp
+FORMAT = "segpipe-predictions/3"
+VIDEOS = (
+    *(".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm"),
+    *(".mpg", ".mpeg", ".mjpeg", ".ts", ".wmv"),
+)
 JPEG_LIMIT = 65500  # pixels along a side
+FONT_SIZE, ROW, MARGIN = 14, 20, 8  # pixels
+Palette = Sequence[tuple[int, int, int]]
 Stamp = dict[str, Any]
+
+
+class Input(NamedTuple):
+    """An image or a video."""
+
+    path: Path
+    place: str  # relative to the folder that was given, with suffix
+    name: str  # of its outputs: `place` without suffix, unless two sources share that
+
+    @property
+    def is_video(self) -> bool:
+        """Whether its suffix is that of a video."""
+        return self.path.suffix.lower() in VIDEOS
 
 
 @dataclass(frozen=True)
@@ -45,40 +63,33 @@ class Outputs:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the answers depend on besides the model."""
+        """What the files depend on besides the model."""
+        drawn = {"alpha": self.alpha, "legend": self.legend} if self.overlay else {}
         exif = "apply" if self.upright else "ignore"
-        return {**self.predictor.settings, "exif": exif}
+        own = {"exif": exif, "frames": self.frames, "overlay": self.overlay}
+        return {**self.predictor.settings, **own, **drawn}
 
     def mask(self, source: Input) -> Path:
         """The file with the stamp: of an image its mask, of a video the record of its frames."""
-        name = (
-            f"{source.place}/frames.json" if source.is_video else f"{source.name}.png"
-        )
+        name = f"{source.name}.png"
+        if source.is_video:
+            name = f"{source.place}/frames.json"
         return self.out / "masks" / name
 
-    def picture(self, source: Input, suffix: str = "") -> Path:
+    def picture(self, source: Input) -> Path:
         """The overlay of an image or a video."""
-        suffix = suffix or (".mp4" if source.is_video else ".jpg")
+        suffix = ".mp4" if source.is_video else ".jpg"
         return self.out / "overlays" / f"{source.name}{suffix}"
-
-    def frame(self, source: Input, number: int) -> Path:
-        """The mask of a frame of a video."""
-        return self.mask(source).with_name(f"{number:06}.png")
 
     def stamp(self, source: Input, sha256: str) -> Stamp:
         """The stamp of a source, without results."""
-        stamp: Stamp = {
+        return {
             "format": FORMAT,
             "model": self.predictor.model,
             "settings": self.settings,
             "source": source.place,
             "source_sha256": sha256,
         }
-        if self.overlay:
-            stamp["overlay"] = {"alpha": self.alpha, "legend": self.legend}
-        if source.is_video and self.frames:
-            stamp["masks"] = True
-        return stamp
 
     def write_image(
         self, source: Input, sha256: str, image: Pixels, ids: Pixels
@@ -93,7 +104,7 @@ class Outputs:
                 )
             picture = self.blended(image, ids)
             if self.legend:
-                picture = beside(picture, self.key(results["pixels"]))
+                picture = beside(picture, self._key(results["pixels"]))
             # Color at full resolution: a pole is 2 pixels wide.
             how = {"quality": 90, "subsampling": 0, "comment": json.dumps(stamp)}
             put(self.picture(source), _encoded(Image.fromarray(picture), "JPEG", **how))
@@ -112,16 +123,11 @@ class Outputs:
         comment.add_text("Comment", json.dumps(stamp))
         put(path, _encoded(picture, "PNG", pnginfo=comment))
 
-    def write_legend(self, source: Input, pixels: Sequence[int]) -> None:
-        """Write the legend of a video as a picture of its own."""
-        picture = Image.fromarray(self.key(pixels))
-        put(self.picture(source, ".legend.png"), _encoded(picture, "PNG"))
-
     def blended(self, image: Pixels, ids: Pixels) -> Pixels:
         """The image with the colors of its classes."""
         return blend(image, ids, self.predictor.palette, self.alpha)
 
-    def key(self, pixels: Sequence[int]) -> Pixels:
+    def _key(self, pixels: Sequence[int]) -> Pixels:
         """Legend of the classes that have pixels, the most frequent first."""
         shares = self.shares(pixels)
         names = sorted(shares, key=lambda name: -shares[name])
@@ -160,27 +166,17 @@ class Outputs:
         return entry
 
     def differences(self, source: Input) -> list[str] | None:
-        """How what is there for a source differs from what would be written; None if something is missing.
+        """Parts of the stamp in which what is there differs from what would be written; None if something is missing.
 
         Raises OSError when the source cannot be read.
         """
         path = self.mask(source)
-        unfinished = source.is_video and not path.exists()
-        if unfinished:
-            path = self.frame(source, 0)
         if not path.exists():
             return None
-        found = read_stamp(path)
-        if found is None:
-            return ["it is no prediction"]
-        before, now = _flat(found), _flat(self.stamp(source, files.sha256(source.path)))
-        differing = [
-            f"{name} {before.get(name)} -> {now.get(name)}"
-            for name in sorted(before.keys() | now.keys())
-            if before.get(name) != now.get(name)
-        ]
-        unfinished |= self.overlay and not self.picture(source).exists()
-        return None if unfinished and not differing else differing
+        before, now = read_stamp(path), self.stamp(source, files.sha256(source.path))
+        differing = [key for key in now if before.get(key) != now[key]]
+        is_lost = self.overlay and not self.picture(source).exists()
+        return None if is_lost and not differing else differing
 
 
 def _encoded(picture: Image.Image, kind: str, **how: Any) -> bytes:
@@ -189,30 +185,15 @@ def _encoded(picture: Image.Image, kind: str, **how: Any) -> bytes:
     return buffer.getvalue()
 
 
-def read_stamp(path: Path) -> Stamp | None:
-    """The stamp of a mask, or the content of a JSON file; None if it has none."""
+def read_stamp(path: Path) -> Stamp:
+    """The stamp of a mask, or the content of a JSON file; empty if it has none."""
     try:
         if path.suffix == ".json":
-            stamp = json.loads(path.read_bytes())
-        else:
-            with Image.open(path) as picture:
-                stamp = json.loads(picture.info["Comment"])
-    except (OSError, ValueError, KeyError):
-        return None
-    return stamp if isinstance(stamp, dict) else None
-
-
-def _flat(stamp: Stamp) -> dict[str, Any]:
-    """The parts that a prediction depends on, by dotted name."""
-    found: dict[str, Any] = {}
-    for name, value in stamp.items():
-        if name in RESULTS:
-            continue
-        if isinstance(value, dict):
-            found |= {f"{name}.{key}": each for key, each in value.items()}
-        else:
-            found[name] = value
-    return found
+            return dict(json.loads(path.read_bytes()))
+        with Image.open(path) as picture:
+            return dict(json.loads(picture.info["Comment"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
 
 
 def put(path: Path, content: bytes) -> None:
@@ -229,3 +210,57 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
         f"{path} cannot be written: {error.strerror or error}. Choose another out=, or make room and run the same "
         f"command again: what is whole is kept."
     )
+
+
+def blend(
+    image: NDArray[np.uint8],
+    ids: NDArray[np.uint8],
+    palette: Palette,
+    opacity: float = 0.65,
+) -> NDArray[np.uint8]:
+    """`image` blended with the colors of its classes. Ids beyond the palette, such as 255, get a dark diagonal hatch.
+
+    Shapes: image uint8 (H, W, 3) RGB, ids uint8 (H, W) -> uint8 (H, W, 3).
+    """
+    lut = np.zeros((256, 3), np.float32)
+    lut[: len(palette)] = palette
+    mixed = (1 - opacity) * image + opacity * lut[ids]
+    row, column = np.indices(ids.shape)
+    hatch = np.where((row + column) % 12 < 2, 96, 24)[..., None]
+    is_hatched = (ids >= len(palette))[..., None]
+    return np.where(is_hatched, hatch, mixed).round().astype(np.uint8)
+
+
+def legend(
+    shares: Mapping[str, float], palette: Mapping[str, tuple[int, int, int]]
+) -> NDArray[np.uint8]:
+    """A dark panel with a line for each class: color, name, and share of the pixels. uint8 (h, w, 3)."""
+    texts = [f"{name}  {100 * share:.1f} %" for name, share in shares.items()]
+    longest = max((_font().getlength(text) for text in texts), default=0)
+    width = 2 * MARGIN + ROW + round(longest)
+    panel = Image.new("RGB", (width, 2 * MARGIN + ROW * len(texts)), (24, 24, 24))
+    draw = ImageDraw.Draw(panel)
+    for place, (name, text) in enumerate(zip(shares, texts, strict=True)):
+        top = MARGIN + ROW * place
+        draw.rectangle((MARGIN, top + 4, MARGIN + 12, top + 16), fill=palette[name])
+        draw.text((MARGIN + ROW, top + 2), text, fill=(235, 235, 235), font=_font())
+    return np.asarray(panel, np.uint8)
+
+
+def beside(picture: NDArray[np.uint8], panel: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Both side by side, uint8 (H, W, 3); the lower one is filled up from below."""
+    height = max(len(picture), len(panel))
+    parts = [
+        np.pad(part, ((0, height - len(part)), (0, 0), (0, 0)), constant_values=24)
+        for part in (picture, panel)
+    ]
+    return np.hstack(parts)
+
+
+@cache
+def _font() -> Any:
+    """A font that has more than Latin letters, of matplotlib."""
+    import matplotlib
+
+    path = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
+    return ImageFont.truetype(str(path), FONT_SIZE)

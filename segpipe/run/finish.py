@@ -14,14 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segpipe.run.console import iou_table, never_predicted, sequence_table
-from segpipe.run.report import (
-    ReportData,
-    page_data,
-    pictures,
-    predictor,
-    write_report,
-)
-from segpipe.run.tracking import FILE_NAME, Tracker, read_metrics
+from segpipe.run.report import PAGE, page_data, run_predictor, write_report
+from segpipe.run.tracking import FILE_NAME, read_metrics
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,16 +44,23 @@ def finish(
     for note in (flattering(result["sequences"]), never_predicted(result)):
         if note:
             say(note)
-    data = _report_data(run, found, result)
-    write_report(run.folder / "report.html", data)
-    if isinstance(run.log, Tracker):
-        run.log.pictures = pictures(data)
     config = run.config
+    write_report(
+        run.folder / PAGE,
+        page_data(
+            config,
+            run.val_samples,
+            found,
+            {**result, "device": str(run.group.device)},
+            run_predictor(run),
+            read_metrics(run.folder / FILE_NAME),
+        ),
+    )
     images = f"{config.data.split} images"
     if config.data.hold_out:
         images = f"images of {config.data.hold_out}, held out"
     say(f"mIoU {100 * result['miou']:.2f} % on {len(run.val_samples)} {images}")
-    say(f"run {run.folder}  (open report.html; curves in {FILE_NAME})")
+    say(f"run {run.folder}  (open {PAGE}; curves in {FILE_NAME})")
     say(f"next {_next_command(run.folder)}")
     if config.export.enabled:
         _export(run, console)
@@ -82,22 +83,6 @@ def _relative(path: Path) -> str:
     """Path from the working directory, if it is below. Links stay: a virtual environment's interpreter is one."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
-
-
-def _report_data(run: Run, found: Validation, result: dict[str, Any]) -> ReportData:
-    from segpipe.models.preprocess import Preprocess
-    from segpipe.train.validate import predict
-
-    device = run.group.device
-    answer = partial(predict, run.state.ema.model, Preprocess().to(device))
-    return page_data(
-        run.config,
-        run.val_samples,
-        found,
-        {**result, "device": str(device)},
-        predictor(answer, device),
-        read_metrics(run.folder / FILE_NAME),
-    )
 
 
 def _export(run: Run, console: Console) -> None:

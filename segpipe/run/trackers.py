@@ -1,95 +1,85 @@
 """Trackers, which show a run elsewhere: Weights & Biases, TensorBoard, MLflow, or a class of your own.
 
-`track.name=package.module:Class` names your own; `Mirror` is what it has to be. Packages are imported when a run starts
-to use one.
+`track.name=package.module:Class` names your own; `Callback` is what it has to be. Packages are imported when a run
+starts to use one.
 """
 
 from __future__ import annotations
 
-import configparser
 import hashlib
 import json
-import netrc
 import os
 import re
-import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from segpipe import plugins
+from segpipe import IGNORE_INDEX, plugins
 from segpipe.errors import ConfigError
 from segpipe.settings.config import Config, recipe, to_mapping
 
-# One service under two names: wandb 0.31 moved its default host and still accepts a login for the former one.
-_WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+if TYPE_CHECKING:
+    from segpipe.run.pictures import Picture
+    from segpipe.run.tracking import Callback
+
+_PROJECT = "segpipe"
 _MLFLOW_TAG = "segpipe.id"
 _MLFLOW_BATCH = 100  # parameters that MLflow takes at once
 _MLFLOW_VALUE = 500  # characters of a parameter
 
-Picture = tuple[str, NDArray[np.uint8]]  # caption, uint8 (H, W, 3) RGB
+
+def tracker_classes(config: Config) -> dict[str, Callable[[], Callback]]:
+    """The classes that track.name stands for. Raises ConfigError for one of your own that is not there."""
+    classes: dict[str, Callable[[], Callback]] = {}
+    for name in config.track.names:
+        if plugins.is_path(name):
+            plugins.trust([name])  # only `segpipe train` tracks: the user named it
+            classes[name] = plugins.load("track.name", name)
+        else:
+            classes[name] = TRACKERS[name][1]
+    return classes
 
 
-@dataclass(frozen=True)
-class RunEnd:
-    """Results of a run that has ended."""
-
-    step: int
-    miou: float | None
-    iou: Mapping[str, float | None]  # by class; None: not in the validation images
-    pictures: list[Picture]  # those of the report
-    files: list[Path]  # report.html and the exported folder, as far as they exist
-
-
-class Mirror(Protocol):
-    """A tracker. Every method may raise; the caller warns and goes on without it.
-
-    Called with the configuration, the run's folder, and the update at which a resumed run goes on, or None.
-    """
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Figures of one step, by names such as `train/loss`."""
-
-    def finish(self, end: RunEnd) -> None:
-        """Results of the whole run."""
-
-    def close(self, exit_code: int) -> None:
-        """Send what is left; the run has failed if `exit_code` is not 0."""
-
-
-def mirror_class(config: Config) -> Callable[[Config, Path, int | None], Mirror] | None:
-    """The class that track.name stands for; None for none. Raises ConfigError for one of your own that is not there."""
-    name = config.track.name
-    if name in TRACKERS:
-        return TRACKERS[name][1]
-    if not plugins.is_path(name):
-        return None
-    plugins.trust([name])  # only `segpipe train` opens trackers: the user named it
-    own: Callable[[Config, Path, int | None], Mirror] = plugins.load("track.name", name)
-    return own
-
-
-def check_ready(config: Config) -> None:
-    """Raise ConfigError if the tracker's package is not installed, or wandb is online without a login."""
-    name = config.track.name
-    if mirror_class(config) and name in TRACKERS and find_spec(name) is None:
-        raise ConfigError(
-            f"track.name = {name}, but {name} is not installed. Run pip install "
-            f"{TRACKERS[name][0]}, or set track=none."
-        )
-    if name == "wandb" and config.track.mode == "online" and not _has_login():
+def check_tracking(config: Config) -> None:
+    """Raise ConfigError if a tracker's package is not installed, or wandb is online without a login."""
+    for name in tracker_classes(config):
+        if name in TRACKERS and find_spec(name) is None:
+            raise ConfigError(
+                f"track.name = {name}, but {name} is not installed. Run pip install "
+                f"{TRACKERS[name][0]}, or set track=none."
+            )
+    if "wandb" in config.track.names and _mode(config) == "online" and not _has_login():
         raise ConfigError(
             "track.mode = online, but no wandb login was found. Run `wandb login` "
             "once, set WANDB_API_KEY, or record without an account by "
             "track.mode=offline."
         )
+
+
+def _mode(config: Config) -> str:
+    mode = config.track.mode
+    return os.environ.get("WANDB_MODE", "online") if mode == "auto" else mode
+
+
+def _has_login() -> bool:
+    """Whether wandb would find a key, in its variables, settings files and netrc; a revoked one shows only online.
+
+    `wandb.login` of 0.31 opens a connection, so it cannot run before the first step.
+    """
+    import wandb
+    from wandb.sdk.lib.wbauth import wbnetrc
+
+    settings = wandb.setup().settings
+    if settings.api_key or settings.identity_token_file:
+        return True
+    try:
+        return wbnetrc.read_netrc_auth(host=settings.base_url) is not None
+    except wandb.errors.AuthenticationError:  # too short for a key
+        return False
 
 
 def run_id(config: Config, run_dir: Path) -> str:
@@ -101,136 +91,151 @@ def run_id(config: Config, run_dir: Path) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def run_end(
-    config: Config, result: Mapping[str, Any], pictures: list[Picture]
-) -> RunEnd:
-    """Results for a tracker, from result.json and the files beside it."""
-    files = [config.run_dir / "report.html"]
-    if config.export.enabled:
-        files.append(Path(config.export.dir or config.run_dir / "export"))
-    existing = [path for path in files if path.exists()]
-    return RunEnd(result["steps"], result["miou"], result["iou"], pictures, existing)
+class Wandb:
+    """The wandb run with the id of this recipe and folder, or WANDB_RUN_ID."""
 
-
-def _has_login() -> bool:
-    """Whether wandb would find a key; an invalid one shows only online.
-
-    Looks where wandb looks: WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE, its settings files, netrc. `wandb.login` of 0.31
-    opens a connection, so it cannot run before the first step.
-    """
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
-    parser = configparser.ConfigParser(interpolation=None)
-    try:
-        parser.read([folder / "settings", Path("wandb") / "settings"])
-    except (configparser.Error, OSError, UnicodeDecodeError):
-        parser.clear()
-    if parser.get("default", "api_key", fallback=""):
-        return True
-    server = parser.get("default", "base_url", fallback="")
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or server).netloc
-    return _netrc_has_login(_WANDB_HOSTS if host in ("", *_WANDB_HOSTS) else (host,))
-
-
-def _netrc_has_login(hosts: tuple[str, ...]) -> bool:
-    names = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
-    paths = [path for name in names if (path := Path(name).expanduser()).is_file()]
-    try:
-        return any(netrc.netrc(paths[0]).authenticators(host) for host in hosts)
-    except (IndexError, netrc.NetrcParseError, OSError, UnicodeDecodeError):
-        return False
-
-
-class WandbMirror:
-    """The wandb run with the id of this recipe and folder."""
-
-    def __init__(self, config: Config, run_dir: Path, step: int | None) -> None:
-        if config.track.mode == "offline":
+    def on_start(self, config: Config, step: int) -> None:
+        """Start the run, or continue it."""
+        mode: Any = _mode(config)
+        track = config.track
+        if mode == "offline":
             # wandb 0.31 sends a report of its start over the network even offline, unless this is set.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb  # takes a second and starts a service process
 
         self._wandb: Any = wandb
+        self._config = config
         self._run: Any = wandb.init(
-            project=config.track.project,
-            entity=config.track.entity or None,
+            project=track.project or os.environ.get("WANDB_PROJECT", _PROJECT),
+            entity=track.entity or None,
+            group=track.group or None,
+            job_type=track.job_type or None,
+            tags=track.tags or None,
+            notes=track.notes or None,
             name=config.run.name,
-            id=run_id(config, run_dir),
-            resume=None if step is None else "allow",  # None replaces an earlier run
-            dir=str(run_dir),
-            mode="offline" if config.track.mode == "offline" else "online",
+            id=os.environ.get("WANDB_RUN_ID") or run_id(config, config.run_dir),
+            resume="allow" if step else None,  # None replaces an earlier run
+            dir=str(config.run_dir),
+            mode=mode,
             config=to_mapping(config),
             save_code=False,
             # Leave our output alone and never prompt.
             settings=wandb.Settings(silent=True, console="off"),
         )
+        self._run.define_metric("validation/miou", summary="max")
+        self._run.define_metric("validation/iou/*", summary="max")
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Log the figures."""
+        self._run.log(metrics, step=step)
 
-    def finish(self, end: RunEnd) -> None:
-        rows = [list(row) for row in end.iou.items()]
-        shown = {"classes": self._wandb.Table(columns=["class", "IoU"], data=rows)}
-        if end.pictures:
-            shown["images"] = [
-                self._wandb.Image(image, caption=caption)
-                for caption, image in end.pictures
-            ]
-        self._run.log(shown, step=end.step)
-        self._run.summary.update({"miou": end.miou})
-        if not end.files:
-            return
-        artifact = self._wandb.Artifact(
-            f"{self._run.id}-export", type="model", metadata={"miou": end.miou}
+    def on_validation(
+        self, step: int, scores: dict[str, Any], pictures: Sequence[Picture]
+    ) -> None:
+        """Log the confusion matrix, the pictures with their masks, and a table of the worst."""
+        names, counts = scores["names"], scores["confusion"]
+        images = [self._image(picture, names) for picture in pictures]
+        worst = [
+            [picture.name, picture.miou, image]
+            for picture, image in zip(pictures[1:], images[1:], strict=True)
+        ]
+        table = self._wandb.Table
+        cells = [
+            [names[row], names[column], int(counts[row, column])]
+            for row, column in np.ndindex(*counts.shape)
+        ]
+        matrix = table(columns=["Actual", "Predicted", "nPredictions"], data=cells)
+        shown = {
+            "confusion": self._wandb.plot_table(
+                "wandb/confusion_matrix/v1", matrix, {k: k for k in matrix.columns}
+            ),
+            "classes": table(columns=["class", "IoU"], data=[*scores["iou"].items()]),
+            "pictures": images,
+            "worst images": table(columns=["image", "mIoU", "masks"], data=worst),
+        }
+        self._run.log(shown, step=step)
+
+    def _image(self, picture: Picture, names: Sequence[str]) -> Any:
+        labels = {**dict(enumerate(names)), IGNORE_INDEX: "no label"}
+        masks = {"prediction": picture.pred, "target": picture.target}
+        return self._wandb.Image(
+            picture.image,
+            caption=f"{picture.name}: mIoU {picture.miou:.3f}",
+            classes=[{"id": key, "name": name} for key, name in labels.items()],
+            masks={
+                kind: {"mask_data": mask, "class_labels": labels}
+                for kind, mask in masks.items()
+            },
         )
-        for path in end.files:
-            if path.is_dir():
-                artifact.add_dir(str(path))
-            else:
-                artifact.add_file(str(path))
+
+    def on_end(self, result: dict[str, Any]) -> None:
+        """Log model and data as artifacts, and end the run."""
+        files = {path.name: path for path in result.get("files", ())}
+        data = self._config.data
+        if inputs := files.pop("inputs.json", None):
+            about = {"root": str(data.root), "split": data.split}
+            self._log_artifact("data", "dataset", [inputs], about)
+        if files:
+            scores = {"miou": result["miou"], "best_miou": result["best_miou"]}
+            self._log_artifact("model", "model", list(files.values()), scores)
+            self._run.summary.update(scores)
+        self._run.finish(exit_code=result["exit_code"])
+
+    def _log_artifact(
+        self, name: str, kind: str, paths: Sequence[Path], about: dict[str, Any]
+    ) -> None:
+        artifact = self._wandb.Artifact(
+            f"{self._run.id}-{name}", type=kind, metadata=about
+        )
+        for path in paths:
+            add = artifact.add_dir if path.is_dir() else artifact.add_file
+            add(str(path), name=path.name)
         self._run.log_artifact(artifact)
 
-    def close(self, exit_code: int) -> None:
-        self._run.finish(exit_code=exit_code)
 
-
-class TensorboardMirror:
+class Tensorboard:
     """Event files of the run; a resumed run continues them, and hides what will be written again."""
 
-    def __init__(self, config: Config, run_dir: Path, step: int | None) -> None:
+    def on_start(self, config: Config, step: int) -> None:
+        """Open a file."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(  # type: ignore[no-untyped-call]
-            str(run_dir / "tensorboard"), purge_step=None if step is None else step + 1
+            str(config.run_dir / "tensorboard"), purge_step=step + 1 if step else None
         )
         self._settings = {
             key: value if isinstance(value, bool | int | float) else str(value)
             for key, value in recipe(config).items()
         }
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
+    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the figures."""
+        for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def finish(self, end: RunEnd) -> None:
-        for caption, image in end.pictures:
-            self._writer.add_image(caption, image, end.step, dataformats="HWC")
-        if end.miou is not None:
-            scores = {"miou": end.miou}
+    def on_validation(
+        self, step: int, scores: dict[str, Any], pictures: Sequence[Picture]
+    ) -> None:
+        """Write each picture with its masks side by side."""
+        for name, panels in _side_by_side(scores, pictures):
+            self._writer.add_image(name, panels, step, dataformats="HWC")
+
+    def on_end(self, result: dict[str, Any]) -> None:
+        """Write the settings with the score, and close; TensorBoard knows no failed runs."""
+        if result.get("miou") is not None:
+            score, step = {"miou": result["miou"]}, result["steps"]
             self._writer.add_hparams(
-                self._settings, scores, run_name=".", global_step=end.step
+                self._settings, score, run_name=".", global_step=step
             )
-
-    def close(self, exit_code: int) -> None:
-        self._writer.close()  # TensorBoard knows no failed runs
+        self._writer.close()
 
 
-class MlflowMirror:
+class Mlflow:
     """The MLflow run that bears the id of this recipe and folder; a resumed run continues it."""
 
-    def __init__(self, config: Config, run_dir: Path, step: int | None) -> None:
+    def on_start(self, config: Config, step: int) -> None:
+        """Start the run, or continue it."""
         import mlflow
         from mlflow import entities
 
@@ -240,17 +245,17 @@ class MlflowMirror:
         files = (Path(config.run.root) / "mlruns").resolve().as_uri()
         store = os.environ.get("MLFLOW_TRACKING_URI") or files
         self._client: Any = mlflow.MlflowClient(store)
-        project, own = config.track.project, run_id(config, run_dir)
+        project, own = config.track.project or _PROJECT, run_id(config, config.run_dir)
         if known := self._client.get_experiment_by_name(project):
             experiment = known.experiment_id
         else:
             experiment = self._client.create_experiment(project)
-        if step is not None:
-            query = f"tags.`{_MLFLOW_TAG}` = '{own}'"
-            for earlier in self._client.search_runs([experiment], query)[:1]:
-                self._id = earlier.info.run_id
-                self._client.update_run(self._id, status="RUNNING")
-                return
+        query = f"tags.`{_MLFLOW_TAG}` = '{own}'"
+        earlier = self._client.search_runs([experiment], query)[:1] if step else []
+        if earlier:
+            self._id = earlier[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return
         tags = {_MLFLOW_TAG: own}
         made = self._client.create_run(experiment, run_name=config.run.name, tags=tags)
         self._id = made.info.run_id
@@ -262,46 +267,48 @@ class MlflowMirror:
             batch = params[start : start + _MLFLOW_BATCH]
             self._client.log_batch(self._id, params=batch)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Log the figures."""
         now = int(1000 * time.time())
-        metrics = [
-            self._entities.Metric(_name(name), float(value), now, step)
-            for name, value in values.items()
+        entries = [
+            # MLflow takes no other characters.
+            self._entities.Metric(re.sub(r"[^\w\-. /]", "_", name), value, now, step)
+            for name, value in metrics.items()
         ]
-        self._client.log_batch(self._id, metrics=metrics)
+        self._client.log_batch(self._id, metrics=entries)
 
-    def finish(self, end: RunEnd) -> None:
-        ious = {**end.iou, "mean": end.miou}.items()
-        known = {f"class_iou/{name}": iou for name, iou in ious if iou is not None}
-        self.log(end.step, known)
-        for number, (caption, image) in enumerate(end.pictures):
-            self._log_picture(f"{number:02d} {_name(caption)}.jpg", image)
-        for path in end.files:
+    def on_validation(
+        self, step: int, scores: dict[str, Any], pictures: Sequence[Picture]
+    ) -> None:
+        """Log each picture with its masks side by side."""
+        for name, panels in _side_by_side(scores, pictures):
+            self._client.log_image(self._id, panels, f"step_{step:06}/{name}.png")
+
+    def on_end(self, result: dict[str, Any]) -> None:
+        """Log the files, and end the run."""
+        for path in result.get("files", ()):
             if path.is_dir():
-                self._client.log_artifacts(self._id, str(path), "export")
+                self._client.log_artifacts(self._id, str(path), path.name)
             else:
                 self._client.log_artifact(self._id, str(path))
-
-    def _log_picture(self, name: str, image: NDArray[np.uint8]) -> None:
-        import cv2
-
-        with tempfile.TemporaryDirectory() as scratch:
-            path = Path(scratch) / name.replace("/", "_")
-            cv2.imwrite(str(path), image[..., ::-1])
-            self._client.log_artifact(self._id, str(path), "images")
-
-    def close(self, exit_code: int) -> None:
-        self._client.set_terminated(self._id, "FAILED" if exit_code else "FINISHED")
+        status = "FAILED" if result["exit_code"] else "FINISHED"
+        self._client.set_terminated(self._id, status)
 
 
-def _name(text: str) -> str:
-    """`text` with the characters that MLflow takes."""
-    return re.sub(r"[^\w\-. /]", "_", text)
+def _side_by_side(
+    scores: dict[str, Any], pictures: Sequence[Picture]
+) -> list[tuple[str, Any]]:
+    """Names, the same at each validation, and image, target, prediction and errors beside one another."""
+    names = ["first_image", *(f"worst_{place}" for place in range(1, len(pictures)))]
+    panels = [
+        np.hstack([*picture.panels(scores["palette"]).values()]) for picture in pictures
+    ]
+    return list(zip(names, panels, strict=True))
 
 
 # track.name -> what pip calls its package, and its class
-TRACKERS: dict[str, tuple[str, Callable[[Config, Path, int | None], Mirror]]] = {
-    "wandb": ("wandb", WandbMirror),
-    "tensorboard": ("tensorboard", TensorboardMirror),
-    "mlflow": ("mlflow-skinny", MlflowMirror),
+TRACKERS: dict[str, tuple[str, Callable[[], Callback]]] = {
+    "wandb": ("wandb", Wandb),
+    "tensorboard": ("tensorboard", Tensorboard),
+    "mlflow": ("mlflow-skinny", Mlflow),
 }

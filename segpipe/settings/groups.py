@@ -7,7 +7,11 @@ from typing import Any
 
 from segpipe.settings.setting import setting
 
-MODEL_NAMES = ("fast_scnn", "ddrnet23_slim", "pidnet_s", "timm")
+MODEL_NAMES = (
+    "fast_scnn", "ddrnet23_slim", "ddrnet23", "ddrnet39", "pidnet_s", "pidnet_m", "pidnet_l", "erfnet", "dabnet",
+    "regseg", "regseg_exp53", "bisenetv2", "stdc1", "stdc2", "pp_liteseg_t", "pp_liteseg_b", "lraspp",
+    "efficientvit_seg_b0", "efficientvit_seg_b1", "timm", "smp",
+)  # fmt: skip
 FILE_SETS = (
     "folder", "ade20k", "bdd100k", "camvid", "camvid32", "cityscapes", "cityscapes_coarse", "coco_stuff", "rellis3d",
     "rugd", "vistas", "voc",
@@ -244,7 +248,7 @@ class LossConfig:
     name: str = setting(
         "cross_entropy",
         "loss of the class heads",
-        choices=("cross_entropy", "ohem"),
+        choices=("cross_entropy", "ohem", "focal"),
         plugin=True,
     )
     args: dict[str, Any] = setting(
@@ -252,9 +256,10 @@ class LossConfig:
     )
     class_weights: Any = setting(
         "none",
-        "weight of each class, with mean 1 over the training pixels: log: 1 / log(1.02 + frequency), sqrt: "
-        "1 / sqrt(frequency); a list: these weights as they are, in the order of the classes",
+        "weight of each class, with mean 1 over the training pixels: logX: 1 / log(X + frequency) with 1 < X <= 2, "
+        "log: log1.02, sqrt: 1 / sqrt(frequency); a list: these weights as they are, in the order of the classes",
         choices=("none", "log", "sqrt"),
+        family=("log1.10", r"log1\.(?=0*[1-9])\d{1,4}|log2(\.0{1,4})?"),
         numbers=True,
         low=0,
         high=1e6,
@@ -268,9 +273,9 @@ class LossConfig:
     # Free, because the fingerprint of a run holds what it resolves to, and a resume compares fingerprints.
     backend: str = setting(
         "auto",
-        "what computes upsampling and loss: native (compiled, CPU), triton (CUDA) and torch never hold logits at full "
-        "resolution; plain does. auto: triton on CUDA, native on a CPU with a C compiler, else torch",
-        choices=("auto", "native", "triton", "torch", "plain"),
+        "what computes upsampling and loss: native (compiled, CPU) and triton (CUDA) never hold logits at full "
+        "resolution; plain does. auto: triton on CUDA, native on a CPU with a C compiler, else plain",
+        choices=("auto", "native", "triton", "plain"),
         free=True,
     )
     aux_weight: float = setting(
@@ -291,8 +296,44 @@ class LossConfig:
         low=0,
         high=1e6,
     )
+    lovasz_weight: float = setting(
+        0.0,
+        "weight of Lovasz-softmax, which follows the IoU, on the main head; it holds logits at full resolution",
+        low=0,
+        high=1e6,
+    )
+    teacher: str = setting(
+        "",
+        "folder of a trained run, or one of its checkpoints, whose answers the main head also learns (distillation)",
+        free=True,
+    )
+    teacher_sha256: str = setting(
+        "",
+        "SHA-256 that the checkpoint of loss.teacher must have; filled in at the start",
+    )
+    teacher_weight: float = setting(
+        1.0, "weight of the divergence from the teacher", low=0, high=1e6
+    )
+    temperature: float = setting(
+        1.0,
+        "divides logits of network and teacher in that divergence",
+        low=0.01,
+        high=1e3,
+    )
     boundary_weight: float = setting(
         20.0, "weight of the boundary head, if the network has one", low=0, high=1e6
+    )
+    boundary: str = setting(
+        "band",
+        "what the boundary head learns: band: pixels near another class, as PIDNet; detail: edges of a Laplacian "
+        "pyramid by cross-entropy and Dice, as STDC",
+        choices=("band", "detail"),
+    )
+    focal_gamma: float = setting(
+        2.0,
+        "focal: exponent of 1 - the probability of the correct class",
+        low=0,
+        high=100,
     )
     ohem_threshold: float = setting(
         0.7,
@@ -431,19 +472,33 @@ class CheckpointConfig:
 
 @dataclass
 class TrackConfig:
-    name: str = setting(
+    name: Any = setting(
         "none",
-        "experiment tracker, see docs/sweeps.md; metrics.jsonl is always written",
+        "experiment tracker, or a list of several, see docs/sweeps.md; metrics.jsonl is always written",
         choices=("none", "wandb", "tensorboard", "mlflow"),
         plugin=True,
+        several=True,
     )
-    project: str = setting("segpipe", "wandb: project; mlflow: experiment")
-    entity: str = setting("", "wandb: user or team")
+    project: str = setting(
+        "",
+        "wandb: project, mlflow: experiment; empty: WANDB_PROJECT, or segpipe",
+    )
+    entity: str = setting("", "wandb: user or team; empty: WANDB_ENTITY")
     mode: str = setting(
-        "online",
-        "wandb: send now, or store for a later `wandb sync`",
-        choices=("online", "offline"),
+        "auto",
+        "wandb: send now, store for a later `wandb sync`, or neither; auto: WANDB_MODE, or online",
+        choices=("auto", "online", "offline", "disabled"),
     )
+    group: str = setting("", "wandb: group of runs; empty: WANDB_RUN_GROUP")
+    job_type: str = setting("", "wandb: type of the run; empty: WANDB_JOB_TYPE")
+    tags: list[str] = setting([], "wandb: tags of the run; empty: WANDB_TAGS")
+    notes: str = setting("", "wandb: notes on the run; empty: WANDB_NOTES")
+
+    @property
+    def names(self) -> list[str]:
+        """The trackers; empty for none."""
+        names = self.name if isinstance(self.name, list) else [self.name]
+        return [name for name in names if name != "none"]
 
 
 @dataclass

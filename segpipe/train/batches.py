@@ -85,7 +85,9 @@ def counted(
     The ranks share the work. `kept` is a file with the counts of an earlier session of the run, if there is one.
     Raises DataError when a mask cannot be read, or `kept` is not of these samples.
     """
-    if not config.data.balance and config.loss.class_weights not in ("log", "sqrt"):
+    chosen = config.loss.class_weights
+    by_frequency = isinstance(chosen, str) and chosen != "none"
+    if not config.data.balance and not by_frequency:
         return None
     balance = bool(config.data.balance)  # needs each sample by itself
     indices = list(range(len(samples))) if balance else samples.countable()
@@ -126,7 +128,26 @@ def counted(
         )
         times = f"{factors.mean():.2f} times per pass on average, at most {factors.max():.2f} times"
         say(f"data.balance = {config.data.balance:g}: images come {times}{unused}")
+    if by_frequency:
+        say(f"loss.class_weights = {chosen}: {_extremes(config, samples, counts)}")
     return counts
+
+
+def _extremes(config: Config, samples: DataSet, counts: PixelCounts) -> str:
+    """How much more the rarest class weighs than the commonest, of those that training meets."""
+    weights = loss_weights(config, samples, counts)
+    assert weights is not None
+    pixels = frequency.pixels_seen(config.data.balance, _sets(samples), counts)
+    present = np.flatnonzero(pixels)
+    if not present.size:
+        return "no class has a pixel"
+    rarest = present[pixels[present].argmin()]
+    commonest = pixels.argmax()
+    names = samples.classes.names
+    return (
+        f"{names[rarest]}, the rarest class, weighs {weights[rarest] / weights[commonest]:.1f} times as much as "
+        f"{names[commonest]}, the commonest"
+    )
 
 
 def loss_weights(

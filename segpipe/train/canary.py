@@ -153,22 +153,10 @@ class Canary:
 
     def _message(self, member: Member, held: _Held, frame: Frame, made: Witness) -> str:
         epoch, index = member
-        facts = []
-        for name in ("image", "target"):
-            before, now = getattr(held.witness, name), getattr(made, name)
-            if before == now:
-                facts.append(f"the {name} is equal")
-            else:
-                facts.append(
-                    f"the {name} differs, digest {before:016x} in process {held.witness.process}, then {now:016x} in "
-                    f"process {made.process}"
-                )
-        if pixel := first_difference(held.frame, frame):
-            facts.append(pixel)
         return (
             f"sample {index} ({self._samples.name(index)}) of epoch {epoch}, augmented again under the same key: "
-            f"{'; '.join(facts)}. {_cause(held.witness.trail, made.trail)} Set augment.canary=0 to train without this "
-            f"check."
+            f"{first_difference(held.frame, frame)} (process {held.witness.process}, then {made.process}). "
+            f"{_cause(held.witness.trail, made.trail)} Set augment.canary=0 to train without this check."
         )
 
 

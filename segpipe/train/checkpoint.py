@@ -52,11 +52,10 @@ class TrainedNetwork:
     preprocess: Preprocess
     config: Config
     classes: ClassTable
-    weights_digest: str
+    ema_digest: str
     step: int
-    config_hash: str = (
-        ""  # of the settings as the file has them, which may be an earlier version's
-    )
+    # Of the settings as the file has them, which may be an earlier version's.
+    config_hash: str = ""
 
 
 def save_state(
@@ -67,19 +66,21 @@ def save_state(
     fingerprint: dict[str, Any],
 ) -> None:
     """Write the state and what its bits depend on. Raises CheckpointError when the disk is full."""
-    content = {
-        "step": state.step,
-        "config": to_mapping(config),
-        "classes": asdict(classes),
-        "fingerprint": fingerprint,
-        "model": _on_cpu(state.model),
-        "ema": _on_cpu(state.ema.model),
-        "optimizer": state.optimizer.state_dict(),
-        "scaler": state.scaler.state_dict(),
-        "best_miou": state.best_miou,
-        "stale": state.stale,
-    }
-    save(path, content)
+    save(
+        path,
+        {
+            "step": state.step,
+            "config": to_mapping(config),
+            "classes": asdict(classes),
+            "fingerprint": fingerprint,
+            "model": _on_cpu(state.model),
+            "ema": _on_cpu(state.ema.model),
+            "optimizer": state.optimizer.state_dict(),
+            "scaler": state.scaler.state_dict(),
+            "best_miou": state.best_miou,
+            "stale": state.stale,
+        },
+    )
 
 
 def _on_cpu(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -98,11 +99,8 @@ def candidates(folder: Path) -> list[Path]:
     """Checkpoints in the folder from which a run could be resumed, whole or not: last.pt first, then the newest."""
     numbered = [path for path in folder.glob("step_*.pt") if path.stem[5:].isdecimal()]
     newest_first = sorted(numbered, key=lambda path: int(path.stem[5:]), reverse=True)
-    return [
-        path
-        for path in (folder / "last.pt", folder / "best.pt", *newest_first)
-        if path.is_file()
-    ]
+    paths = (folder / "last.pt", folder / "best.pt", *newest_first)
+    return [path for path in paths if path.is_file()]
 
 
 def newest_whole(folder: Path) -> Found | None:
@@ -110,11 +108,11 @@ def newest_whole(folder: Path) -> Found | None:
 
     None if there is no checkpoint. Raises CheckpointError when none is whole, or a file cannot be read now.
     """
-    whole: list[Found] = []
+    newest: Found | None = None
     faults: list[str] = []
     for path in candidates(folder):
         try:
-            whole.append(Found(path, load(path)))
+            found = Found(path, load(path))
         except CheckpointError as error:
             # A disk that fails now says nothing about the file.
             if isinstance(error.__cause__, OSError):
@@ -122,23 +120,24 @@ def newest_whole(folder: Path) -> Found | None:
             faults.append(str(error))
             continue
         if path.name == "last.pt":
-            return whole[0]
+            return found
+        if newest is None or found.content["step"] > newest.content["step"]:
+            newest = found
         if path.name != "best.pt":
             break  # the others are older
-    if whole:
-        newest = max(whole, key=lambda found: found.content["step"])
+    if newest is not None:
         last = folder / "last.pt"
         fault = f"damaged ({faults[0]})" if last.is_file() else "missing"
         return newest._replace(
             note=f"the newest whole checkpoint is {newest.path.name} of step "
             f"{newest.content['step']}; {last} is {fault}"
         )
-    if not faults:
-        return None
-    raise CheckpointError(
-        f"{folder} holds no whole checkpoint. {' '.join(faults[:2])} Put a copy of last.pt or of a step_*.pt back, or "
-        f"start again at step 0 with run.exists=replace."
-    )
+    if faults:
+        raise CheckpointError(
+            f"{folder} holds no whole checkpoint. {' '.join(faults[:2])} Put a copy of last.pt or of a step_*.pt back, "
+            f"or start again at step 0 with run.exists=replace."
+        )
+    return None
 
 
 def restore(
@@ -193,8 +192,7 @@ def _check_fingerprint(
     give_up = (
         "set run.allow_fingerprint_change=true and give up the promise of equal bits"
     )
-    old, new = (each.get(flags.PLUGINS, {}) for each in (before, now))
-    if code := [name for name in {**old, **new} if old.get(name) != new.get(name)]:
+    if code := flags.changed_plugins(before, now):
         raise CheckpointError(
             f"{path} was trained with other code of yours: {', '.join(code[:5])} changed since. Restore it, start "
             f"another run with another run.name, or {give_up}."
@@ -202,12 +200,11 @@ def _check_fingerprint(
     differences = {} if mode == "off" else flags.differences(before, now)
     if not differences:
         return
-    changed = [
-        f"{name}: {there} -> {here}" for name, (there, here) in differences.items()
-    ]
-    loss = before.get(flags.LOSS, "plain")
-    other_loss = loss != now.get(flags.LOSS, "plain")
-    where = f"with loss.backend={loss}" if other_loss else "where it was trained"
+    pairs = differences.items()
+    changed = [f"{name}: {there} -> {here}" for name, (there, here) in pairs]
+    where = "where it was trained"
+    if flags.LOSS in differences:
+        where = f"with loss.backend={differences[flags.LOSS][0]}"
     raise CheckpointError(
         f"{path} was trained in another environment, which may give other bits ({'; '.join(changed)}). Resume "
         f"{where}, or {give_up}."
@@ -266,20 +263,17 @@ def _digests(state: dict[str, Any]) -> dict[str, str]:
 
     torch does not compare the checksums inside its files: 165 of 200 random bit flips were read back as momentum.
     """
-    rest = {
-        name: value
-        for name, value in state.items()
-        if name not in ("model", "ema", "digests")
-    }
-    tensors = {
-        name: leaf for name, leaf in leaves(rest) if isinstance(leaf, torch.Tensor)
-    }
-    plain = sorted(
-        f"{name}={leaf!r}"
-        for name, leaf in leaves(rest)
-        if not isinstance(leaf, torch.Tensor)
-    )
-    text = hashlib.blake2b("\n".join(plain).encode(), digest_size=16).hexdigest()
+    own = ("model", "ema", "digests")
+    rest = {name: value for name, value in state.items() if name not in own}
+    tensors = {}
+    plain = []
+    for name, leaf in leaves(rest):
+        if isinstance(leaf, torch.Tensor):
+            tensors[name] = leaf
+        else:
+            plain.append(f"{name}={leaf!r}")
+    content = "\n".join(sorted(plain)).encode()
+    text = hashlib.blake2b(content, digest_size=16).hexdigest()
     return {
         "model": state_digest(state["model"]),
         "ema": state_digest(state["ema"]),
@@ -309,7 +303,7 @@ def load_network(run: Path, which: str = "best") -> TrainedNetwork:
         preprocess=Preprocess(),
         config=config,
         classes=classes,
-        weights_digest=state["digests"]["ema"],
+        ema_digest=state["digests"]["ema"],
         step=int(state["step"]),
         config_hash=config_hash(state["config"]),
     )

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,28 +19,27 @@ from torch.nn.parallel import DistributedDataParallel
 from segpipe.distributed.reduce import FlatLayout, RankSum, TreeSum, tree_over_ranks
 from segpipe.errors import CollectiveError
 from segpipe.keys import torch_seed
+from segpipe.losses.distill import TeacherLogits
 from segpipe.losses.total import shard_loss
 from segpipe.models.plugin_network import ShardGuard
 from segpipe.models.preprocess import Preprocess
-from segpipe.train.heads import AllHeads, training_heads
-from segpipe.train.norms import Kept, copy_all, statistics
+from segpipe.train.forward import (
+    AllHeads,
+    Kept,
+    autocast,
+    copy_all,
+    norms,
+    statistics,
+    training_heads,
+    uncounted,
+)
 
 if TYPE_CHECKING:
     from segpipe.data.loader import ShardBatch
     from segpipe.settings.config import Config
-    from segpipe.train.watch import Watch
+    from segpipe.train.recorder import Watch
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BUCKET_SIZE = 1 << 20  # elements that are sent at once: 4 MiB
-
-
-def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """The context in which the network runs; the loss and all sums stay in fp32."""
-    return torch.autocast(
-        device.type,
-        dtype=AUTOCAST.get(precision, torch.bfloat16),
-        enabled=precision in AUTOCAST,
-    )
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,9 @@ class Reduced:
     """What was reduced over the shards of all ranks besides the gradients, which are in `.grad`."""
 
     parts: dict[str, Tensor]  # losses, 0-d, over all shards; "total" is their sum
-    means: list[
-        Tensor
-    ]  # BatchNorm statistics after the step, as `statistics` lists them
-    shard_losses: dict[
-        int, Tensor
-    ]  # of this rank; of its first shard where DDP takes all as one batch
+    means: list[Tensor]  # BatchNorm `statistics` after the step
+    # Of this rank; of its first shard where DDP takes all as one batch.
+    shard_losses: dict[int, Tensor]
 
 
 class BatchLoss:
@@ -62,59 +58,70 @@ class BatchLoss:
     def __init__(
         self, config: Config, watch: Watch, class_weights: Tensor | None
     ) -> None:
-        self.config, self.watch, self.state, self.group = (
-            config,
-            watch,
-            watch.state,
-            watch.group,
-        )
-        self.device = self.group.device
-        self.class_weights = (
-            class_weights.to(self.device) if class_weights is not None else None
-        )
+        self.config = config
+        self.watch = watch
+        self.state = watch.state
+        self.group = watch.group
+        self.device = watch.group.device
+        self.class_weights = class_weights
+        if class_weights is not None:
+            self.class_weights = class_weights.to(self.device)
+
         self.preprocess = Preprocess().to(self.device)
+        assert bool(config.loss.teacher) == (self.state.teacher is not None)
         self.guard = ShardGuard(config, self.state.model)
+        self._norms = norms(self.state.model)
+
         self._copies: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def __call__(
-        self,
-        network: nn.Module,
-        image: Tensor,
-        target: Tensor,
-        global_valid: Tensor,
-        *,
-        shard: int,
-        color: Tensor | None = None,
+        self, network: nn.Module, batch: ShardBatch, global_valid: Tensor
     ) -> dict[str, Tensor]:
-        """Loss parts, 0-d; dropout is keyed by the step and `shard`, not by what ran before."""
+        """Loss parts, 0-d; dropout is keyed by the step and the shard, not by what ran before."""
+        config, watch = self.config, self.watch
         self.guard.start()
         torch.manual_seed(
-            torch_seed(self.config.seed, self.state.step, shard, "dropout")
+            torch_seed(config.seed, self.state.step, batch.shard, "dropout")
         )
-        with self.watch.span("copy"):
-            image, target, *rest = self._on_device(
-                image, target, *([] if color is None else [color])
-            )
+
+        tensors = [batch.image, batch.target]
+        if batch.color is not None:
+            tensors.append(batch.color)
+        with watch.span("copy"):
+            image, target, *color = self._on_device(tensors)
+
         with (
-            self.watch.span("forward"),
-            autocast(self.device, self.config.train.precision),
+            watch.span("forward"),
+            autocast(self.device, config.train.precision),
+            uncounted(self._norms),
         ):
-            seen = self.preprocess(image, *rest)
+            seen = self.preprocess(image, *color)
             heads = network(seen)
-        self.watch.forward(seen, heads)
-        with self.watch.span("loss"):
+            wanted = self._taught(seen)
+
+        watch.forward(seen, heads)
+        with watch.span("loss"):
             return shard_loss(
                 heads,
                 target,
-                self.config.loss,
+                config.loss,
                 class_weights=self.class_weights,
                 global_valid=global_valid,
                 align_corners=self.state.model.align_corners,
+                teacher=wanted,
             )
 
-    def _on_device(self, *values: Tensor) -> list[Tensor]:
+    def _taught(self, image: Tensor) -> TeacherLogits | None:
+        """What the teacher answers, without a gradient; None without a teacher."""
+        if self.state.teacher is None:
+            return None
+        with torch.no_grad():
+            logits = self.state.teacher(image)
+        return TeacherLogits(logits, self.state.teacher.align_corners)
+
+    def _on_device(self, values: Sequence[Tensor]) -> list[Tensor]:
         """All on the device; the host does not wait.
 
         A stream of its own copies them: the host is ahead of a GPU by up to a step, so a batch is there when the GPU
@@ -125,11 +132,11 @@ class BatchLoss:
         here = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._copies):
             copies = [value.to(self.device, non_blocking=True) for value in values]
+
         here.wait_stream(self._copies)
         for value in copies:
-            value.record_stream(
-                here
-            )  # its memory is not used again before `here` has read it
+            # Its memory is not used again before `here` has read it.
+            value.record_stream(here)
         return copies
 
 
@@ -137,24 +144,26 @@ class ElasticGradients:
     """Sums over the shards by a fixed tree. Each shard is a batch of its own and starts from the step's statistics."""
 
     def __init__(self, loss: BatchLoss) -> None:
-        self.loss, self.state, self.group = loss, loss.state, loss.group
+        self.loss = loss
+        self.state = loss.state
+        self.group = loss.group
         self.network = training_heads(
             self.state.model, loss.config.compute, self.group.device
         )
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
         self.statistics = statistics(self.state.model)
+
         self._part_names: list[str] = []
         self._layout: FlatLayout | None = None
         self._presence: tuple[list[bool], Tensor] | None = None
+
         # Kept from step to step: fresh memory costs a page fault for every 4 KiB, 1 to 2 % of a small step on a CPU.
         self._vectors: list[Tensor] = []
         self._views: dict[int, list[Tensor]] = {}  # of each vector, by its address
         self._kept = Kept(self.state.model)
+
         self._exchange: _Exchange | None = None
-        # In how many parts a pass gave each gradient, the most so far: a block that is
-        # used three times under reentrant checkpoints gives its own in three.
-        self._parts_of: list[int] = []
-        self._counted: list[int] = []  # of the pass that runs
+
         if self.group.world_size > 1:
             for place, parameter in enumerate(self.parameters):
                 parameter.register_post_accumulate_grad_hook(
@@ -163,53 +172,43 @@ class ElasticGradients:
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
         """Leave the reduced gradients in `.grad`: None where no shard of any rank gave one. A collective."""
-        leaves, watch = self.loss.config.compute.shards, self.loss.watch
-        tree, free, losses = TreeSum(leaves, shards[0].shard), list(self._vectors), {}
+        leaves = self.loss.config.compute.shards
+        watch = self.loss.watch
+        tree = TreeSum(leaves, shards[0].shard)
+        free = list(self._vectors)
+        losses = {}
+
+        # Parameters for which no own shard gave a gradient.
+        absent = set(range(len(self.parameters)))
+
+        count = len(self.statistics)
         self._kept.keep()
-        absent = set(
-            range(len(self.parameters))
-        )  # parameters for which no own shard gave a gradient
+
         for number, batch in enumerate(shards, 1):
-            parts = self.loss(
-                self.network,
-                batch.image,
-                batch.target,
-                global_valid,
-                shard=batch.shard,
-                color=batch.color,
-            )
+            parts = self.loss(self.network, batch, global_valid)
             layout = self._layout_for(parts)
             flat = free.pop() if free else self._new(layout)
+            views = self._views[flat.data_ptr()]
+
             last = number == len(shards)
             if last and self.group.world_size > 1:
                 # Not into `flat`: sums come back while its own gradients are still to be read by the watch.
                 total = free.pop() if free else self._new(layout)
                 across = RankSum(self.group, leaves)
                 self._exchange = _Exchange(
-                    layout,
-                    tree,
-                    flat,
-                    self._views_of(flat),
-                    self.parameters,
-                    across,
-                    total,
-                    self._parts_of,
+                    layout, tree, flat, views, self.parameters, across, total
                 )
-            self._counted = [0] * len(self.parameters)
+
             with watch.span("backward"):
                 self.state.scaler.scale(parts["total"]).backward()  # type: ignore[no-untyped-call]
-            self._parts_of = [
-                max(pair)
-                for pair in zip(
-                    self._counted, self._parts_of or self._counted, strict=True
-                )
-            ]
             self.loss.guard.check(self.state.step, batch.shard)
             losses[batch.shard] = parts["total"].detach()
-            views, count = self._views_of(flat), len(self.statistics)
+
             with watch.span("reduction"):
                 absent -= self._collect(views, parts)
+
             watch.shard(batch, parts["total"], views[:count], views[count + 1 :])
+
             with watch.span("reduction"):
                 if self._exchange is not None:
                     self._exchange.wait()
@@ -219,27 +218,28 @@ class ElasticGradients:
                     free += [spare] if spare is not None else []
                 elif self.group.world_size == 1:
                     tree.close(flat, slice(None))
+
         root = tree.last_sum(flat)
-        return self._unpack(
-            root if self.group.world_size == 1 else total, losses, absent
-        )
+
+        if self.group.world_size > 1:
+            root = total
+        return self._unpack(root, losses, absent)
 
     def _collect(self, views: list[Tensor], parts: dict[str, Tensor]) -> set[int]:
         """Move what a shard's pass left behind into its vector; returns the parameters that have a gradient."""
-        given = (
-            self._exchange.given
-            if self._exchange
-            else [p.grad is not None for p in self.parameters]
-        )
-        copy_all(
-            views[: len(self.statistics) + 1],
-            [*self.statistics, self._figures(parts, given)],
-        )
+        given = [p.grad is not None for p in self.parameters]
+        if self._exchange is not None:
+            given = self._exchange.given
+
+        count = len(self.statistics)
+        figures = self._figures(parts, given)
+        copy_all(views[: count + 1], [*self.statistics, figures])
+
         self._kept.put_back()
         if self._exchange is not None:
             self._exchange.send_rest()
         else:
-            _pack(views[len(self.statistics) + 1 :], self.parameters)
+            _pack(views[count + 1 :], self.parameters)
         return {place for place, present in enumerate(given) if present}
 
     def _new(self, layout: FlatLayout) -> Tensor:
@@ -248,28 +248,21 @@ class ElasticGradients:
         self._views[vector.data_ptr()] = layout.views(vector)
         return vector
 
-    def _views_of(self, vector: Tensor) -> list[Tensor]:
-        """The tensors inside one of `_vectors`."""
-        return self._views[vector.data_ptr()]
-
     def _on_grad_ready(self, place: int, _: Tensor) -> None:
         """Called by autograd after each addition to the gradient of parameter `place`.
 
         Raises CollectiveError when the gradient was sent already.
         """
-        self._counted[place] += 1
-        if self._exchange is None:
+        if self._exchange is None or self._exchange.on_grad_ready(place):
             return
-        if self._exchange.has_sent(place):
-            parameter = self.parameters[place]
-            named = self.state.model.named_parameters()
-            name = next(name for name, value in named if value is parameter)
-            raise CollectiveError(
-                f"part {self._counted[place]} of the gradient of {name} came after it was "
-                f"sent: no earlier update used {name} so often. Use every block a fixed "
-                f"number of times, or checkpoint(use_reentrant=False)."
-            )
-        self._exchange.on_grad_ready(place, self._counted[place])
+
+        parameter = self.parameters[place]
+        named = self.state.model.named_parameters()
+        name = next(name for name, value in named if value is parameter)
+        raise CollectiveError(
+            f"a part of the gradient of {name} came after it was sent: its block is used several times under "
+            f"checkpoints. Use checkpoint(use_reentrant=False)."
+        )
 
     def _layout_for(self, parts: dict[str, Tensor]) -> FlatLayout:
         if self._layout is None:
@@ -283,41 +276,36 @@ class ElasticGradients:
 
     def _figures(self, parts: dict[str, Tensor], given: list[bool]) -> Tensor:
         """A shard's losses, then 1 for each parameter that it gave a gradient for: sums of these are exact."""
-        if (
-            self._presence is None or self._presence[0] != given
-        ):  # a copy to the device, as good as once
-            self._presence = (
-                given,
-                torch.tensor(given, dtype=torch.float32).to(self.group.device),
-            )
-        return torch.cat(
-            [torch.stack([part.detach() for part in parts.values()]), self._presence[1]]
-        )
+        if self._presence is None or self._presence[0] != given:
+            # A copy to the device, as good as once.
+            ones = torch.tensor(given, dtype=torch.float32).to(self.group.device)
+            self._presence = (given, ones)
+
+        losses = torch.stack([part.detach() for part in parts.values()])
+        return torch.cat([losses, self._presence[1]])
 
     def _unpack(
         self, root: Tensor, losses: dict[int, Tensor], absent: set[int]
     ) -> Reduced:
         """Gradients and figures of the sum. Waits for a GPU only if no own shard used some parameter."""
-        views = self._views_of(root)
+        views = self._views[root.data_ptr()]
+
         count = len(self.statistics)
         figures = views[count].clone()
+
         for parameter, grad in zip(self.parameters, views[count + 1 :], strict=True):
             parameter.grad = grad
+
         if absent:
             shards_with = figures[len(self._part_names) :].tolist()
             for place in absent:
-                if not shards_with[
-                    place
-                ]:  # as torch leaves it: no weight decay, no momentum
+                # As torch leaves it: no weight decay, no momentum.
+                if not shards_with[place]:
                     self.parameters[place].grad = None
-        parts = dict(
-            zip(
-                self._part_names, figures[: len(self._part_names)].unbind(), strict=True
-            )
-        )
-        return Reduced(
-            parts, _divided(views[:count], self.loss.config.compute.shards), losses
-        )
+
+        parts = dict(zip(self._part_names, figures.unbind(), strict=False))
+        means = _divided(views[:count], self.loss.config.compute.shards)
+        return Reduced(parts, means, losses)
 
 
 class _Exchange:
@@ -336,46 +324,37 @@ class _Exchange:
         parameters: list[nn.Parameter],
         across: RankSum,
         total: Tensor,
-        parts_of: list[int],
     ) -> None:
-        """`flat` is the last shard's vector, with its `views`; `total` receives the sums.
-
-        `parts_of`: additions by which each gradient was complete in earlier passes. In
-        the first pass there are none, and everything is sent at its end.
-        """
+        """`flat` is the last shard's vector, with its `views`; `total` receives the sums."""
         self._layout = layout
         self._tree = tree
         self._flat = flat
+        self._views = views
         self._parameters = parameters
         self._across = across
         self._total = total
-        self._parts_of = [max(count, 1) for count in parts_of]
+
         self.given = [False] * len(parameters)  # which have a gradient
-        self._views = views
-        self._first = len(self._views) - len(parameters)  # place of the first gradient
-        self._missing = [
-            sum(place >= self._first for place in members) for members in layout.members
-        ]
+        self._first = len(views) - len(parameters)  # place of the first gradient
+        self._missing = []  # gradients of each bucket
+        for members in layout.members:
+            self._missing.append(sum(place >= self._first for place in members))
+
         self._next = len(layout.buckets) - 1
         # Buckets up to this one wait for statistics and figures.
         self._held = layout.bucket_of[self._first - 1]
 
-    def has_sent(self, place: int) -> bool:
-        """Whether the gradient of parameter `place` has left."""
-        return self._layout.bucket_of[self._first + place] > self._next
-
-    def on_grad_ready(self, place: int, parts: int) -> None:
-        """Send the buckets that addition number `parts` to a gradient completes."""
-        self.given[place] = True
-        if not self._parts_of:
-            return
+    def on_grad_ready(self, place: int) -> bool:
+        """Send the buckets that the gradient of parameter `place` completes; False if it has left already."""
         bucket = self._layout.bucket_of[self._first + place]
-        if parts == self._parts_of[place]:
-            self._missing[bucket] -= 1
-        elif parts > self._parts_of[place]:
-            self._held = max(self._held, bucket)  # how many more come is not known
+        if bucket > self._next:
+            return False
+
+        self._missing[bucket] -= not self.given[place]
+        self.given[place] = True
         while self._next > self._held and self._missing[self._next] == 0:
             self._send()
+        return True
 
     def send_rest(self) -> None:
         """Send what is left; parameters without a gradient as zeros."""
@@ -387,15 +366,15 @@ class _Exchange:
         self._across.finish()
 
     def _send(self) -> None:
-        members, bucket = (
-            self._layout.members[self._next],
-            self._layout.buckets[self._next],
-        )
+        members = self._layout.members[self._next]
+        bucket = self._layout.buckets[self._next]
+
         grads = [place for place in members if place >= self._first]
         _pack(
             [self._views[place] for place in grads],
             [self._parameters[place - self._first] for place in grads],
         )
+
         self._across.start(self._tree.close(self._flat, bucket), self._total[bucket])
         self._next -= 1
 
@@ -408,117 +387,77 @@ class DdpGradients:
     rank that does not come there has made fewer calls than the others, and is named.
     """
 
-    def __init__(self, loss: BatchLoss, *, warm_up: bool) -> None:
-        self.loss, self.state, self.group = loss, loss.state, loss.group
+    def __init__(self, loss: BatchLoss) -> None:
+        self.loss = loss
+        self.state = loss.state
+        self.group = loss.group
         self.network: nn.Module = AllHeads(self.state.model)
         self.statistics = statistics(self.state.model)
         self._kept = Kept(self.state.model)
         self._layout: FlatLayout | None = None
+
         if self.group.world_size > 1:
             device = self.group.device
             self.group.contract.enter("wrap of DDP")
-            ids = [device.index] if device.type == "cuda" else None
+            # torch warns once if there is none.
+            warnings.filterwarnings("ignore", "find_unused_parameters=True was")
+            # Looking for unused parameters also keeps the buckets as they are: otherwise DDP packs gradients by order
+            # of arrival from the second step on, and a sum over ranks depends on the place in the bucket. A resumed run
+            # would differ.
             self.network = DistributedDataParallel(
                 self.network,
-                device_ids=ids,
+                device_ids=[device.index] if device.type == "cuda" else None,
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
-                find_unused_parameters=self._leaves_out_parameters(),
+                find_unused_parameters=True,
             )
-            if warm_up:
-                self._warm_up()
-
-    def _leaves_out_parameters(self) -> bool:
-        """Whether trained parameters have no part in the heads: DDP then looks for them in every step, or it stops."""
-        trained = [p for p in self.network.parameters() if p.requires_grad]
-        with self._trial() as image:
-            grads = torch.autograd.grad(
-                self._mean(image[:2]), trained, allow_unused=True
-            )
-        return any(grad is None for grad in grads)
-
-    def _warm_up(self) -> None:
-        """Two passes without an update, so that the buckets have their final order before the first real step.
-
-        DDP packs gradients by parameter order at first and by order of arrival from the second step on, and a sum over
-        ranks depends on the place in the bucket. Without this, a resumed run would differ.
-        """
-        self.group.contract.enter("warm-up of DDP")
-        with self._trial() as image:
-            for _ in range(2):
-                self._mean(image).backward()  # type: ignore[no-untyped-call]
-                self.network.zero_grad(set_to_none=True)
-
-    @contextlib.contextmanager
-    def _trial(self) -> Iterator[Tensor]:
-        """An empty batch of this rank's size, for passes that leave the statistics of norms as they were."""
-        config = self.loss.config
-        number = (
-            len(self.group.own_shards(config.compute.shards))
-            * config.compute.samples_per_shard
-        )
-        before = [buffer.clone() for buffer in self.network.buffers()]
-        yield torch.zeros(
-            number, 3, *config.augment.crop_size, device=self.group.device
-        )
-        copy_all(list(self.network.buffers()), before)
-
-    def _mean(self, image: Tensor) -> Tensor:
-        with autocast(self.group.device, self.loss.config.train.precision):
-            heads = self.network(image)
-            return torch.stack(
-                [logits.float().mean() for logits in heads.values()]
-            ).sum()
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
         """Leave the reduced gradients in `.grad`. A collective."""
         self.loss.watch.whole_batch(shards)
         self._kept.keep()
-        device, world_size = self.group.device, self.group.world_size
-        image = torch.cat(
-            [batch.image.to(device, non_blocking=True) for batch in shards]
+
+        world_size = self.group.world_size
+        whole = shards[0]._replace(
+            image=self._joined([batch.image for batch in shards]),
+            target=self._joined([batch.target for batch in shards]),
         )
-        target = torch.cat(
-            [batch.target.to(device, non_blocking=True) for batch in shards]
-        )
-        colors = [
-            batch.color.to(device, non_blocking=True)
-            for batch in shards
-            if batch.color is not None
-        ]
-        color = torch.cat(colors) if colors else None
-        parts = self.loss(
-            self.network,
-            image,
-            target,
-            global_valid,
-            shard=shards[0].shard,
-            color=color,
-        )
+        if whole.color is not None:
+            colors = [batch.color for batch in shards if batch.color is not None]
+            whole = whole._replace(color=self._joined(colors))
+
+        parts = self.loss(self.network, whole, global_valid)
         if world_size > 1:
             self.group.contract.enter("backward of DDP")
-        total = (
-            parts["total"] * world_size
-        )  # DDP takes the mean over ranks, but the loss is divided by all pixels
+
+        # DDP takes the mean over ranks, but the loss is divided by all pixels.
+        total = parts["total"] * world_size
         self.state.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
-        self.loss.guard.check(self.state.step, shards[0].shard)
-        tensors = [
-            *self.statistics,
-            torch.stack([part.detach() for part in parts.values()]),
-        ]
+        self.loss.guard.check(self.state.step, whole.shard)
+
+        losses = torch.stack([part.detach() for part in parts.values()])
+
+        tensors = [*self.statistics, losses]
         self._layout = self._layout or FlatLayout(tensors)
         flat = self._layout.new()
         views = self._layout.views(flat)
         copy_all(views, tensors)
+
         self._kept.put_back()
+
         tree_over_ranks(flat, self.group)
         *sums, figures = views
-        losses = {shards[0].shard: parts["total"].detach()}
+
         return Reduced(
             dict(zip(parts, figures.unbind(), strict=True)),
             _divided(sums, world_size),
-            losses,
+            {whole.shard: parts["total"].detach()},
         )
+
+    def _joined(self, tensors: list[Tensor]) -> Tensor:
+        """One batch on the device, where page-locked tensors go without a wait."""
+        device = self.group.device
+        return torch.cat([value.to(device, non_blocking=True) for value in tensors])
 
 
 def _divided(sums: list[Tensor], count: int) -> list[Tensor]:
@@ -527,9 +466,7 @@ def _divided(sums: list[Tensor], count: int) -> list[Tensor]:
 
 def _pack(views: list[Tensor], parameters: list[nn.Parameter]) -> None:
     """Move gradients to their places; a parameter without one takes part as zeros, so that all ranks send the same."""
-    copy_all(
-        views,
-        [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters],
-    )
+    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+    copy_all(views, grads)
     for parameter in parameters:
         parameter.grad = None

@@ -95,15 +95,19 @@ def iou_per_class(confusion: Counts) -> list[float | None]:
     For such a class 0 and 1 would be equally arbitrary. If it was predicted, those pixels already count as misses of
     the classes they belong to, and `summary` names the class under `false_positives_only`.
     """
-    rows: list[list[int]] = confusion.tolist()
-    target_pixels = [sum(row) for row in rows]
-    predicted_pixels = [sum(column) for column in zip(*rows, strict=True)]
     return [
-        rows[k][k] / (target_pixels[k] + predicted_pixels[k] - rows[k][k])
-        if target_pixels[k]
-        else None
-        for k in range(len(rows))
+        both / (target + predicted - both) if target else None
+        for both, target, predicted in _pixels(confusion)
     ]
+
+
+def _pixels(confusion: Counts) -> list[tuple[int, int, int]]:
+    """Of each class the pixels that are right, those of the target and those of the prediction."""
+    rows: list[list[int]] = confusion.tolist()
+    found = []
+    for k, column in enumerate(zip(*rows, strict=True)):
+        found.append((rows[k][k], sum(rows[k]), sum(column)))
+    return found
 
 
 def mean(values: Iterable[float | None]) -> float:
@@ -119,9 +123,9 @@ def miou(confusion: Counts) -> float:
 
 def pixel_accuracy(confusion: Counts) -> float:
     """Fraction of labelled pixels that were predicted correctly, 0 to 1; NaN when no pixel is labelled."""
-    rows: list[list[int]] = confusion.tolist()
-    total = sum(map(sum, rows))
-    return sum(rows[k][k] for k in range(len(rows))) / total if total else math.nan
+    pixels = _pixels(confusion)
+    total = sum(target for _, target, _ in pixels)
+    return sum(both for both, _, _ in pixels) / total if total else math.nan
 
 
 def summary(confusion: Counts, names: Sequence[str]) -> dict[str, Any]:
@@ -130,19 +134,15 @@ def summary(confusion: Counts, names: Sequence[str]) -> dict[str, Any]:
     Keys: miou, pixel_accuracy, iou ({name: 0 to 1, or None}), absent (names without a target pixel: left out of the
     mean), false_positives_only (those of `absent` that were predicted somewhere), pixels (labelled ones).
     """
-    rows: list[list[int]] = confusion.tolist()
-    if len(names) != len(rows):
-        raise ValueError(f"{len(names)} names were given for {len(rows)} classes.")
-    iou = dict(zip(names, iou_per_class(confusion), strict=True))
-    absent = [name for name in names if iou[name] is None]
-    predicted = dict(zip(names, map(sum, zip(*rows, strict=True)), strict=True))
+    pixels = dict(zip(names, _pixels(confusion), strict=True))
+    absent = [name for name, (_, target, _) in pixels.items() if not target]
     return {
         "miou": miou(confusion),
         "pixel_accuracy": pixel_accuracy(confusion),
-        "iou": iou,
+        "iou": dict(zip(names, iou_per_class(confusion), strict=True)),
         "absent": absent,
-        "false_positives_only": [name for name in absent if predicted[name]],
-        "pixels": sum(map(sum, rows)),
+        "false_positives_only": [name for name in absent if pixels[name][2]],
+        "pixels": sum(target for _, target, _ in pixels.values()),
     }
 
 
@@ -153,19 +153,14 @@ def rates(
 
     None for a class without a target pixel, and the precision also where nothing was predicted as the class.
     """
-    rows: list[list[int]] = confusion.tolist()
-    predicted = [sum(column) for column in zip(*rows, strict=True)]
-    found: dict[str, list[float | None]] = {
-        "precision": [
-            rows[k][k] / predicted[k] if predicted[k] and any(row) else None
-            for k, row in enumerate(rows)
-        ],
-        "recall": [
-            row[k] / sum(row) if any(row) else None for k, row in enumerate(rows)
-        ],
-        "f1": [
-            None if iou is None else 2 * iou / (1 + iou)
-            for iou in iou_per_class(confusion)
-        ],
+    found: dict[str, dict[str, float | None]] = {
+        "precision": {},
+        "recall": {},
+        "f1": {},
     }
-    return {key: dict(zip(names, values, strict=True)) for key, values in found.items()}
+    for name, (both, target, predicted) in zip(names, _pixels(confusion), strict=True):
+        known = target > 0
+        found["precision"][name] = both / predicted if known and predicted else None
+        found["recall"][name] = both / target if known else None
+        found["f1"][name] = 2 * both / (target + predicted) if known else None
+    return found

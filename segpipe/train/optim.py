@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from segpipe.errors import ConfigError
-from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
     from segpipe.models.layers import SegmentationNet
@@ -30,6 +29,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> str:
     if not patterns:
         return ""
     parameters = dict(model.named_parameters())
+
     frozen = {
         name
         for pattern in patterns
@@ -39,14 +39,14 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> str:
         raise ConfigError(
             f"model.freeze = {list(patterns)} freezes every parameter: nothing is left to train."
         )
+
     for name in frozen:
         parameters[name].requires_grad_(False)
     for module in frozen_modules(model):
         module.training = False
-    count, total = (
-        sum(parameters[name].numel() for name in frozen),
-        sum(p.numel() for p in parameters.values()),
-    )
+
+    count = sum(parameters[name].numel() for name in frozen)
+    total = sum(p.numel() for p in parameters.values())
     return f"frozen: {len(frozen)} of {len(parameters)} tensors, {100 * count / total:.1f} % of the parameters"
 
 
@@ -54,9 +54,8 @@ def frozen_modules(model: nn.Module) -> list[nn.Module]:
     """Modules that have parameters, all of them frozen, and what is inside them."""
     found: dict[nn.Module, None] = {}
     for module in model.modules():
-        if (own := list(module.parameters())) and not any(
-            parameter.requires_grad for parameter in own
-        ):
+        own = list(module.parameters())
+        if own and not any(parameter.requires_grad for parameter in own):
             found |= dict.fromkeys(module.modules())
     return list(found)
 
@@ -65,15 +64,12 @@ def _matches(model: nn.Module, pattern: str, key: str) -> list[str]:
     """Names of the parameters that match, in the network's order. Raises ConfigError if there is none."""
     names = [name for name, _ in model.named_parameters()]
     found = [name for name in names if fnmatchcase(name, pattern)]
+
     if not found:
-        below = dict.fromkeys(
-            ".".join(name.split(".")[:depth]) for depth in (1, 2) for name in names
-        )
-        valid = [*(f"{module}.*" for module in below if module not in names), *names]
         tops = dict.fromkeys(name.partition(".")[0] for name in names)
+        valid = [top if top in names else f"{top}.*" for top in tops]
         raise ConfigError(
-            f"{key}: {pattern!r} matches no parameter of {type(model).__name__}, which has "
-            f"{', '.join(f'{top}.*' if top not in names else top for top in tops)}.{nearest(pattern, valid)}"
+            f"{key}: {pattern!r} matches no parameter of {type(model).__name__}, which has {', '.join(valid)}."
         )
     return found
 
@@ -88,49 +84,33 @@ def parameter_groups(
     for a pattern that matches nothing or only frozen parameters, and for a parameter that matches two.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    scaled = {
-        pattern: _scaled(model, pattern, trained) for pattern in sorted(lr_scale or {})
-    }
-    owners: dict[str, str] = {}
-    for pattern, names in scaled.items():
-        for name in names:
-            if name in owners:
-                raise ConfigError(
-                    f"optim.lr_scale: {name} matches both {owners[name]!r} and {pattern!r}. Give each parameter one "
-                    f"pattern, so that the factor does not depend on their order."
-                )
-            owners[name] = pattern
-    groups = _by_decay(
-        [p for name, p in trained.items() if name not in owners], weight_decay
-    )
-    for pattern, names in scaled.items():
-        factor = float((lr_scale or {})[pattern])
-        for group in _by_decay([trained[name] for name in names], weight_decay):
-            groups.append({**group, "lr_scale": factor})
-    return groups
 
+    left = dict(trained)
+    groups = []
+    for pattern, factor in sorted((lr_scale or {}).items()):
+        names = _matches(model, pattern, "optim.lr_scale")
+        own = [left.pop(name) for name in names if name in left]
+        if len(own) < len(trained.keys() & set(names)):
+            raise ConfigError(
+                f"optim.lr_scale: {pattern!r} and another pattern match the same parameter. Give each parameter one "
+                f"pattern, so that the factor does not depend on their order."
+            )
+        if not own:
+            raise ConfigError(
+                f"optim.lr_scale: {pattern!r} matches only parameters that model.freeze keeps from training."
+            )
+        for group in _by_decay(own, weight_decay):
+            groups.append({**group, "lr_scale": float(factor)})
 
-def _scaled(
-    model: nn.Module, pattern: str, trained: Mapping[str, nn.Parameter]
-) -> list[str]:
-    """Trained parameters that match."""
-    found = [
-        name for name in _matches(model, pattern, "optim.lr_scale") if name in trained
-    ]
-    if not found:
-        raise ConfigError(
-            f"optim.lr_scale: {pattern!r} matches only parameters that model.freeze keeps from training."
-        )
-    return found
+    return [*_by_decay(list(left.values()), weight_decay), *groups]
 
 
 def _by_decay(
     parameters: Sequence[nn.Parameter], weight_decay: float
 ) -> list[dict[str, Any]]:
-    decayed, plain = (
-        [p for p in parameters if p.ndim > 1],
-        [p for p in parameters if p.ndim <= 1],
-    )
+    decayed = [p for p in parameters if p.ndim > 1]
+    plain = [p for p in parameters if p.ndim <= 1]
+
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": plain, "weight_decay": 0.0},
@@ -150,6 +130,7 @@ def describe_rates(optimizer: torch.optim.Optimizer) -> str:
     for group in optimizer.param_groups:
         factor = group.get("lr_scale", 1.0)
         counts[factor] = counts.get(factor, 0) + len(group["params"])
+
     parts = [
         f"{factor:g} x for {count} tensor{'s' * (count != 1)}"
         for factor, count in sorted(counts.items())
@@ -169,6 +150,7 @@ def build_optimizer(
     """
     groups = parameter_groups(model, config.weight_decay, config.lr_scale)
     way = {"fused": True} if fused else {"foreach": groups[0]["params"][0].is_cuda}
+
     built: torch.optim.Optimizer
     if config.name == "sgd":
         built = _SGD(groups, lr=config.lr, momentum=config.momentum, **way)
@@ -176,6 +158,7 @@ def build_optimizer(
         built = _ADAMW(
             groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), **way
         )
+
     if fused:
         built.register_step_pre_hook(_fill_momenta)
     return built
@@ -184,14 +167,12 @@ def build_optimizer(
 def _fill_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Start momenta at 0. torch's fused SGD takes fresh memory, and leaves it so if the first update overflowed."""
     for group in optimizer.param_groups:
-        for parameter in group["params"] if group.get("momentum") else ():
-            if (
-                parameter.grad is not None
-                and optimizer.state[parameter].get("momentum_buffer") is None
-            ):
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(
-                    parameter
-                )
+        if not group.get("momentum"):
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if parameter.grad is not None and state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -200,11 +181,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
     The kernels, decay, momentum and the like stay those of the settings: in a file that was altered they would train
     something else than its configuration says, and an audit that starts from it would repeat that.
     """
-    own = optimizer.state_dict()["param_groups"]
-    groups = [
-        {**group, "lr": before["lr"]}
-        for group, before in zip(own, saved["param_groups"], strict=True)
-    ]
+    groups = optimizer.state_dict()["param_groups"]
+    for group, before in zip(groups, saved["param_groups"], strict=True):
+        group["lr"] = before["lr"]
     optimizer.load_state_dict({**saved, "param_groups": groups})
 
 
@@ -216,11 +195,11 @@ def _light(kind: type[torch.optim.Optimizer]) -> Any:
     switch. Where a method has no wrapper, it is used as it is, so a torch that mends this needs no change here.
     """
     names = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
-    return type(
-        kind.__name__,
-        (kind,),
-        {name: torch.no_grad()(inspect.unwrap(getattr(kind, name))) for name in names},
-    )
+
+    methods = {}
+    for name in names:
+        methods[name] = torch.no_grad()(inspect.unwrap(getattr(kind, name)))
+    return type(kind.__name__, (kind,), methods)
 
 
 _SGD, _ADAMW = _light(torch.optim.SGD), _light(torch.optim.AdamW)
@@ -230,6 +209,7 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """Learning rate of update `step` of `steps`: linear warm-up, then poly or cosine down to 0 after the last."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
+
     done = (step - config.warmup_steps) / max(steps - config.warmup_steps, 1)
     if config.schedule == "poly":
         return config.lr * float((1.0 - done) ** config.power)
@@ -250,6 +230,7 @@ class Ema:
     def _match(self, model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Float tensors of the average and of the network, each once: tied ones have two names."""
         averaged = self.model.state_dict(keep_vars=True)
+
         pairs = {
             live: averaged[name]
             for name, live in model.state_dict(keep_vars=True).items()

@@ -7,57 +7,54 @@ import math
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from segpipe.data.augment import Augmenter
-from segpipe.data.plan import REPEATS
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.recorder import open_watch
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep, train_step
+from segpipe.train.teacher import teacher_of
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import DataSet
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
-    from segpipe.train.watch import Watch
+    from segpipe.train.recorder import Watch
 
-WARM, TIMED, TRACED = 3, 10, 2  # updates
+# Updates.
+WARM = 3
+TIMED = 10
+TRACED = 2
 SAMPLES = 8  # that the loader's work is measured on
 # Of a Watch: the ledger's work.
 HOOKS = ("forward", "shard", "whole_batch", "reduced", "applied", "after_update")
-
-
-@dataclass(frozen=True)
-class SpanCost:
-    """A part of an update."""
-
-    name: str
-    ms: float  # per update
-    share: float  # of an update
-
-
-@dataclass(frozen=True)
-class StepProfile:
-    """What `measure` found."""
-
-    update_ms: float
-    images_per_second: float  # of this process
-    parts: list[SpanCost]
-    read_ms: float  # per sample, in one process
-    augment_ms: float
-    repeated: float  # share of the samples that the canary has made again
-    advice: list[str]
+# Of each part, the share of an update from which this is worth a change.
+ADVICE = {
+    "data": (
+        0.1,
+        "the update waits for data. Set data.workers={workers}, if there are as many cores, or let data.cache_mib keep "
+        "decoded images.",
+    ),
+    "loss": (
+        0.25,
+        "loss.stride=2 takes a quarter of the pixels, and changes the training a little.",
+    ),
+    "reduction": (
+        0.1,
+        "gradients are moved and other processes waited for. Raise compute.samples_per_shard, or use fewer processes.",
+    ),
+    "ledger": (0.03, "compute.ledger=false leaves it out."),
+}
 
 
 class Spans:
@@ -88,11 +85,14 @@ class Spans:
         """Seconds by name since the last call; waits for a GPU."""
         if self._cuda:
             torch.cuda.synchronize()
+
         for name, start, end in self._events:
             self._seconds[name] += start.elapsed_time(end) / 1000
+
         seconds = dict(self._seconds)
         self._seconds.clear()
         self._events.clear()
+
         return seconds
 
     def attach(self, watch: Watch) -> None:
@@ -112,37 +112,48 @@ class Spans:
             hook(*given)
 
 
-def measure(config: Config, group: Group, folder: Path) -> StepProfile:
-    """Profile of some updates of a fresh network; writes `folder`/trace.json, for chrome://tracing and Perfetto.
+def measure(config: Config, group: Group, folder: Path) -> dict[str, Any]:
+    """Content of profile.json, from some updates of a fresh network; writes `folder`/trace.json, for Perfetto.
 
+    `parts` has the milliseconds of each part of an update, the slowest first, with `other` for what no span holds.
     A collective: every rank measures itself. Raises ConfigError and DataError as a training does.
     """
-    device, compute = group.device, config.compute
+    compute = config.compute
     flags.apply(compute.threads, compute.mode)
+
     samples = open_samples(config.data, "train", config.seed)
-    spans = Spans(device)
+    spans = Spans(group.device)
+
     with _updates(config, group, samples, spans) as update:
         for _ in range(WARM):
             update()
         spans.take()
+
         before = time.perf_counter()
         for _ in range(TIMED):
             update()
-        seconds = {name: spent / TIMED for name, spent in spans.take().items()}
-        whole = (time.perf_counter() - before) / TIMED
-        _trace(update, folder, device)
-    read, augment = _loader(config, samples)
+
+        seconds = spans.take()
+        whole = time.perf_counter() - before
+
+        with profile() as trace:
+            for _ in range(TRACED):
+                update()
+        folder.mkdir(parents=True, exist_ok=True)
+        trace.export_chrome_trace(str(folder / "trace.json"))  # type: ignore[no-untyped-call]
+
+    seconds["other"] = max(whole - sum(seconds.values()), 0.0)
+    slowest_first = sorted(seconds, key=lambda name: -seconds[name])
+
     batch = len(group.own_shards(compute.shards)) * compute.samples_per_shard
-    found = StepProfile(
-        update_ms=round(1000 * whole, 2),
-        images_per_second=round(batch / whole, 2),
-        parts=_parts(seconds, whole),
-        read_ms=round(read, 2),
-        augment_ms=round(augment, 2),
-        repeated=REPEATS / config.augment.canary if config.augment.canary else 0.0,
-        advice=[],
-    )
-    return replace(found, advice=advice(found, config, device, batch))
+
+    found: dict[str, Any] = {
+        "update_ms": 1000 * whole / TIMED,
+        "images_per_second": batch * TIMED / whole,  # of this process
+        "parts": {name: 1000 * seconds[name] / TIMED for name in slowest_first},
+        "sample_ms": 1000 * _sample_seconds(config, samples),
+    }
+    return {**found, "advice": advice(found, config, batch)}
 
 
 @contextlib.contextmanager
@@ -153,14 +164,13 @@ def _updates(
     counts = counted(config, group, samples, kept=None, say=print)
     steps = range(WARM + TIMED + TRACED)
     state = build_state(config, samples.classes, group.device)
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        contextlib.closing(
-            shard_stream(config, group, samples, steps, counts)
-        ) as stream,
-    ):
+    state.teacher = teacher_of(config, group.device)
+
+    stream = shard_stream(config, group, samples, steps, counts)
+    with tempfile.TemporaryDirectory() as scratch, contextlib.closing(stream):
         elsewhere = replace(config, run=replace(config.run, root=scratch))
         watch = open_watch(elsewhere, group, state, samples, flags.fingerprint())
+
         spans.attach(watch)
         step = TrainStep(config, watch, loss_weights(config, samples, counts))
 
@@ -173,79 +183,39 @@ def _updates(
         watch.close()
 
 
-def _trace(update: Callable[[], None], folder: Path, device: torch.device) -> None:
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as trace:
-        for _ in range(TRACED):
-            update()
-    folder.mkdir(parents=True, exist_ok=True)
-    trace.export_chrome_trace(str(folder / "trace.json"))  # type: ignore[no-untyped-call]
-
-
-def _parts(seconds: dict[str, float], whole: float) -> list[SpanCost]:
-    """Parts by time, and `other` for what no span holds."""
-    seconds["other"] = max(whole - sum(seconds.values()), 0.0)
-    slowest_first = sorted(seconds.items(), key=lambda item: -item[1])
-    return [
-        SpanCost(name, ms=round(1000 * spent, 2), share=round(spent / whole, 4))
-        for name, spent in slowest_first
-    ]
-
-
-def _loader(config: Config, samples: DataSet) -> tuple[float, float]:
-    """Milliseconds to read a sample and to augment it, in this process on one thread: medians."""
+def _sample_seconds(config: Config, samples: DataSet) -> float:
+    """Time to read and augment a sample, in this process on one thread."""
     augmenter = Augmenter(config.augment)
-    reading, augmenting = [], []
+
+    before = 0.0
     for index in range(SAMPLES + 1):
-        start = time.perf_counter()
-        image, target = samples.read(index % len(samples))
-        read = time.perf_counter()
-        augmenter.crop(image, target, index)
-        reading.append(read - start)
-        augmenting.append(time.perf_counter() - read)
-    # The first sample warms up.
-    return 1000 * median(reading[1:]), 1000 * median(augmenting[1:])
+        if index == 1:  # the first warms up
+            before = time.perf_counter()
+        augmenter.crop(*samples.read(index % len(samples)), index)
+
+    return (time.perf_counter() - before) / SAMPLES
 
 
-def advice(
-    found: StepProfile, config: Config, device: torch.device, batch: int
-) -> list[str]:
+def advice(found: Mapping[str, Any], config: Config, batch: int) -> list[str]:
     """What to change first, in words: one sentence for each part that takes more than it should."""
-    share = defaultdict[str, float](float)
-    share |= {part.name: part.share for part in found.parts}
+    whole = found["update_ms"]
+    parts = found["parts"]
+    busy_ms = max(whole - parts.get("data", 0.0), 1e-9)
+    workers = math.ceil(batch * found["sample_ms"] / busy_ms)
+
     sentences = []
-    if share["data"] > 0.1:
-        per_sample = (found.read_ms + found.augment_ms) * (1 + found.repeated)
-        busy_ms = max(found.update_ms * (1 - share["data"]), 1e-9)
-        needed = math.ceil(batch * per_sample / busy_ms)
-        more = "The workers lack cores or memory bandwidth: leave them cores, with compute.threads"
-        if needed > config.data.workers:
-            more = f"Set data.workers={needed} (now {config.data.workers}), which should keep up"
+    for name, (threshold, sentence) in ADVICE.items():
+        share = parts.get(name, 0.0) / whole
+        if share > threshold:
+            sentences.append(f"{name} {share:.0%}: {sentence.format(workers=workers)}")
+
+    on_cpu = config.compute.device == "cpu" or not torch.cuda.is_available()
+    slow = on_cpu and flags.emulated("bf16")
+    if config.train.precision == "fp32" and not slow:
         sentences.append(
-            f"Loader-bound: {share['data']:.0%} of an update waits for data, and a sample takes {per_sample:.1f} ms. "
-            f"{more}, or let data.cache_mib keep decoded images."
+            "train.precision=bf16 runs the network in bf16, which this processor has instructions for."
         )
-    if share["loss"] > 0.25:
-        sentences.append(
-            f"Loss-bound: the loss takes {share['loss']:.0%} of an update, without its backward. loss.stride=2 (now "
-            f"{config.loss.stride}) takes a quarter of the pixels, and changes the training a little."
-        )
-    if share["reduction"] > 0.1:
-        sentences.append(
-            f"Reduction-bound: {share['reduction']:.0%} of an update moves gradients and waits for other processes. "
-            f"Raise compute.samples_per_shard (now {config.compute.samples_per_shard}), or use fewer processes."
-        )
-    if share["ledger"] > 0.03:
-        sentences.append(
-            f"The ledger takes {share['ledger']:.0%} of an update; compute.ledger=false leaves it out."
-        )
-    slow_bf16 = device.type == "cpu" and flags.emulated("bf16")
-    if config.train.precision == "fp32" and not slow_bf16:
-        sentences.append(
-            "train.precision=bf16 runs the network in bf16, which this device has instructions for."
-        )
+
     return sentences or [
         "Nothing stands out: the network's forward and backward take most of the time."
     ]

@@ -1,21 +1,24 @@
-"""The ledger of a run: digests of what every update read, computed and left behind.
+"""What observes the updates of a run: agreement between ranks, memory, and the ledger.
 
-Level 0 (`compute.ledger`): one row per shard and one per step. Level 1 (`compute.mode=audit`): also one row per sample
-and per tensor.
+The ledger holds digests of what every update read, computed and left behind. Level 0 (`compute.ledger`): one row per
+shard and one per step. Level 1 (`compute.mode=audit`): also one row per sample and per tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from segpipe.distributed.agreement import Agreement
+from segpipe.distributed.health import Health, Scene, out_of_memory_named
 from segpipe.ledger import writer as ledger
 from segpipe.ledger.digest import digest_groups, digest_many, float_bits
 from segpipe.ledger.rows import ledger_path
-from segpipe.train.watch import Watch
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import Samples
@@ -23,6 +26,79 @@ if TYPE_CHECKING:
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
     from segpipe.train.state import TrainState
+
+NamedTensors = Mapping[str, Sequence[Tensor]]
+
+
+class Watch:
+    """Hooks that an update calls. This version keeps no ledger (compute.ledger=false, compute.mode=off).
+
+    Ranks still compare the collectives that they called, and memory is still watched. No hook changes a number.
+    """
+
+    # Of what the last update left behind; equal on all ranks.
+    state_digest: Tensor | None = None
+
+    def __init__(self, group: Group, state: TrainState) -> None:
+        self.group = group
+        self.state = state
+        self.health = Health(group)
+        # Sums integers over the ranks, which compare their states on the way. Bound, not wrapped: the line of a
+        # collective is the nearest outside segpipe/distributed, and must be that of the caller.
+        self.sum = Agreement(group, self).sum
+
+    def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """Context of one part of an update, which `segpipe profile` measures; spans do not overlap."""
+        return contextlib.nullcontext()
+
+    def forward(self, seen: Tensor, heads: Mapping[str, Tensor]) -> None:
+        """After a shard's forward pass, with the network's input and outputs."""
+
+    def shard(
+        self,
+        batch: ShardBatch,
+        loss: Tensor,
+        statistics: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+    ) -> None:
+        """The backward of a shard is done; `gradients` in the order of the trained parameters."""
+
+    def whole_batch(self, shards: Sequence[ShardBatch]) -> None:
+        """DDP takes these shards as one batch: there is no `forward` and `shard` for each."""
+
+    def reduced(self, valid: Tensor) -> None:
+        """The gradients of the step are in `.grad`, before anything scales or clips them."""
+
+    def applied(self, rate: float) -> None:
+        """The update is done, at this learning rate."""
+
+    def after_update(self) -> None:
+        """The update and its checks are done. May be a collective."""
+
+    def flush(self, *, sync: bool = False) -> None:
+        """Write what is pending; with `sync` it is on the disk afterwards."""
+
+    def close(self) -> None:
+        """Write what is pending, and end."""
+
+    def state_parts(self) -> dict[str, list[int]]:
+        """Digests of the tensors that `part_names` names, as the state is now."""
+        return {}
+
+    def part_names(self) -> dict[str, list[str]]:
+        """Names of the tensors of the state, by kind, in the order in which a fault spreads."""
+        return {}
+
+    def explain_out_of_memory(
+        self, shapes: Sequence[tuple[int, ...]]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Context that raises OutOfMemory in place of torch's errors; `shapes`: of the image batches inside."""
+        state = self.state
+        device = self.group.device
+        scene = Scene(
+            self.group.rank, state.step, shapes, state.model, device, state.optimizer
+        )
+        return out_of_memory_named(scene)
 
 
 class Recorder(Watch):
@@ -37,66 +113,59 @@ class Recorder(Watch):
         state: TrainState,
         samples: Samples,
         fingerprint: dict[str, Any],
-        *,
-        cache_mib: float = 0.0,
     ) -> None:
         """Open the run's ledger for a session that starts at `state.step`. Raises CheckpointError."""
-        super().__init__(group, state, config.run_dir, cache_mib=cache_mib)
+        super().__init__(group, state)
         self.samples = samples
         self.audits = config.compute.mode == "audit"
-        self.steps_held = (
-            10 if self.audits else 50
-        )  # on the device, before they are written
-        self._names, self._parameters = zip(*_trained(state.model), strict=True)
-        self._norms = {
-            name: value
-            for name, value in _numbers(state.model).items()
-            if name not in self._names
-        }
+
+        # On the device, before they are written.
+        self.steps_held = 10 if self.audits else 50
+
+        named = state.model.named_parameters()
+        self._trained = {name: value for name, value in named if value.requires_grad}
+        self._weights = {name: [value] for name, value in self._trained.items()}
         self._averaged = _numbers(state.ema.model)
-        # In the order of a row; the optimizer's moments are made by its first updates.
-        self._tensors: dict[str, Sequence[Tensor]] = {
-            "weights": self._parameters,
-            "optimizer": [],
-            "statistics": list(self._norms.values()),
-            "ema": list(self._averaged.values()),
-        }
-        session = group.gather(
+        self._statistics = _numbers(state.model)
+        for name in self._trained:
+            del self._statistics[name]
+
+        gathered = group.gather(
             ledger.next_session(config.run_dir) if group.is_main else 0
-        )[0]
+        )
+        names = [samples.name(index) for index in range(len(samples))]
+        parts = {"gradient": list(self._trained), **self.part_names()}
+
         header = ledger.session_header(
             config,
             fingerprint,
-            session=session,
+            session=gathered[0],
             first_step=state.step,
             rank=group.rank,
             world_size=group.world_size,
-            parts={"gradient": self._names, **self.part_names()}
-            if self.audits
-            else None,
-            sample_names=[samples.name(index) for index in range(len(samples))]
-            if group.is_main
-            else [],
+            parts=parts if self.audits else None,
+            sample_names=names if group.is_main else [],
         )
-        self._writer = ledger.LedgerWriter(
-            ledger_path(config.run_dir, group.rank), header
-        )
+
+        path = ledger_path(config.run_dir, group.rank)
+        self._writer = ledger.LedgerWriter(path, header)
         self._shard: dict[str, Tensor] = {}
         self._step: dict[str, Tensor] = {}
+
         self.state_digest = torch.zeros((), dtype=torch.int64)
         self._state_row(state.step - 1)
 
     def forward(self, seen: Tensor, heads: Mapping[str, Tensor]) -> None:
         """Digests of input and output of the shard's network, for its row."""
-        found = digest_groups([[seen], list(heads.values())], channels_last=True)
-        self._shard = dict(zip(("batch", "logits"), found.unbind(), strict=True))
+        batch, logits = digest_groups(
+            [[seen], list(heads.values())], channels_last=True
+        )
+        self._shard = {"batch": batch, "logits": logits}
 
     def whole_batch(self, shards: Sequence[ShardBatch]) -> None:
         """Rows of shards that have no forward of their own."""
         for batch in shards:
-            self._writer.shard_row(
-                self.state.step, batch.shard, batch.epoch, batch.index, _samples(batch)
-            )
+            self._shard_row(batch, {})
 
     def shard(
         self,
@@ -106,45 +175,51 @@ class Recorder(Watch):
         gradients: Sequence[Tensor],
     ) -> None:
         """Row of a shard, after its backward; `gradients` in the order of the trained parameters."""
-        step, shard = self.state.step, batch.shard
-        found = digest_groups([statistics, gradients], channels_last=True)
-        sums = dict(zip(("statistics", "gradient"), found.unbind(), strict=True))
-        row = {
-            **self._shard,
-            **_samples(batch),
-            **sums,
-            "loss": float_bits(loss.detach().double()),
-        }
-        self._writer.shard_row(step, shard, batch.epoch, batch.index, row)
+        sums = digest_groups([statistics, gradients], channels_last=True)
+        found = {"statistics": sums[0], "gradient": sums[1]}
+        loss = float_bits(loss.detach().double())
+        self._shard_row(batch, {**self._shard, **found, "loss": loss})
+
         if not self.audits:
             return
-        self._writer.part_rows(step, shard, "gradient", _each(gradients))
-        self._writer.part_rows(step, shard, "statistics", _each(statistics))
-        for name, digests in self._decoded(batch).items():
-            self._writer.part_rows(step, shard, name, digests)
+
+        rows = {
+            "gradient": _each(gradients),
+            "statistics": _each(statistics),
+            **self._decoded(batch),
+        }
+        for name, digests in rows.items():
+            self._writer.part_rows(self.state.step, batch.shard, name, digests)
+
+    def _shard_row(self, batch: ShardBatch, found: Mapping[str, Tensor]) -> None:
+        row = {**found, **_samples(batch)}
+        self._writer.shard_row(
+            self.state.step, batch.shard, batch.epoch, batch.index, row
+        )
 
     def _decoded(self, batch: ShardBatch) -> dict[str, Tensor]:
         """Digests of the samples before augmentation; reads them again, in this process."""
-        pairs = [self.samples.read(int(index)) for index in batch.index]
-        images, targets = (
-            [digest_many([torch.from_numpy(part.copy())]) for part in parts]
-            for parts in zip(*pairs, strict=True)
-        )
+        images, targets = [], []
+        for index in batch.index:
+            image, target = self.samples.read(int(index))
+            images.append(torch.from_numpy(image.copy()))
+            targets.append(torch.from_numpy(target.copy()))
+
         return {
-            "decoded_image": torch.stack(images),
-            "decoded_target": torch.stack(targets),
+            "decoded_image": digest_groups([[image] for image in images]),
+            "decoded_target": digest_groups([[target] for target in targets]),
         }
 
     def reduced(self, valid: Tensor) -> None:
         """Digests of the gradients of the step, before anything scales or clips them."""
         gradients = [
             p.grad if p.grad is not None else torch.zeros_like(p)
-            for p in self._parameters
+            for p in self._trained.values()
         ]
-        self._step = {
-            "valid": valid.long(),
-            "gradient": digest_many(gradients, channels_last=True),
-        }
+
+        digest = digest_many(gradients, channels_last=True)
+        self._step = {"valid": valid.long(), "gradient": digest}
+
         if self.audits:
             self._writer.part_rows(self.state.step, None, "gradient", _each(gradients))
 
@@ -154,55 +229,52 @@ class Recorder(Watch):
         self._state_row(self.state.step - 1)
 
     def _state_row(self, step: int) -> None:
-        moments = [
-            value
-            for parameter in self._parameters
-            for value in _moments(self.state.optimizer, parameter)
-        ]
-        kinds = {**self._tensors, "optimizer": moments}
-        found = digest_groups(list(kinds.values()), channels_last=True)
+        kinds = self._kinds()
+        groups = [list(chain.from_iterable(named.values())) for named in kinds.values()]
+        found = digest_groups(groups, channels_last=True)
+
         scaler = self.state.scaler
-        if scaler.is_enabled():  # also before a session's first update: a loaded scale decides what is skipped
+        # Also before a session's first update: a loaded scale decides what is skipped.
+        if scaler.is_enabled():
             scale = scaler._get_scale_async()  # no wait for a GPU
             self._step["scale"] = float_bits(
                 scaler.get_scale() if scale is None else scale
             )
-        self._writer.step_row(
-            step, {**self._step, **dict(zip(kinds, found.unbind(), strict=True))}
-        )
-        self.state_digest = digest_many([found])
-        if self.audits:
-            for name, digests in self._digest_parts().items():
-                self._writer.part_rows(step, None, name, digests)
 
-    def _digest_parts(self) -> dict[str, Tensor]:
-        """For every name of `part_names` the digests of the tensors, or moments, under that name, int64 (n,)."""
-        found = {name: _each(tensors) for name, tensors in self._tensors.items()}
-        return found | {
-            "optimizer": _each(
-                [_moments(self.state.optimizer, value) for value in self._parameters]
-            )
+        digests = dict(zip(kinds, found.unbind(), strict=True))
+        self._writer.step_row(step, {**self._step, **digests})
+
+        self.state_digest = digest_many([found])
+
+        if self.audits:
+            for name, named in kinds.items():
+                self._writer.part_rows(step, None, name, _each(named.values()))
+
+    def _kinds(self) -> dict[str, NamedTensors]:
+        """Tensors of the state by kind and name, in the order of a row; the first updates make the moments."""
+        moments = {
+            name: _moments(self.state.optimizer, value)
+            for name, value in self._trained.items()
+        }
+
+        return {
+            "weights": self._weights,
+            "optimizer": moments,
+            "statistics": self._statistics,
+            "ema": self._averaged,
         }
 
     def part_names(self) -> dict[str, list[str]]:
         """Names of the tensors of the state, by kind, in the order in which a fault spreads."""
-        names = list(self._names)
-        return {
-            "weights": names,
-            "optimizer": names,
-            "statistics": list(self._norms),
-            "ema": list(self._averaged),
-        }
+        return {kind: list(named) for kind, named in self._kinds().items()}
 
     def state_parts(self) -> dict[str, list[int]]:
         """Digests of the tensors that `part_names` names, as the state is now."""
-        return {
-            name: digests.tolist() for name, digests in self._digest_parts().items()
-        }
+        kinds = self._kinds().items()
+        return {kind: _each(named.values()).tolist() for kind, named in kinds}
 
     def after_update(self) -> None:
         """Flush every `steps_held` updates, on all ranks or none: a full disk ends the run on all."""
-        super().after_update()
         if self.state.step % self.steps_held == 0:
             self.group.together(self.flush)
 
@@ -217,27 +289,18 @@ class Recorder(Watch):
 
 def _samples(batch: ShardBatch) -> dict[str, Tensor]:
     """Digests of each image, with its color where the device applies that, and of each target, int64 (b,)."""
-    images = (
-        [[image] for image in batch.image]
-        if batch.color is None
-        else [*zip(batch.image, batch.color, strict=True)]
-    )
+    images: list[Sequence[Tensor]] = [[image] for image in batch.image]
+    if batch.color is not None:
+        images = list(zip(batch.image, batch.color, strict=True))
+
     found = digest_groups([*images, *([target] for target in batch.target)])
     return {"image": found[: len(images)], "target": found[len(images) :]}
 
 
-def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
-
-
-def _numbers(model: nn.Module) -> dict[str, Tensor]:
+def _numbers(model: nn.Module) -> dict[str, list[Tensor]]:
     """Parameters and buffers by name, but for BatchNorm's counters of steps; they live as long as the model."""
     return {
-        name: value
+        name: [value]
         for name, value in model.state_dict().items()
         if not name.endswith("num_batches_tracked")
     }
@@ -249,12 +312,10 @@ def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[
     return [kept[name] for name in sorted(kept) if isinstance(kept[name], Tensor)]
 
 
-def _each(parts: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> Tensor:
+def _each(parts: Iterable[Tensor | Sequence[Tensor]]) -> Tensor:
     """Digest of every tensor, or of the tensors of every name, int64 (n,)."""
-    return digest_groups(
-        [[part] if isinstance(part, Tensor) else part for part in parts],
-        channels_last=True,
-    )
+    groups = [[part] if isinstance(part, Tensor) else part for part in parts]
+    return digest_groups(groups, channels_last=True)
 
 
 def keeps_ledger(config: Config) -> bool:
@@ -268,9 +329,8 @@ def open_watch(
     state: TrainState,
     samples: Samples,
     fingerprint: dict[str, Any],
-    cache_mib: float = 0.0,
 ) -> Watch:
-    """What watches a run: a Recorder where it keeps a ledger. `cache_mib` as for Watch."""
+    """What watches a run: a Recorder where it keeps a ledger."""
     if not keeps_ledger(config):
-        return Watch(group, state, config.run_dir, cache_mib=cache_mib)
-    return Recorder(config, group, state, samples, fingerprint, cache_mib=cache_mib)
+        return Watch(group, state)
+    return Recorder(config, group, state, samples, fingerprint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import cv2
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 RATIO = 0.02  # radius of a band as a fraction of the image diagonal, as in the paper
 LEVEL = 0.95
 RESAMPLES = 1000
-_AT_ONCE = 100  # resamples of one matrix product: 100 x 5,000 images are 4 MB
 
 
 def scores(
@@ -36,6 +35,7 @@ def scores(
     `names` are those of the classes; `sequence_of` and `seen` as for `by_sequence`.
     """
     per_class = rates(found.total, names)
+
     return {
         **summary(found.total, names),
         **per_class,
@@ -56,40 +56,27 @@ def interval(per_image: Mapping[int, Tensor], names: Sequence[str]) -> dict[str,
     """
     if len(per_image) < 2:
         return {"miou": None, "iou": dict.fromkeys(names)}
+
     counts = np.stack([per_image[index].numpy() for index in sorted(per_image)])
-    scores = np.concatenate(list(_resampled(counts)))
+    num = len(counts)
+    both = np.diagonal(counts, axis1=1, axis2=2)
+    pixels = np.concatenate([both, counts.sum(2), counts.sum(1)], axis=1)
+
+    random = generator(sample_key(0, 0, num, "bootstrap"))
+    times = np.empty((RESAMPLES, num))
+    for row in times:
+        row[:] = np.bincount(random.integers(0, num, num), minlength=num)
+
+    # In float64, which BLAS multiplies: whole numbers below 2**53, so the order of its sums does not matter.
+    hits, target, pred = np.split(times @ pixels.astype(np.float64), 3, axis=1)
+    union = np.where(target > 0, target + pred - hits, np.nan)
+    scores = hits / union
+
     known = np.isfinite(scores)
     means = np.where(known, scores, 0).sum(1) / np.maximum(known.sum(1), 1)
-    columns = [scores[known[:, k], k] for k in range(len(names))]
-    iou = {name: _middle(column) for name, column in zip(names, columns, strict=True)}
+
+    iou = {name: _middle(scores[known[:, k], k]) for k, name in enumerate(names)}
     return {"miou": _middle(means[known.any(1)]), "iou": iou}
-
-
-def _resampled(counts: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
-    """IoU per class of resampled images, (resamples, C) at a time; NaN for a class without a target pixel."""
-    num, _, num_classes = counts.shape
-    target, pred, both = (
-        counts.sum(2),
-        counts.sum(1),
-        np.diagonal(counts, axis1=1, axis2=2),
-    )
-    # In float64, which BLAS multiplies: whole numbers below 2**53, so the order of its sums does not matter.
-    pixels = np.concatenate([both, target, pred], axis=1).astype(np.float64)
-    random = generator(sample_key(0, 0, num, "bootstrap"))
-    for start in range(0, RESAMPLES, _AT_ONCE):
-        drawn = random.integers(0, num, (min(_AT_ONCE, RESAMPLES - start), num))
-        times = np.stack([np.bincount(row, minlength=num) for row in drawn]).astype(
-            np.float64
-        )
-        hits, targets, preds = np.split(
-            times @ pixels, (num_classes, 2 * num_classes), axis=1
-        )
-        yield np.divide(
-            hits,
-            targets + preds - hits,
-            out=np.full_like(hits, np.nan),
-            where=targets > 0,
-        )
 
 
 def _middle(scores: NDArray[np.float64]) -> list[float] | None:
@@ -112,8 +99,10 @@ def by_sequence(
     members: dict[str, list[Tensor]] = {}
     for index in sorted(per_image):
         members.setdefault(sequence_of[index], []).append(per_image[index])
+
     if len(members) == len(per_image):
         return {}
+
     return {
         name: {
             "images": len(found),
@@ -129,9 +118,10 @@ def flattering(sequences: Mapping[str, Mapping[str, Any]]) -> str:
     both = [name for name, found in sequences.items() if found["in_training"]]
     if not both:
         return ""
-    images, total = (
-        sum(sequences[name]["images"] for name in which) for which in (both, sequences)
-    )
+
+    images = sum(sequences[name]["images"] for name in both)
+    total = sum(found["images"] for found in sequences.values())
+
     return (
         f"{images} of {total} images are from sequences that training has seen too ({listed(both, 4)}): these scores "
         f"flatter. Neighboring frames look alike; expect less in new places."
@@ -151,16 +141,16 @@ def boundary_counts(
     Shapes: pred and target uint8 (H, W) -> int64 (3, C). Counts of images add up.
     """
     radius = max(1, round(RATIO * math.hypot(*target.shape)))
+
     ignored = target == IGNORE_INDEX
-    bands = [
-        _band(np.where(ignored, np.uint8(IGNORE_INDEX), ids), radius)
-        for ids in (pred, target)
-    ]
-    both = np.where(bands[0] == bands[1], bands[0], np.uint8(IGNORE_INDEX))
-    counts = [
-        np.bincount(ids.ravel(), minlength=IGNORE_INDEX + 1)[:num_classes]
-        for ids in (both, *bands)
-    ]
+    nothing = np.uint8(IGNORE_INDEX)
+    band = _band(np.where(ignored, nothing, pred), radius)
+    wanted = _band(target, radius)
+
+    counts = []
+    for ids in (np.where(band == wanted, band, nothing), band, wanted):
+        counts.append(np.bincount(ids.ravel(), minlength=256)[:num_classes])
+
     return np.stack(counts).astype(np.int64)
 
 
@@ -184,6 +174,8 @@ def _band(ids: NDArray[np.uint8], radius: int) -> NDArray[np.uint8]:
     window = np.ones((2 * radius + 1, 2 * radius + 1), np.uint8)
     lowest = cv2.erode(ids, window)  # 255 is never the lowest beside a class
     highest = cv2.dilate(np.where(ids == IGNORE_INDEX, np.uint8(0), ids), window)
+
     near = (lowest != ids) | (highest != ids)
+
     near[:radius] = near[-radius:] = near[:, :radius] = near[:, -radius:] = True
     return np.where(near, ids, np.uint8(IGNORE_INDEX))

@@ -28,44 +28,67 @@ WEIGHTS = "weights.json"  # in a run's folder: what became of every tensor
 
 
 def pin_weights(config: Config) -> None:
-    """Set `model.weights_sha256` to that of the file, so that the recipe names its content.
+    """Set `model.weights_sha256` and `loss.teacher_sha256` to those of the files: the recipe names their content.
 
     A run that is resumed does not need the file any more: where it is gone, the value is that of config.json. Raises
     ConfigError without a file, and CheckpointError when it has another SHA-256 than the setting.
     """
-    model = config.model
+    model, loss = config.model, config.loss
+    if loss.teacher:
+        path = teacher_path(config)
+        if not path.is_file():
+            raise ConfigError(
+                f"loss.teacher = {loss.teacher}: {path} does not exist. Set it to the folder of a finished run, or to "
+                f"one of its checkpoints."
+            )
+        loss.teacher_sha256 = _pinned(path, "loss.teacher_sha256", loss.teacher_sha256)
     if not model.weights:
         return
     path = weights_path(config)
     if not path.is_file():
         model.weights_sha256 = _earlier_sha256(config)
         return
+    model.weights_sha256 = _pinned(path, "model.weights_sha256", model.weights_sha256)
+
+
+def _pinned(path: Path, key: str, expected: str) -> str:
+    """SHA-256 of the file. Raises CheckpointError where another one is expected."""
     found = sha256(path)
-    if model.weights_sha256 not in ("", found):
+    if expected not in ("", found):
         raise CheckpointError(
-            f"{path} has SHA-256 {found}, but model.weights_sha256 = {model.weights_sha256}. The file is not the one "
-            f"that was meant; fetch it again, or leave model.weights_sha256 out."
+            f"{path} has SHA-256 {found}, but {key} = {expected}. The file is not the one that was meant; fetch it "
+            f"again, or leave {key} out."
         )
-    model.weights_sha256 = found
+    return found
 
 
 def check_pins(config: Config, group: Group) -> None:
     """Refuse files of weights that differ between ranks, as copies on the disks of several machines may."""
-    found = group.gather(config.model.weights_sha256)
-    if len(set(found)) > 1:
-        listed = ", ".join(
-            f"rank {rank} {digest[:12] or 'none'}"
-            for rank, digest in enumerate(found[:8])
-        )
-        raise ConfigError(
-            f"model.weights = {config.model.weights} has other content on other machines (SHA-256: {listed}). Copy one "
-            f"file to all of them."
-        )
+    pins = {
+        f"model.weights = {config.model.weights}": config.model.weights_sha256,
+        f"loss.teacher = {config.loss.teacher}": config.loss.teacher_sha256,
+    }
+    for setting, pin in pins.items():
+        found = group.gather(pin)
+        if len(set(found)) > 1:
+            listed = ", ".join(
+                f"rank {rank} {digest[:12] or 'none'}"
+                for rank, digest in enumerate(found[:8])
+            )
+            raise ConfigError(
+                f"{setting} has other content on other machines (SHA-256: {listed}). Copy one file to all of them."
+            )
 
 
 def weights_path(config: Config) -> Path:
     """The file that `model.weights` names; of a run's folder, last.pt."""
     path = Path(config.model.weights).expanduser()
+    return path / "last.pt" if path.is_dir() else path
+
+
+def teacher_path(config: Config) -> Path:
+    """The checkpoint that `loss.teacher` names; of a run's folder, last.pt."""
+    path = Path(config.loss.teacher).expanduser()
     return path / "last.pt" if path.is_dir() else path
 
 

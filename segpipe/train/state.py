@@ -35,6 +35,7 @@ class TrainState:
     )
     notes: tuple[str, ...] = ()  # what a person should know about its start
     stale: int = 0  # validations since the one with best_miou
+    teacher: SegmentationNet | None = None  # of loss.teacher; never changes
 
 
 def build_state(

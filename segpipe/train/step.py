@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from segpipe.losses.total import valid_pixels
+from segpipe.train.forward import counters, statistics
 from segpipe.train.gradients import BatchLoss, DdpGradients, ElasticGradients
-from segpipe.train.norms import counters, statistics
 from segpipe.train.optim import frozen_modules, learning_rate, set_rate
 
 if TYPE_CHECKING:
     from segpipe.data.loader import ShardBatch
     from segpipe.settings.config import Config
-    from segpipe.train.watch import Watch
+    from segpipe.train.recorder import Watch
 
 NEVER = torch.iinfo(torch.int64).max  # a step that no run reaches
 
@@ -39,22 +39,27 @@ class TrainStep:
     def __init__(
         self, config: Config, watch: Watch, class_weights: Tensor | None = None
     ) -> None:
-        self.config, self.watch, self.state, self.group = (
-            config,
-            watch,
-            watch.state,
-            watch.group,
-        )
-        self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
-        self.counters = counters(self.state.model)
-        self.frozen = frozen_modules(self.state.model)
-        self.statistics = statistics(self.state.model)
+        self.config = config
+        self.watch = watch
+        self.state = watch.state
+        self.group = watch.group
+
+        model = self.state.model
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.counters = counters(model)
+        self.frozen = frozen_modules(model)
+        self.statistics = statistics(model)
+
         self.loss = BatchLoss(config, watch, class_weights)
-        self.gradients = _gradients(self.loss)
+        self.gradients: ElasticGradients | DdpGradients
+        if config.compute.mode in ("elastic", "audit"):
+            self.gradients = ElasticGradients(self.loss)
+        else:
+            self.gradients = DdpGradients(self.loss)
+
         self._rate = 0.0
-        self._means: list[
-            Tensor
-        ] = []  # BatchNorm statistics that `apply` copies into the network
+        # BatchNorm statistics that `apply` copies into the network.
+        self._means: list[Tensor] = []
         # First update that was not finite, int64, 0-d, on the device: the host does not look at every update. An
         # overflow that the scaler skips does not count.
         self.first_bad = torch.full((), NEVER, device=self.group.device)
@@ -67,19 +72,21 @@ class TrainStep:
         Changes nothing of the state but `.grad`: until `apply`, a checkpoint of it is that of the last update.
         `global_valid` is the number of valid pixels in all shards of all ranks, int64, 0-d, on the device.
         """
-        for (
-            module
-        ) in self.frozen:  # code of a network or of a test may have called train()
+        for module in self.frozen:
+            # Code of a network or of a test may have called train().
             module.training = False
+
         reduced = self.gradients(shards, global_valid)
         self.watch.reduced(global_valid)
         self._means = reduced.means
-        state, optim = self.state, self.config.optim
-        rate = learning_rate(
-            state.step, optim.schedule_steps or self.config.train.steps, optim
-        )
+
+        state = self.state
+        optim = self.config.optim
+        steps = optim.schedule_steps or self.config.train.steps
+        rate = learning_rate(state.step, steps, optim)
         set_rate(state.optimizer, rate)
         self._rate = rate
+
         with self.watch.span("clip"):
             state.scaler.unscale_(state.optimizer)
             grads = [p.grad for p in self.parameters if p.grad is not None]
@@ -88,20 +95,20 @@ class TrainStep:
                 torch.nn.utils.clip_grads_with_norm_(
                     self.parameters, optim.clip_norm, norm, foreach=True
                 )
-        if (
-            state.scaler.is_enabled()
-        ):  # it skips an update that overflowed, so its statistics must be dropped too
-            finite = torch.isfinite(norm)
-            self._means = [
-                torch.where(finite, *pair)
-                for pair in zip(self._means, self.statistics, strict=True)
-            ]
+
         parts = dict(reduced.parts)
         total = parts.pop("total")
-        finite = torch.isfinite(total if state.scaler.is_enabled() else total + norm)
-        self.first_bad = torch.where(
-            finite, self.first_bad, self.first_bad.clamp(max=state.step)
-        )
+
+        finite = torch.isfinite(total + norm)
+        if state.scaler.is_enabled():
+            # It skips an update that overflowed, so its statistics must be dropped, too.
+            fits = torch.isfinite(norm)
+            pairs = zip(self._means, self.statistics, strict=True)
+            self._means = [torch.where(fits, *pair) for pair in pairs]
+            finite = torch.isfinite(total)
+
+        bad = self.first_bad.clamp(max=state.step)
+        self.first_bad = torch.where(finite, self.first_bad, bad)
         return StepResult(total, parts, norm, rate, reduced.shard_losses)
 
     def apply(self) -> None:
@@ -109,16 +116,19 @@ class TrainStep:
         state = self.state
         if self._means:
             torch._foreach_copy_(self.statistics, self._means)
+
         with self.watch.span("optimizer"):
             state.scaler.step(state.optimizer)
             state.scaler.update()
             state.optimizer.zero_grad(set_to_none=True)
         with self.watch.span("average"):
             state.ema.update(state.step)
+
         state.step += 1
         if self.counters:  # of updates, for any number of shards
             torch._foreach_zero_(self.counters)
             torch._foreach_add_(self.counters, state.step)
+
         self.watch.applied(self._rate)
 
 
@@ -137,12 +147,14 @@ def train_step(
     `wait` the host neither checks nor stops, so that a GPU is not waited for.
     """
     watch = step.watch
+
     with watch.span("counts"):
-        pixels, stops = watch.sum(
-            [sum(valid_pixels(batch.target) for batch in shards), int(stop)], wait=wait
-        )
+        own = sum(valid_pixels(batch.target) for batch in shards)
+        pixels, stops = watch.sum([own, int(stop)], wait=wait)
+
     if wait and int(stops) and int(step.first_bad) == NEVER:
         return None
+
     with watch.explain_out_of_memory([batch.image.shape for batch in shards]):
         result = step(shards, pixels)
         if wait:
@@ -150,13 +162,3 @@ def train_step(
         step.apply()
     watch.after_update()
     return result
-
-
-def _gradients(loss: BatchLoss) -> ElasticGradients | DdpGradients:
-    """The way that `compute.mode` asks for."""
-    mode = loss.config.compute.mode
-    return (
-        ElasticGradients(loss)
-        if mode in ("elastic", "audit")
-        else DdpGradients(loss, warm_up=mode == "ddp")
-    )

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from segpipe.data.frequency import PixelCounts
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
+    from segpipe.train.recorder import Watch
     from segpipe.train.state import TrainState
-    from segpipe.train.watch import Watch
+    from segpipe.train.validate import Validation
 
 
 class View(contextlib.AbstractContextManager[Any], Protocol):
@@ -35,6 +36,8 @@ class Log(Protocol):
     """Keeps figures by step and kind; a line that an earlier session of the run has written is not written again."""
 
     def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None: ...
+
+    def validated(self, run: Run, found: Validation) -> None: ...
 
     def close(self, exit_code: int = 0) -> None: ...
 

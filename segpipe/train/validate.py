@@ -15,7 +15,7 @@ from segpipe.data.loader import eval_images
 from segpipe.losses import compiled, strips
 from segpipe.losses.strips import ClassHead
 from segpipe.models.resize import bilinear, bilinear_axes
-from segpipe.train.gradients import autocast
+from segpipe.train.forward import autocast
 from segpipe.train.metrics import confusion, confusion_of
 
 if TYPE_CHECKING:
@@ -130,7 +130,8 @@ def validate(
     images = eval_images(
         samples,
         own,
-        workers=min(data.workers, 1),
+        # A GPU is faster than one process that decodes; the start of more costs a CPU more than they save.
+        workers=data.workers if group.device.type == "cuda" else min(data.workers, 1),
         start_method=data.start_method,
         timeout_s=data.timeout_s,
         cache=cache,
@@ -140,13 +141,11 @@ def validate(
         per_image[index] = counts.cpu()
         see(index, pred, target)
         progress(len(per_image), len(own))
-    merged = {
-        index: counts
-        for part in group.gather(per_image)
-        for index, counts in part.items()
-    }
+    merged: dict[int, Tensor] = {}
+    for part in group.gather(per_image):
+        merged |= part
     assert len(merged) == len(samples)
     total = torch.zeros(num_classes, num_classes, dtype=torch.int64)
-    for index in sorted(merged):
-        total += merged[index]
+    for counts in merged.values():
+        total += counts
     return Validation(total, merged)

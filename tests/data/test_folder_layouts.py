@@ -116,16 +116,17 @@ def test_a_table_of_pairs_is_read_and_hashed(tmp_path: Path) -> None:
     for text in tables:
         (tmp_path / "train.csv").write_text(text)
         assert found(data) == pairs
-    before = data_hashes(data, ["train"])
+    before = data_hashes([open_samples(data, "train", 0)])
     assert set(before) == {
         "classes.yaml", "train.csv", "photos/a.png", "photos/b.png", "drawn/one.png", "drawn/two.png",
     }  # fmt: skip
     (tmp_path / "train.csv").write_text(
         tables[0].replace("one", "x").replace("two", "one").replace("x.png", "two.png")
     )
-    assert data_hashes(data, ["train"])["train.csv"] != before["train.csv"], (
-        "the same files, paired otherwise"
-    )
+    assert (
+        data_hashes([open_samples(data, "train", 0)])["train.csv"]
+        != before["train.csv"]
+    ), "the same files, paired otherwise"
 
 
 def test_a_list_holds_stems_or_paths(tmp_path: Path) -> None:
@@ -233,17 +234,16 @@ REFUSED = {
         ["images/train/a.png", "masks/train/a.json"],
         [
             "holds no masks of the 1 images",
-            "1 .json files, which are shapes",
-            "`segpipe import --help` (labelme or coco)",
+            "`segpipe import --help`",
         ],
     ),
     "heic": (
         ["images/train/a.heic", "mask:masks/train/a.png"],
-        ["a.heic is of a format that is not read"],
+        ["holds 1 files that are not read", "a.heic", "a.png has no image"],
     ),
     "gif beside": (
         ["images/train/a.png", "images/train/b.gif", "mask:masks/train/a.png"],
-        ["b.gif", "b.gif has no mask"],
+        ["holds 1 files that are not read, beside 1 pictures: 1 .gif", "b.gif"],
     ),
     "row without a file": (
         ["a.png", "train.csv=a.png,b.png"],
@@ -259,15 +259,11 @@ REFUSED = {
     ),
     "wrong line": (
         ["images/frame1.png", "mask:masks/frame1.png", "train.txt=frame1\nfrme1"],
-        ["lists frme1, but images has no such stem. Did you mean frame1?"],
-    ),
-    "another suffix": (
-        ["images/a.PNG", "mask:masks/a.png", "train.txt=images/a.jpg"],
-        ["lists images/a.jpg, but the file is named a.PNG. Write it so."],
+        ["lists frme1, but images has no such stem."],
     ),
     "another case": (
         ["images/a.PNG", "mask:masks/a.png", "train.txt=images/A.png"],
-        ["lists images/A.png, but the file is named a.PNG. Write it so."],
+        ["lists images/A.png, but images has no such stem."],
     ),
 }
 

@@ -105,10 +105,7 @@ def test_listed_splits_read_the_same_pairs(data: DataConfig, tmp_path: Path) -> 
     assert found(listed) == []
     (flat / "val.txt").write_text("frame3\nframe3\nfrme4\n")
     assert any("val.txt lists frame3 2 times" in text for text in found(listed))
-    assert any(
-        "val.txt lists frme4" in text and "Did you mean frame4" in text
-        for text in found(listed)
-    )
+    assert any("val.txt lists frme4, but" in text for text in found(listed))
 
 
 def test_jpeg_images_are_read(data: DataConfig, tmp_path: Path) -> None:
@@ -157,7 +154,7 @@ def test_a_sequence_that_is_held_out_moves_from_training_to_validation(
     ]  # the control
     with pytest.raises(
         DataError,
-        match=r"no image is of that sequence.*a: 3, b: 1, c: 3. Did you mean a\?",
+        match=r"no image is of that sequence.*a: 3, b: 1, c: 3\.",
     ):
         names(replace(data, hold_out="aa"), "train")
     with pytest.raises(DataError, match="training would have no image left"):
@@ -283,14 +280,18 @@ def test_every_fault_is_named_with_its_file(
     data: DataConfig, fault: str, mode: str
 ) -> None:
     data.verify = mode
-    verify(data, ["train", "val"])
+    verify(data, {split: open_samples(data, split, 0) for split in ("train", "val")})
     damage, parts = FAULTS[fault]
     damage(Path(data.root))
     if mode == "headers" and fault in NEEDS_PIXELS:
-        verify(data, ["train", "val"])
+        verify(
+            data, {split: open_samples(data, split, 0) for split in ("train", "val")}
+        )
         return
     with pytest.raises(DataError) as caught:
-        verify(data, ["train", "val"])
+        verify(
+            data, {split: open_samples(data, split, 0) for split in ("train", "val")}
+        )
     assert all(part in str(caught.value) for part in parts), str(caught.value)
     assert len(found(data)) == 1
 

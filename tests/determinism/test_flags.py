@@ -268,11 +268,11 @@ def test_another_backend_of_the_loss_is_refused_and_the_same_one_resumes(
     folder, steps = tmp_path / "run", "train.steps=1"
     assert runs.run(folder, steps, "loss.backend=plain") == 0
     assert (
-        runs.run(folder, steps, "run.exists=resume", "loss.backend=torch")
+        runs.run(folder, steps, "run.exists=resume", "loss.backend=native")
         == CheckpointError.exit_code
     )
     assert (
-        "loss: plain -> torch). Resume with loss.backend=plain, or"
+        "loss: plain -> native). Resume with loss.backend=plain, or"
         in capsys.readouterr().err
     )
     assert runs.run(folder, steps, "run.exists=resume", "loss.backend=plain") == 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import types
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from segpipe.distributed import group as group_module
-from segpipe.distributed import meeting
+from segpipe.distributed.contract import Contract
 from segpipe.distributed.group import Group, join
-from segpipe.distributed.watch.contract import Contract
-from segpipe.errors import CheckpointError, DataError, SegpipeError
+from segpipe.errors import CheckpointError, ConfigError, DataError, SegpipeError
 from segpipe.settings.groups import ComputeConfig
 
 
@@ -92,12 +91,9 @@ def test_nccl_is_taken_where_no_two_ranks_share_a_gpu(
     shared: list[int],
 ) -> None:
     """All ranks must take the same, whatever each of them sees. Here one GPU is visible to each."""
-    store, made = dist.HashStore(), []
-    for place in (1, 0, 2):  # in the order of arrival
-        store.set(
-            f"card/{store.add('cards', 1)}",
-            json.dumps({"rank": place, "gpu": gpus[place]}),
-        )
+    made: list[str] = []
+    # In the order of arrival.
+    cards = [{"rank": place, "gpu": gpus[place]} for place in (1, 0, 2)]
     known = {
         "RANK": rank,
         "WORLD_SIZE": 3,
@@ -107,15 +103,18 @@ def test_nccl_is_taken_where_no_two_ranks_share_a_gpu(
     }
     for name, value in known.items():
         monkeypatch.setenv(name, str(value))
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(
-        group_module.meeting, "meet", lambda **given: asked.update(given) or store
-    )
+    asked: list[Any] = []
+
+    def meet(*given: Any) -> tuple[Any, Any]:
+        asked.extend(given)
+        return dist.HashStore(), cards
+
+    monkeypatch.setattr(group_module, "meet", meet)
     monkeypatch.setattr(
         group_module.dist, "init_process_group", lambda name, **given: made.append(name)
     )
     monkeypatch.setattr(group_module, "watch", lambda *given, **named: Contract())
-    monkeypatch.setattr(group_module, "_subgroups", lambda group, local: ())
+    monkeypatch.setattr(group_module, "_subgroups", lambda *given: ())
     if gpus[rank]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -129,13 +128,42 @@ def test_nccl_is_taken_where_no_two_ranks_share_a_gpu(
         warnings.simplefilter("always")
         join(ComputeConfig(), {"configuration": "x"})
     assert made == [backend]
-    assert asked["gpu"] == gpus[rank]
-    assert asked["same"] == {
-        "configuration": "x",
-        "device": "cuda" if gpus[rank] else "cpu",
-    }
+    device = "cuda" if gpus[rank] else "cpu"
+    timeout_s = ComputeConfig().timeout_s
+    assert asked == [{"configuration": "x", "device": device}, timeout_s, gpus[rank]]
     assert [str(shared) in str(warning.message) for warning in told] == [True] * (
         bool(shared) and rank == 0
     )
-    for place in range(3):
-        assert (place in meeting.sharing(store, 3)) == (place in shared)
+    assert group_module.sharing(cards) == shared
+
+
+def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(group_module, "proc_lines", lambda name: ["NVRM 535.1"])
+    with pytest.warns(UserWarning, match=r"auto takes the CPU.*NVRM 535\.1"):
+        assert group_module.choose_device("auto", 0).type == "cpu"
+    assert group_module.choose_device("cpu", 0).type == "cpu"  # without a warning
+    monkeypatch.setattr(group_module, "proc_lines", lambda name: [])
+    assert group_module.choose_device("auto", 0).type == "cpu"
+    with pytest.raises(ConfigError, match=r"compute\.device = cuda"):
+        group_module.choose_device("cuda", 0)
+
+
+def test_every_group_of_ranks_has_the_timeout_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without one NCCL takes 600 s, and its watchdog ends the process before the cause is named."""
+    asked: list[Any] = []
+
+    def subgroups(ranks: list[list[int]], *, timeout: timedelta) -> tuple[Any, Any]:
+        asked.append((ranks, timeout.total_seconds()))
+        return dist.ProcessGroup.__new__(dist.ProcessGroup), None
+
+    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", subgroups)
+    monkeypatch.setattr(Group, "gather", lambda self, item: [item] * 4)
+    group = Group(0, 0, 4, torch.device("cpu"))
+    within, across = group_module._subgroups(group, 2, timedelta(seconds=33))
+    assert (within.size, across.size) == (2, 2)
+    assert asked == [([[0, 1], [2, 3]], 33.0), ([[0, 2], [1, 3]], 33.0)]

@@ -325,7 +325,7 @@ def test_the_manifest_says_where_the_network_comes_from(
     source = manifest["source"]
     assert source["git"] == ORIGIN.git
     assert source["checkpoint"] == ORIGIN.checkpoint
-    assert (source["weights_digest"], source["seed"], source["step"]) == ("4567", 0, 7)
+    assert (source["ema_digest"], source["seed"], source["step"]) == ("4567", 0, 7)
     assert manifest["metrics"] == {**METRICS, "pixel_accuracy": None}
     mask = manifest["io"]["outputs"][0]
     assert (mask["invalid"], mask["stride"]) == (255, 1)
@@ -635,7 +635,7 @@ def test_origin_of_a_run(tmp_path: Path) -> None:
     assert found.metrics["miou"] == 0.25
     (tmp_path / "best.pt").write_bytes(b"better")
     best = origin_of(
-        tmp_path, "best", dataclasses.replace(network, weights_digest="89")
+        tmp_path, "best", dataclasses.replace(network, ema_digest="89")
     )
     assert best.checkpoint is not None
     assert best.checkpoint["file"] == "best.pt"

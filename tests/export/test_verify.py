@@ -33,7 +33,7 @@ from exports import (
 )
 from runs import write_camvid
 from segpipe.cli.main import main as segpipe
-from segpipe.data.samples import open_samples
+from segpipe.data.samples import open_samples, open_splits
 from segpipe.errors import DataError
 from segpipe.export import dataset
 from segpipe.export import verify as verification
@@ -115,7 +115,7 @@ def test_another_run_is_refused(
         {key: state[key] for key in state if key not in ("format", "version")},
     )
     assert verify(other, artifact) == 7
-    assert "manifest.json has source.weights_digest = " in last_line(capsys)
+    assert "manifest.json has source.ema_digest = " in last_line(capsys)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_images_that_changed_since_the_run_are_named_and_not_the_folder(
     config.run.root, config.run.name = str(tmp_path), "run"
     config.train.steps = 12
     run = write_run(tmp_path / "run", tiny_network, config)
-    inputs.record(config, ("train", "val"))
+    inputs.record(config, open_splits(config))
     assert export(run, folder, "export.formats=[onnx]") == 0
     unfinished = "trained for 7 of 12 steps: the run was interrupted, or goes on"
     assert capsys.readouterr().err == f"warning: {unfinished}.\n"
@@ -699,7 +699,7 @@ def test_predict_gives_the_same_ids_by_the_exported_file_as_by_the_run(
         for name in "ab"
     }
     assert (
-        found["a"]["model"]["weights_digest"] == found["b"]["model"]["weights_digest"]
+        found["a"]["model"]["ema_digest"] == found["b"]["model"]["ema_digest"]
     )
     assert found["b"]["model"]["artifact"].startswith(f"{manifest['model']}-fp32-")
     assert found["b"]["settings"]["tile"] == "x".join(map(str, SIZE))

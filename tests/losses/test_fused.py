@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import passes
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 from segpipe import native
 from segpipe.errors import ConfigError
-from segpipe.losses import compiled, strips
+from segpipe.losses import compiled
 from segpipe.losses.boundary import boundary_sum, boundary_target
 from segpipe.losses.fused import Terms, class_loss
 from segpipe.losses.strips import ClassHead
@@ -26,7 +27,7 @@ from segpipe.models.resize import bilinear_axes, bilinear_weights
 from segpipe.settings.groups import LossConfig
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
-EVALUATE = {"torch": strips.evaluate, "native": compiled.evaluate}
+EVALUATE = {"native": compiled.evaluate}
 NAMES = list(EVALUATE)
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
@@ -249,10 +250,7 @@ def test_loss_and_gradient_are_those_of_float64(
             )
 
 
-def test_gradcheck_of_the_strips_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        strips, "STRIP", 60
-    )  # several strips, which share rows of the logits
+def test_gradcheck_of_the_terms_in_float64() -> None:
     torch.manual_seed(0)
     target = torch.randint(0, 4, (1, 7, 9), dtype=torch.uint8)
     target[0, 2:4] = 255
@@ -263,9 +261,8 @@ def test_gradcheck_of_the_strips_in_float64(monkeypatch: pytest.MonkeyPatch) -> 
 
     def loss(logits: Tensor) -> Tensor:
         terms = Terms(dice_weight=0.5, sure=sure)
-        return class_loss(replace(head, logits=logits), terms, scale, strips.evaluate)[
-            0
-        ]
+        changed = replace(head, logits=logits)
+        return class_loss(changed, terms, scale, passes.evaluate)[0]
 
     assert torch.autograd.gradcheck(loss, logits, nondet_tol=0.0)
 
@@ -477,7 +474,7 @@ def test_auto_takes_what_the_device_has_and_the_rest_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = {device: backend(LossConfig(), device) for device in ("cpu", "cuda", "mps")}
-    assert found == {"cpu": "native", "cuda": "triton", "mps": "torch"}
+    assert found == {"cpu": "native", "cuda": "triton", "mps": "plain"}
     assert backend(LossConfig(name="package.module:Name"), "cuda") == "plain"
     with pytest.raises(
         ConfigError,
@@ -487,8 +484,8 @@ def test_auto_takes_what_the_device_has_and_the_rest_is_refused_by_name(
     monkeypatch.setattr(compiled, "library", lambda: None)
     monkeypatch.setattr("segpipe.losses.total.find_spec", lambda name: None)
     assert [backend(LossConfig(), device) for device in ("cpu", "cuda")] == [
-        "torch",
-        "torch",
+        "plain",
+        "plain",
     ]
     for name, device in (("native", "cpu"), ("triton", "cuda")):
         with pytest.raises(ConfigError, match=f"loss.backend = {name} on {device}"):

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, which runs them on a CPU, against the strips in float64.
+"""The Triton kernels in Triton's interpreter, which runs them on a CPU, against plain torch in float64.
 
 The interpreter must be chosen before triton is imported, so another process runs them: this file as a program.
 """
@@ -30,7 +30,9 @@ CASES = (
 
 def difference(number: int) -> float:
     """Largest error of losses, gradient and sums of a case, each relative to its largest value."""
-    from segpipe.losses import strips, triton_pass
+    import passes
+
+    from segpipe.losses import triton_pass
     from segpipe.losses.strips import ClassHead
     from segpipe.models.resize import bilinear_axes
 
@@ -45,7 +47,7 @@ def difference(number: int) -> float:
     found = []
     for evaluate, kind in (
         (triton_pass.evaluate, torch.float32),
-        (strips.evaluate, torch.float64),
+        (passes.evaluate, torch.float64),
     ):
         torch.manual_seed(number)
         logits = (torch.randn(batch, classes, *small) * 3).to(kind)
@@ -65,11 +67,11 @@ def difference(number: int) -> float:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="no triton here")
-def test_the_kernels_are_the_strips_of_float64() -> None:
+def test_the_kernels_are_those_of_float64() -> None:
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(

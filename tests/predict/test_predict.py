@@ -25,9 +25,9 @@ from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError, DataError, Interrupted
 from segpipe.predict import job as job_module
 from segpipe.predict.inference import Inference, segment
+from segpipe.predict.job import find, names
 from segpipe.predict.outputs import read_stamp
-from segpipe.predict.predictor import load_exported, of_exported, of_network, raw_ids
-from segpipe.predict.sources import find, names
+from segpipe.predict.predictor import of_exported, of_network, raw_ids
 from segpipe.train import checkpoint
 from segpipe.train.checkpoint import load_network
 from segpipe.train.metrics import confusion, miou
@@ -123,12 +123,10 @@ def test_every_image_of_a_folder_gets_a_mask_and_an_overlay(
         5,
         0,
     )
-    assert (
-        line["ema_digest"] == line["weights_digest"] == load_network(run).weights_digest
-    )
+    assert line["ema_digest"] == load_network(run).ema_digest
     first = written(out)
     assert {name for name in first if name.startswith("masks/")} == {
-        "masks/one.png", "masks/small.png", "masks/grey.png",
+        "masks/one.png.png", "masks/small.png.png", "masks/grey.png.png",
         "masks/sub dir/straße 1.jpg.png", "masks/sub dir/straße 1.png.png",
     }  # fmt: skip
     network = load_network(run)
@@ -144,8 +142,7 @@ def test_every_image_of_a_folder_gets_a_mask_and_an_overlay(
         counts = np.bincount(ids.ravel(), minlength=10) / ids.size
         assert list(entry["share"].values()) == pytest.approx(counts.tolist())
         stamp = read_stamp(out / entry["mask"])
-        assert stamp is not None
-        assert stamp["model"] == {"weights_digest": network.weights_digest, "step": 7}
+        assert stamp["model"] == {"ema_digest": network.ema_digest, "step": 7}
         assert stamp["source_sha256"] == entry["source_sha256"]
         with Image.open(out / entry["overlay"]) as overlay:
             assert json.loads(overlay.info["comment"]) == stamp
@@ -183,25 +180,6 @@ def test_an_overlay_shows_the_colors_of_the_classes_beside_their_names(
     assert not (tmp_path / "off" / "overlays").exists()
 
 
-def test_an_image_that_is_far_too_large_is_warned_of_once(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    network, pixels = load_network(run), SIZE[0] * SIZE[1]
-
-    def told(most: int, **how: Any) -> str:
-        network.config.data.max_pixels = most
-        predictor = of_network(network, torch.device("cpu"), Inference(**how))
-        for image in IMAGES[:2]:
-            predictor.segment([image])
-        return capsys.readouterr().err
-
-    assert told(pixels - 1).startswith(
-        f"warning: an image of {SIZE[0]}x{SIZE[1]} has more pixels than data.max_pixels"
-    )
-    assert told(pixels - 1).count("warning: ") == 1
-    assert told(pixels) == told(pixels - 1, tile=(32, 32)) == "", "the control"
-
-
 def test_bad_files_are_named_and_the_rest_is_predicted(
     run: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,17 +211,17 @@ def test_what_another_model_wrote_is_refused_unless_it_may_be_replaced(
     assert start(out, *settings, "tta=[flip]") == 2
     told = capsys.readouterr().err
     assert "5 files of another model, source or setting" in told
-    assert "settings.tta None -> flip" in told
+    assert "grey.png.png (settings)" in told
     assert written(out) == before
     assert start(out, *settings, "tta=[flip]", "exists=replace") == 0
-    assert read_stamp(out / "masks" / "one.png")["settings"]["tta"] == "flip"
+    assert read_stamp(out / "masks" / "one.png.png")["settings"]["tta"] == "flip"
 
     write(folder / "one.png", IMAGES[2])  # the source changes
     assert start(out, *settings, "tta=[flip]") == 2
-    assert "masks/one.png (source_sha256" in capsys.readouterr().err
-    shutil.copy(folder / "one.png", out / "masks" / "one.png")  # of somebody else
+    assert "masks/one.png.png (source_sha256" in capsys.readouterr().err
+    shutil.copy(folder / "one.png", out / "masks" / "one.png.png")  # of somebody else
     assert start(out, *settings, "tta=[flip]") == 2
-    assert "it is no prediction" in capsys.readouterr().err
+    assert "masks/one.png.png (format, model" in capsys.readouterr().err
 
 
 def test_an_interrupt_leaves_whole_files_and_the_rest_for_the_next_time(
@@ -330,9 +308,10 @@ def test_photos_are_turned_upright_unless_told_otherwise(
         (("run={run}", "source={folder}/*.gif"), "holds no image and no video"),
         (("run={run}", "source={folder}/notes.txt"), "the suffix .txt"),
         (
-            ("run={run}", "source={folder}", "fit=resize"),
-            "fit = resize, but run is set",
+            ("run={run}", "source={folder}", "provider=Quantum"),
+            "provider = Quantum, but run is set",
         ),
+        (("artifact=x", "source={folder}", "tile=64x64"), "but artifact is set"),
         (
             ("artifact=x", "source={folder}", "tta=[flip]"),
             "tta = ['flip'], but artifact is set",
@@ -354,7 +333,7 @@ def test_photos_are_turned_upright_unless_told_otherwise(
         (("run={run}", "source={folder}/*.png", "out={folder}"), "or lies above it"),
         (
             ("artifact={run}", "source={folder}"),
-            "is a run, but the folder of its export was needed. Export it first",
+            "is a run. Set artifact=",
         ),
         (
             ("run={run}", "source={folder}", "out={folder}/one.png/x"),
@@ -388,13 +367,15 @@ def test_what_cannot_work_is_refused_in_one_line(
 def test_a_run_in_place_of_its_export_leads_to_the_export(tmp_path: Path) -> None:
     (tmp_path / "export").mkdir()
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=rf"Set artifact={tmp_path}/export; or run="):
-        load_exported(tmp_path)
+    with pytest.raises(
+        ConfigError, match=rf"Set artifact={tmp_path}/export,.* or run="
+    ):
+        of_exported(tmp_path)
 
 
 def test_names_are_distinct_and_stay_near_the_source() -> None:
     assert names(["a.jpg", "b/a.jpg"]) == ["a", "b/a"]
-    assert names(["a.jpg", "a.png", "b.png"]) == ["a.jpg", "a.png", "b"]
+    assert names(["a.jpg", "a.png", "b.png"]) == ["a.jpg", "a.png", "b.png"]
     assert names(["a.jpg", "a.jpg.png", "a.png"]) == ["a.jpg", "a.jpg.png", "a.png"]
 
 
@@ -402,7 +383,7 @@ def test_files_folders_and_patterns(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def places(given: str) -> list[str]:
-        return [source.place for source in find(given, out)]
+        return [source.place for source in find(given, out)[0]]
 
     assert places(f"{folder}/sub dir/*.jpg") == ["straße 1.jpg"]
     assert places(f"{folder}/**/straße*") == [
@@ -483,50 +464,6 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_artifact(tmp_path_factory.mktemp("toy") / "export")
 
 
-@pytest.mark.parametrize("size", [(32, 48), (32, 100), (90, 61), (5, 7), (31, 200)])
-def test_images_of_other_sizes_are_cut_into_tiles_of_the_exported_size(
-    toy: Path, tmp_path: Path, size: tuple[int, int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    image = np.random.default_rng(1).integers(0, 190, (*size, 3), dtype=np.uint8)
-    image[..., 2] = 0  # of the toy file: no loops
-    path = write(tmp_path / "one.png", image)
-    assert (
-        segpipe(
-            [
-                "predict",
-                f"artifact={toy}",
-                f"source={path}",
-                f"out={tmp_path}/o",
-                "overlay=false",
-            ]
-        )
-        == 0
-    )
-    assert np.array_equal(
-        ids_of(tmp_path / "o" / "masks" / "one.png"), image[..., 0] // 128
-    )
-    told = capsys.readouterr().err
-    assert ("cut into tiles of it" in told) == (size != TOY_SIZE)
-    assert ("1 images or frames do not have the size 32x48" in told) == (
-        size != TOY_SIZE
-    )
-
-
-def test_a_pixel_gets_its_id_from_the_tile_in_which_it_lies_deepest(
-    toy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exported, calls = load_exported(toy), iter(range(9))
-    monkeypatch.setattr(
-        exported._session,
-        "run",
-        lambda image: (np.full(TOY_SIZE, next(calls), np.uint8), image[::4, ::4, 0]),
-    )
-    # Tiles of 48 columns from 0, 26 and 52 on.
-    found, _ = exported.predict(np.zeros((32, 100, 3), np.uint8))
-    assert np.flatnonzero(np.diff(found[0])).tolist() == [36, 62]
-    assert (found == found[0]).all()
-
-
 def test_one_image_gets_ids_and_their_probability(run: Path, toy: Path) -> None:
     network = load_network(run)
     for how in (Inference(), Inference((48, 64), flip=True), Inference(flip=True)):
@@ -542,7 +479,7 @@ def test_one_image_gets_ids_and_their_probability(run: Path, toy: Path) -> None:
         IMAGES[0]
     )
     assert np.abs(confidence - full.detach()[0].max(0).values.numpy()).max() < 1e-5
-    exported = of_exported(load_exported(toy), precision="fp32")
+    exported = of_exported(toy)
     for size in (TOY_SIZE, (70, 100)):
         image = np.random.default_rng(1).integers(0, 190, (*size, 3), dtype=np.uint8)
         image[..., 2] = 0  # of the toy file: no loops
@@ -552,25 +489,25 @@ def test_one_image_gets_ids_and_their_probability(run: Path, toy: Path) -> None:
         assert 0 <= confidence.min() < confidence.max() <= 1
 
 
-def test_images_of_other_sizes_are_resized_if_wanted(toy: Path, tmp_path: Path) -> None:
+def test_images_of_other_sizes_are_scaled_with_a_notice(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     image = np.zeros((2 * TOY_SIZE[0], 2 * TOY_SIZE[1], 3), np.uint8)
     image[:, TOY_SIZE[1] :, 0] = 150
-    image[1::2, :, 0] //= 2  # at full size class 0, after averaging of rows too: 112
-    path = write(tmp_path / "one.png", image)
-    for fit in ("tile", "resize"):
-        given = (
-            f"artifact={toy}",
-            f"source={path}",
-            f"out={tmp_path / fit}",
-            f"fit={fit}",
-        )
+    image[1::2, : TOY_SIZE[1], 0] = 150  # averaged with class 0: 75
+    own = np.ascontiguousarray(image[: TOY_SIZE[0], : TOY_SIZE[1]])
+    for name, pixels in (("large", image), ("own", own)):
+        path = write(tmp_path / f"{name}.png", pixels)
+        out = tmp_path / name
+        given = (f"artifact={toy}", f"source={path}", f"out={out}", "overlay=false")
         assert segpipe(["predict", *given]) == 0
-    tiles, resized = (
-        ids_of(tmp_path / fit / "masks" / "one.png") for fit in ("tile", "resize")
-    )
-    assert resized.shape == image.shape[:2]
-    assert tiles[::2, TOY_SIZE[1] :].all()
-    assert not resized.any()
+        told = capsys.readouterr().err
+        notice = "images of other sizes than 32x48 are scaled to it"
+        assert (notice in told) == (name == "large")
+    large = ids_of(tmp_path / "large" / "masks" / "large.png")
+    assert np.array_equal(large, np.indices(image.shape[:2])[1] // TOY_SIZE[1])
+    own_ids = ids_of(tmp_path / "own" / "masks" / "own.png")
+    assert np.array_equal(own_ids, own[..., 0] // 128), "as it is: stripes"
 
 
 def test_altered_folders_and_other_answers_are_refused(
@@ -592,17 +529,4 @@ def test_altered_folders_and_other_answers_are_refused(
         segpipe(["predict", f"artifact={other}", f"source={path}", f"out={tmp_path}/o"])
         == 4
     )
-    assert (
-        segpipe(
-            [
-                "predict",
-                f"artifact={toy}",
-                f"source={path}",
-                f"out={tmp_path}/o",
-                "tile=64x48",
-            ]
-        )
-        == 2
-    )
-    assert "takes images of 32x48" in capsys.readouterr().err
     assert not (tmp_path / "o" / "masks").exists()

@@ -6,15 +6,8 @@ import cv2
 import numpy as np
 import pytest
 
-from segpipe.run.pictures import (
-    COLORS,
-    Line,
-    blend,
-    curve_svg,
-    errors,
-    jpeg_url,
-    shrink,
-)
+from segpipe.run.pages import Chart, Curve, PlotAxis, jpeg_url, thin
+from segpipe.run.pictures import blend, errors, shrink
 
 PALETTE = ((255, 0, 0), (0, 0, 255))
 
@@ -65,50 +58,42 @@ def test_shrinking_ids_makes_no_new_ones() -> None:
     assert shrink(ids, 200, smooth=False) is ids
 
 
-def alone(points: list[tuple[float, float]]) -> list[Line]:
-    return [(COLORS[0], "solid", points)]
-
-
-def path_of(svg: str, start: str) -> list[tuple[float, float]]:
-    """Coordinates of the first path after `start`."""
-    data = svg.split(start, 1)[1].split(' d="', 1)[1].split('"', 1)[0]
-    numbers = [
-        float(word)
-        for word in data.replace("M", " ").replace("L", " ").replace("z", " ").split()
-    ]
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
-
-
-def test_long_curve_is_thinned_but_keeps_its_extremes_in_the_band() -> None:
+def test_a_long_curve_is_thinned_but_keeps_its_extremes() -> None:
     points = [(float(step), 1.0) for step in range(5000)]
     points[2500] = (2500.0, 9.0)
-    svg = curve_svg(alone(points), label="loss")
-    assert len(svg) < 40_000
-    band = path_of(svg, 'id="band"')
-    heights = [y for _, y in band]
-    assert (
-        max(heights) - min(heights) > 80
-    )  # of 173: the one spike reaches the top, 0 is the bottom
-    assert len(band) < 500
-
-
-def test_a_curve_is_the_same_each_time_and_loads_nothing() -> None:
-    first, second = (
-        curve_svg(alone([(0.0, 1.0), (5.0, 2.0)]), label="loss", dots=True)
-        for _ in range(2)
-    )
-    assert first == second
-    assert "<?xml" not in first
-    assert "<!DOCTYPE" not in first
-    assert 'href="http' not in first
+    points[3333] = (3333.0, -4.0)
+    thinned = thin(points, 240)
+    assert len(thinned) <= 240
+    assert {(2500.0, 9.0), (3333.0, -4.0)} <= set(thinned)
+    assert thinned == sorted(thinned)
+    assert thin(points[:9], 240) == points[:9]
 
 
 @pytest.mark.parametrize(
     "points", [[(5.0, 0.0)], [(1.0, 2.0), (1.0, 2.0)], [(1.0, -3.0), (2.0, -3.0)]]
 )
-def test_flat_and_single_curves_have_finite_coordinates(
+def test_flat_and_single_curves_lie_inside_the_chart(
     points: list[tuple[float, float]],
 ) -> None:
-    svg = curve_svg(alone(points), label="x", dots=True)
-    assert "nan" not in svg.lower()
-    assert "inf" not in svg.lower()
+    chart = Chart("x", [Curve(points)])
+    for x, y in chart.drawn(chart.lines[0]):
+        assert 0 <= x <= chart.width
+        assert 0 <= y <= chart.height
+    assert chart.y.ticks()
+    assert chart.x.ticks(whole=True)
+
+
+def test_ticks_are_round_and_inside() -> None:
+    axis = PlotAxis(0.0, 0.083, 100.0, 0.0)
+    assert axis.ticks() == [
+        (100.0, "0"),
+        (75.9, "0.02"),
+        (51.8, "0.04"),
+        (27.7, "0.06"),
+        (3.6, "0.08"),
+    ]
+    assert [text for _, text in PlotAxis(1, 3, 0, 9).ticks(whole=True)] == [
+        "1",
+        "2",
+        "3",
+    ]

@@ -1,5 +1,9 @@
 """The report page: self-contained, complete, safe against hostile names, and alive when data is missing."""
 
+import base64
+import hashlib
+import html
+import json
 import math
 import re
 import subprocess
@@ -12,7 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from segpipe.run.report import Overlay, ReportData, pick_extremes, render, write_report
+from segpipe.run import pages
+from segpipe.run.folder import finished
+from segpipe.run.pictures import Picture
+from segpipe.run.report import (
+    BEST,
+    WORST,
+    LivePage,
+    ReportData,
+    advice,
+    is_live,
+    pick_extremes,
+    render,
+    write_report,
+)
+from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, to_mapping
 
 NAMES = ("road", "lane <mark>", "bus", "train")
@@ -63,10 +81,10 @@ class Page(HTMLParser):
             self.text += data + "\n"
 
 
-def overlay(name: str, miou: float = 0.5) -> Overlay:
+def overlay(name: str, miou: float = 0.5) -> Picture:
     rng = np.random.default_rng(0)
     ids = rng.choice(np.array([0, 1, 255], np.uint8), (30, 60))
-    return Overlay(
+    return Picture(
         name,
         miou,
         rng.integers(0, 256, (30, 60, 3)).astype(np.uint8),
@@ -100,8 +118,10 @@ def make(name: str = "street_seed0", **changes: Any) -> ReportData:
         names=NAMES,
         palette=PALETTE,
         history=history,
-        best=[overlay("best_one", 0.875)],
-        worst=[overlay("worst_one", 0.125)],
+        pictures={
+            WORST: [overlay("worst_one", 0.125)],
+            BEST: [overlay("best_one", 0.875)],
+        },
     )  # fmt: skip
     return replace(data, **changes)
 
@@ -237,7 +257,7 @@ def test_hostile_text_is_shown_not_run(place: str) -> None:
     data = make(evil) if place == "name" else make()
     changes: dict[str, dict[str, Any]] = {
         "class": {"names": (evil, *NAMES[1:])},
-        "overlay": {"worst": [overlay(evil)]},
+        "overlay": {"pictures": {WORST: [overlay(evil)]}},
         "result": {"result": {"device": evil, evil: evil}},
         "version": {"result": {"versions": {evil: evil}}},
         "config": {
@@ -270,8 +290,8 @@ def test_hostile_text_is_shown_not_run(place: str) -> None:
             ]
         },
         {"history": [{"step": 1, "kind": "train", "time_s": 0.0, "loss": 1.0}]},
-        {"best": (), "worst": ()},
-        {"best": ()},
+        {"pictures": {}},
+        {"pictures": {WORST: [overlay("one")], BEST: []}},
         {"result": {}},
         {
             "result": {
@@ -280,7 +300,10 @@ def test_hostile_text_is_shown_not_run(place: str) -> None:
                 "images_per_second": "unknown",
             }
         },
-        {"confusion": np.zeros((4, 4), np.int64), "worst": [overlay("void", math.nan)]},
+        {
+            "confusion": np.zeros((4, 4), np.int64),
+            "pictures": {WORST: [overlay("void", math.nan)]},
+        },
         {"config": {}},
     ],
 )
@@ -297,8 +320,8 @@ def test_many_classes_have_a_matrix_without_numbers() -> None:
         names=names,
         palette=[(k, k, k) for k in range(21)],
     )
-    assert '<td class="hit strong" style="--s:1.00"></td>' in render(data)
-    assert '<td class="hit strong" style="--s:1.00">100</td>' in render(
+    assert '<td class="hit" style="--s:1.00"></td>' in render(data)
+    assert '<td class="hit" style="--s:1.00">100</td>' in render(
         make(confusion=np.eye(4, dtype=np.int64))
     )
 
@@ -312,7 +335,7 @@ def test_large_images_stay_small_on_the_page() -> None:
         pred=np.tile(big.pred, (34, 34)),
     )
     assert (
-        len(render(make(best=[big] * 4, worst=[big] * 4))) < 6_000_000
+        len(render(make(pictures={WORST: [big] * 4, BEST: [big] * 4}))) < 6_000_000
     )  # noise, which JPEG cannot compress
 
 
@@ -386,9 +409,110 @@ def test_sequences_interval_and_warning_are_on_the_page() -> None:
     assert "flatter" not in render(make(result=unseen)).split("<h2>Sequences</h2>")[0]
 
 
-def test_validations_are_ticks_of_the_other_curves() -> None:
+def test_validations_are_marks_of_the_other_curves() -> None:
     text = render(make())
-    assert text.count('id="ticks"') == 2  # loss and learning rate
-    assert 'id="ticks"' not in render(
+    assert text.count('class="mark"') == 4  # two, of loss and learning rate
+    assert 'class="mark"' not in render(
         make(history=[line for line in make().history if line["kind"] == "train"])
     )
+
+
+def test_a_weak_class_gets_one_sentence_with_evidence() -> None:
+    counts = np.array([[900, 50, 0], [60, 30, 10], [1, 2, 7]])
+    sentences = advice(counts, ("road", "lane", "pole"))
+    assert list(sentences) == ["lane", "pole"]
+    assert sentences["lane"].startswith(
+        "70% of its pixels are missed, 60% become road; it is 9.43% of the labelled "
+        "pixels. Check"
+    )
+    assert sentences["pole"].startswith(
+        "59% of what is predicted as this class is not, 59% is lane; it is 0.94%"
+    )
+    assert "augment.rare_crop" in sentences["pole"]
+    assert advice(np.diag([5, 5, 0]), ("a", "b", "c")) == {}
+    assert (
+        "60% become road"
+        in Page(
+            render(
+                make(confusion=counts, names=("road", "lane", "pole"), palette=PALETTE)
+            )
+        ).text
+    )
+
+
+def test_a_living_page_loads_itself_again_and_nothing_else() -> None:
+    history = [
+        {"step": step, "kind": kind, "time_s": float(step), **figures}
+        for step in (10, 20)
+        for kind, figures in (
+            ("train", {"loss": 1.0, "lr": 0.1, "images_per_second": 12.5}),
+            ("memory", {"rss_mib": [700.0, 900.0]}),
+            ("validation", {"miou": 0.25, "iou": {"road": 0.5, "bus": None}}),
+        )
+    ]
+    data = make(result={"steps": 20}, history=history, live=True)
+    text = render(data)
+    script = text.split("<script>")[1].split("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in html.unescape(text)  # no other may run
+    assert_self_contained(text.replace(f"<script>{script}</script>", ""))
+    shown = Page(text).text
+    steps = to_mapping(Config())["train"]["steps"]
+    for wanted in (f"20 of {steps:,}", "12.5", "900 MiB", "over time"):
+        assert wanted in shown
+    final = render(replace(data, live=False))
+    assert "<script" not in final
+    assert "data-live" not in final
+
+
+def test_the_page_of_a_run_that_stops_does_not_wait_for_more(tmp_path: Path) -> None:
+    config = compose([f"run.root={tmp_path}", "run.name=r", "run.exists=resume"])
+    page, path = LivePage(), tmp_path / "r" / "report.html"
+    page.on_start(config, 0)
+    (tmp_path / "r").mkdir()
+    line = {"step": 5, "kind": "validation", "time_s": 1.0, "miou": 0.5, "iou": {}}
+    (tmp_path / "r" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    scores = {"confusion": COUNTS, "names": NAMES, "palette": PALETTE}
+    pictures = [overlay("first"), overlay("second")]
+    page.on_validation(5, scores, pictures)
+    assert is_live(path)
+    assert path.read_text().count("first:") == 4
+    result = {"steps": config.train.steps, "miou": 0.5}
+    (tmp_path / "r" / "result.json").write_text(json.dumps(result))
+    config.export.enabled = False
+    assert finished(config) is None, "killed before its report"
+    page.on_end(result)
+    assert is_live(path), "the report of a finished run is not this page's to write"
+    page.on_end({"exit_code": 6})
+    assert not is_live(path)
+    assert finished(config) == result
+
+
+def _luminance(color: np.ndarray) -> float:
+    linear = np.where(color <= 0.03928, color / 12.92, ((color + 0.055) / 1.055) ** 2.4)
+    return float(linear @ (0.2126, 0.7152, 0.0722))
+
+
+def _least_contrast(color: dict[str, np.ndarray], most: float) -> float:
+    """Of ink on the card, mixed with up to `most` of either color."""
+    contrasts = []
+    for kind in ("accent", "warn"):
+        for share in np.linspace(0, most, 21):
+            mixed = share * color[kind] + (1 - share) * color["card"]
+            dark, light = sorted((_luminance(mixed), _luminance(color["ink"])))
+            contrasts.append((light + 0.05) / (dark + 0.05))
+    return min(contrasts)
+
+
+def test_numbers_of_the_confusion_matrix_have_the_contrast_of_aa() -> None:
+    """4.5 to 1 of WCAG 2, light and dark; the control: with all of the color they would not."""
+    css = Path(pages.__file__).with_name("page.css").read_text()
+    most = re.findall(r"var\(--s\) \* (\d+)%", css)
+    assert most == ["50", "50"]
+    for scheme in re.findall(r"--page.*?}", css, re.DOTALL)[:2]:
+        color = {
+            name: np.array([int(text[k : k + 2], 16) / 255 for k in (0, 2, 4)])
+            for name, text in re.findall(r"--(\w+): #(\w{6})", scheme)
+        }
+        assert _least_contrast(color, 0.5) >= 4.5
+        assert _least_contrast(color, 1.0) < 4.5

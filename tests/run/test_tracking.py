@@ -4,6 +4,7 @@ import json
 import math
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -16,13 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from runs import run
 from segpipe.errors import ConfigError
 from segpipe.run import trackers
-from segpipe.run.trackers import RunEnd, run_end, run_id
-from segpipe.run.tracking import check_tracking, open_tracker, read_metrics
+from segpipe.run.callbacks import open_tracker
+from segpipe.run.pictures import Picture
+from segpipe.run.trackers import check_tracking, run_id
+from segpipe.run.tracking import read_metrics
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 from segpipe.settings.config import (
@@ -170,7 +174,7 @@ def test_another_rank_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A home folder in which nobody ever logged in; returns it."""
     for name in [
         name for name in os.environ if name.startswith("WANDB") or name == "NETRC"
@@ -178,7 +182,9 @@ def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    wandb.teardown()
+    yield tmp_path
+    wandb.teardown()
 
 
 def test_online_without_a_login_stops_before_training(no_login: Path) -> None:
@@ -203,13 +209,14 @@ def test_login_of_an_own_server_is_asked_for_that_server(
     no_login: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.robots.test")
+    wandb.teardown()
     (no_login / ".netrc").write_text(
-        "machine api.wandb.ai login user password secret\n"
+        "machine api.wandb.ai login user password " + "0" * 40
     )
     with pytest.raises(ConfigError):
         check_tracking(with_wandb("online"))
     (no_login / ".netrc").write_text(
-        "machine wandb.robots.test login user password secret\n"
+        "machine wandb.robots.test login user password " + "0" * 40
     )
     check_tracking(with_wandb("online"))
 
@@ -219,11 +226,13 @@ def test_login_by_variable_or_settings_file_is_found(
 ) -> None:
     settings = no_login / ".config" / "wandb" / "settings"
     settings.parent.mkdir(parents=True)
-    settings.write_text("[default]\napi_key = 0000\n")
+    settings.write_text(f"[default]\napi_key = {'0' * 40}\n")
     check_tracking(with_wandb("online"))
     settings.write_text("torn [")
+    wandb.teardown()  # it reads them once
     with pytest.raises(ConfigError):
         check_tracking(with_wandb("online"))
+    wandb.teardown()
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     check_tracking(with_wandb("online"))
 
@@ -282,18 +291,15 @@ def test_run_id_is_that_of_all_that_may_be_resumed(key: str) -> None:
 
 
 class Recorded:
-    """Stand-in for the wandb run, the MLflow client and others: remembers each call, and may break."""
+    """Stand-in for the MLflow client: remembers each call."""
 
-    def __init__(self, broken: str = "", **results: Any) -> None:
-        self.id, self.summary = "id", {}
+    def __init__(self, **results: Any) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        self._broken, self._results = broken, results
+        self._results = results
 
     def __getattr__(self, name: str) -> Any:
         def call(*given: Any, **named: Any) -> Any:
             self.calls.append((name, given, named))
-            if name == self._broken:
-                raise ConnectionError("the [bold]service[/bold] is gone")
             return self._results.get(name)
 
         return call
@@ -302,78 +308,21 @@ class Recorded:
         return [(given, named) for called, given, named in self.calls if called == name]
 
 
-def fake_wandb(
-    monkeypatch: pytest.MonkeyPatch, *, broken: str = ""
-) -> tuple[Recorded, dict[str, Any], Recorded]:
-    """The run, what `wandb.init` was given, and the artifact."""
-    run, seen, artifact = Recorded(broken), {}, Recorded()
-    module = SimpleNamespace(
-        Settings=lambda **kwargs: kwargs,
-        init=lambda **kwargs: seen.update(kwargs) or run,
-        Table=lambda columns, data: (columns, data),
-        Image=lambda image, caption: (image.shape, caption),
-        Artifact=lambda name, **_: artifact,
-    )
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    return run, seen, artifact
-
-
-def test_wandb_receives_what_the_file_receives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, seen, _ = fake_wandb(monkeypatch)
-    tracker = open_tracker(with_wandb("online"), tmp_path, 0, rank=0)
-    tracker.log(
-        5,
-        "train",
-        {
-            "loss": 1.5,
-            "lr": math.nan,
-            "mib": [1.0, None],
-            "iou": {"road": 0.5, "bus": None},
-        },
-    )
-    tracker.close(3)
-    tracker.close(3)
-    figures = {"train/loss": 1.5, "train/mib/0": 1.0, "train/iou/road": 0.5}
-    assert run.calls == [
-        ("log", (figures,), {"step": 5}),
-        ("finish", (), {"exit_code": 3}),
-    ]
-    assert seen["id"] == run_id(with_wandb("online"), tmp_path)
-    assert (seen["mode"], seen["resume"], seen["dir"]) == (
-        "online",
-        "allow",
-        str(tmp_path),
-    )
-    assert seen["config"]["optim"]["lr"] == 0.05
-
-
-@pytest.mark.parametrize("broken", ["log", "finish", "log_artifact"])
-def test_a_tracker_that_breaks_is_told_once_and_training_goes_on(
-    finished: Config,
-    broken: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run, _, _ = fake_wandb(monkeypatch, broken=broken)
-    config = replace(finished, track=with_wandb().track)
-    tracker = open_tracker(config, config.run_dir, None, rank=0, ends_later=True)
-    for step in (1, 2, 3):
-        tracker.log(step, "train", {"loss": 1.0})
-    tracker.close()
-    tracker.end(config, RESULT)
-    assert steps(config.run_dir) == [1, 2, 3]
-    assert len(run.named(broken)) == 1
-    said = capsys.readouterr().err
-    assert (
-        said.count("wandb stopped: ConnectionError: the [bold]service[/bold] is gone")
-        == 1
-    )
-
-
-RESULT = {"steps": 7, "miou": 0.25, "iou": {"road": 0.5, "bus": None}}
+RESULT = {"steps": 7, "miou": 0.25, "best_miou": 0.5, "iou": {"road": 0.5, "bus": None}}
+SCORES = {
+    "miou": 0.25,
+    "iou": {"road": 0.5, "bus": None},
+    "confusion": np.eye(2, dtype=np.int64),
+    "names": ("road", "bus"),
+    "palette": ((1, 2, 3), (4, 5, 6)),
+}
+PICTURE = Picture(
+    "a&b",
+    0.25,
+    np.full((4, 6, 3), (250, 0, 0), np.uint8),
+    np.zeros((4, 6), np.uint8),
+    np.ones((4, 6), np.uint8),
+)
 
 
 @pytest.fixture
@@ -386,81 +335,205 @@ def finished(tmp_path: Path) -> Config:
     return config
 
 
-PICTURE = ("a&b: target", np.full((4, 6, 3), (250, 0, 0), np.uint8))
-
-
-def test_the_end_of_a_run_has_its_pictures_and_files(finished: Config) -> None:
-    end = run_end(finished, RESULT, [PICTURE])
-    assert end.pictures == [PICTURE]
-    assert [path.name for path in end.files] == ["report.html", "export"]
-    off = replace(finished, export=replace(finished.export, enabled=False))
-    (finished.run_dir / "report.html").unlink()
-    assert run_end(off, RESULT, []) == RunEnd(7, 0.25, RESULT["iou"], [], [])
-
-
-def test_wandb_gets_classes_pictures_and_the_artifact(
-    finished: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, _, artifact = fake_wandb(monkeypatch)
-    config = replace(finished, track=with_wandb().track)
-    tracker = open_tracker(config, config.run_dir, None, rank=0, ends_later=True)
-    tracker.close(0)
-    assert not run.named("finish"), "the results are still to come"
-    tracker.pictures = [PICTURE]
-    tracker.end(config, RESULT, 4)
-    ((values,), at), *_ = run.named("log")
-    assert values["classes"] == (["class", "IoU"], [["road", 0.5], ["bus", None]])
-    assert values["images"] == [((4, 6, 3), "a&b: target")]
-    assert at == {"step": 7}
-    assert run.summary == {"miou": 0.25}
-    assert artifact.named("add_dir") == [((str(config.run_dir / "export"),), {})]
-    assert run.named("log_artifact") == [((artifact,), {})]
-    assert run.named("finish") == [((), {"exit_code": 4})]
-
-
 OWN = """
     import json
 
-
     class Lines:
-        def __init__(self, config, run_dir, step):
-            self.path = run_dir / "own.txt"
+        def on_start(self, config, step):
+            self.file = (config.run_dir / "own.txt").open("a")
+            print("from step", step, file=self.file)
 
-        def write(self, *words):
-            with self.path.open("a") as file:
-                print(*words, file=file)
+        def on_metrics(self, step, metrics):
+            print(step, json.dumps(metrics), file=self.file, flush=True)
 
-        def log(self, step, values):
-            self.write(step, json.dumps(values))
+        def on_validation(self, step, scores, pictures):
+            shapes = [(picture.image.shape, picture.pred.shape) for picture in pictures]
+            print(step, scores["miou"], scores["confusion"].sum(), shapes, file=self.file)
 
-        def finish(self, end):
-            self.write(end.step, end.miou, [(name, image.shape) for name, image in end.pictures])
+        def on_end(self, result):
+            files = [path.name for path in result.get("files", [])]
+            print("exit", result["exit_code"], files, file=self.file)
+            self.file.close()
 
-        def close(self, exit_code):
-            self.write("exit", exit_code)
+    class Quiet:
+        pass
+
+    class Broken(Lines):
+        def on_METHOD(self, *given):
+            print("called", file=self.file)
+            self.file.close()
+            raise ConnectionError("the [bold]service[/bold] is gone")
 """
 
 
-def test_a_tracker_of_your_own_is_a_class_with_three_methods(
+def tracked(config: Config, *names: str) -> Config:
+    return replace(config, track=replace(config.track, name=list(names)))
+
+
+def test_a_tracker_of_your_own_is_a_class_with_four_methods(
     finished: Config, project: Callable[[str, str], None]
 ) -> None:
+    """It gets what the file gets, as numbers by name; methods may be missing."""
     project("mine.py", OWN)
-    config = replace(finished, track=replace(finished.track, name="mine:Lines"))
+    config = tracked(finished, "mine:Lines", "mine:Quiet")
     check(config, world_size=1)
     assert config.import_paths == [], "it cannot reach the numbers"
     check_tracking(config)
-    tracker = open_tracker(config, config.run_dir, None, rank=0, ends_later=True)
-    tracker.log(5, "train", {"loss": 1.5})
-    tracker.pictures = [PICTURE]
+    tracker = open_tracker(config, config.run_dir, 4, rank=0, ends_later=True)
+    values = {
+        "loss": 1.5,
+        "lr": math.nan,
+        "mib": [1.0, None],
+        "iou": {"road": 0.5, "bus": None},
+    }
+    tracker.log(5, "train", values)
+    tracker.call("on_validation", 7, SCORES, [PICTURE])
     tracker.close()
     tracker.end(config, RESULT)
+    tracker.end(config, RESULT)
     assert (config.run_dir / "own.txt").read_text().splitlines() == [
-        '5 {"train/loss": 1.5}',
-        "7 0.25 [('a&b: target', (4, 6, 3))]",
-        "exit 0",
+        "from step 4",
+        '5 {"train/loss": 1.5, "train/mib/0": 1.0, "train/iou/road": 0.5}',
+        "7 0.25 2 [((4, 6, 3), (4, 6))]",
+        "exit 0 ['report.html', 'export']",
     ]
     with pytest.raises(ConfigError, match=r"mine has no Line\. Did you mean Lines"):
-        check_tracking(replace(config, track=replace(config.track, name="mine:Line")))
+        check_tracking(tracked(config, "mine:Line"))
+
+
+def test_a_run_that_failed_ends_its_trackers_at_once(
+    finished: Config, project: Callable[[str, str], None]
+) -> None:
+    project("mine.py", OWN)
+    config = tracked(finished, "mine:Lines")
+    tracker = open_tracker(config, config.run_dir, None, rank=0, ends_later=True)
+    tracker.close(6)
+    told = (config.run_dir / "own.txt").read_text()
+    assert told.splitlines() == ["from step 0", "exit 6 []"]
+
+
+@pytest.mark.parametrize("method", ["metrics", "validation", "end"])
+def test_a_tracker_that_breaks_is_told_once_and_training_goes_on(
+    finished: Config,
+    project: Callable[[str, str], None],
+    method: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    project("mine.py", OWN.replace("METHOD", method))
+    config = tracked(finished, "mine:Broken", "mine:Lines")
+    tracker = open_tracker(config, config.run_dir, None, rank=0, ends_later=True)
+    for step in (1, 2, 3):
+        tracker.log(step, "train", {"loss": 1.0})
+        tracker.call("on_validation", step, SCORES, [PICTURE])
+    tracker.close()
+    tracker.end(config, RESULT)
+    assert steps(config.run_dir) == [1, 2, 3]
+    text = (config.run_dir / "own.txt").read_text()
+    assert text.count("called") == 1
+    assert "\n3 0.25 2" in text, "the other one goes on"
+    said = capsys.readouterr().err
+    gone = "mine:Broken stopped: ConnectionError: the [bold]service[/bold] is gone"
+    assert said.count(gone) == 1
+
+
+def test_mode_of_the_environment_counts_where_the_setting_is_auto(
+    no_login: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for mode in ("disabled", "offline"):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        check_tracking(with_wandb("auto"))
+        with pytest.raises(ConfigError, match="no wandb login"):
+            check_tracking(with_wandb("online"))
+    monkeypatch.delenv("WANDB_MODE")
+    with pytest.raises(ConfigError, match="no wandb login"):
+        check_tracking(with_wandb("auto"))
+
+
+def wandb_records(folder: Path) -> Iterator[Any]:
+    """Records of an offline run: protocol buffers in the log format of LevelDB, blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2 as messages
+
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    data, place, content = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if 2**15 - place % 2**15 < 7:
+            place += 2**15 - place % 2**15
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+        content += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = messages.Record()
+            record.ParseFromString(content)
+            content = b""
+            yield record
+
+
+SPY = """
+    from segpipe.run.report import is_live
+
+    class Spy:
+        def on_start(self, config, step):
+            self.folder = config.run_dir
+
+        def note(self, what):
+            with (self.folder / "spy.txt").open("a") as file:
+                print(what, is_live(self.folder / "report.html"), file=file)
+
+        def on_validation(self, step, scores, pictures):
+            self.note(step)
+
+        def on_end(self, result):
+            self.note("end")
+"""
+
+
+def test_a_real_run_is_in_wandb_and_tensorboard_with_pictures(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    project: Callable[[str, str], None],
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "robots")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "night")
+    monkeypatch.setenv("WANDB_RUN_ID", "run7")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    folder = tmp_path / "run"
+    project("spy.py", SPY)
+    names = "track.name=[wandb,tensorboard,spy:Spy]"
+    trackers = (names, "track.tags=[a,b]", "track.notes=why")
+    live = ("train.validate_every=1", "train.log_every=1", "track.job_type=train")
+    assert run(folder, *trackers, *live) == 0
+    # The page is there at each validation, and then the report takes its place.
+    assert (folder / "spy.txt").read_text() == "1 True\n2 True\n3 True\nend False\n"
+    records = list(wandb_records(folder))
+    started = next(each.run for each in records if each.HasField("run"))
+    assert (started.run_id, started.project) == ("run7", "robots")
+    assert (started.run_group, started.job_type) == ("night", "train")
+    assert (list(started.tags), started.notes) == (["a", "b"], "why")
+    metrics = [each.metric for each in records if each.HasField("metric")]
+    assert {"validation/miou"} <= {each.name for each in metrics if each.summary.max}
+    logged = {
+        (item.nested_key or [item.key])[0]
+        for each in records
+        for item in each.history.item
+    }
+    assert {"pictures", "worst images", "confusion_table", "classes"} <= logged
+    assert {"train/loss", "validation/miou"} <= logged
+    artifacts = {
+        each.artifact.type: [entry.path for entry in each.artifact.manifest.contents]
+        for each in records
+        if each.HasField("artifact")
+    }
+    assert artifacts["dataset"] == ["inputs.json"]
+    assert {"best.pt", "report.html"} <= set(artifacts["model"])
+    media = list(folder.glob("wandb/offline-run-*/files/media/images/**/*.png"))
+    assert [path for path in media if "mask" in path.name]
+    shown = EventAccumulator(str(folder / "tensorboard"), size_guidance={"images": 0})
+    shown.Reload()
+    assert {"first_image", "worst_1"} <= set(shown.Tags()["images"])
+    steps = [event.step for event in shown.Images("first_image")]
+    assert steps == [1, 2, 3]
 
 
 def test_mlflow_gets_settings_figures_and_files_and_a_resumed_run_continues(
@@ -481,14 +554,14 @@ def test_mlflow_gets_settings_figures_and_files_and_a_resumed_run_continues(
     monkeypatch.setitem(sys.modules, "mlflow", module)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    config = replace(finished, track=replace(finished.track, name="mlflow"))
+    config = tracked(finished, "mlflow")
     tracker = open_tracker(config, config.run_dir, None, rank=0)
     tracker.log(1, "train", {"loss": 1.5})
     tracker.close(1)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker.test")
     tracker = open_tracker(config, config.run_dir, 1, rank=0, ends_later=True)
+    tracker.call("on_validation", 7, SCORES, [PICTURE])
     tracker.close()
-    tracker.pictures = [PICTURE]
     tracker.end(config, RESULT)
     assert opened == [
         (Path(config.run.root) / "mlruns").as_uri(),
@@ -505,11 +578,7 @@ def test_mlflow_gets_settings_figures_and_files_and_a_resumed_run_continues(
         for _, named in client.named("log_batch")
         for each in named.get("metrics", [])
     ]
-    assert metrics == [
-        ("train/loss", 1.5, 1),
-        ("class_iou/road", 0.5, 7),
-        ("class_iou/mean", 0.25, 7),
-    ]
+    assert metrics == [("train/loss", 1.5, 1)]
     assert len(client.named("create_run")) == 1
     assert client.named("search_runs")[0][0] == (
         ["e1"],
@@ -519,9 +588,10 @@ def test_mlflow_gets_settings_figures_and_files_and_a_resumed_run_continues(
         (("r1", str(config.run_dir / "export"), "export"), {})
     ]
     assert [Path(given[1]).name for given, _ in client.named("log_artifact")] == [
-        "00 a_b_ target.jpg",
         "report.html",
     ]
+    ((_, panels, name), _), *_ = client.named("log_image")
+    assert (panels.shape, name) == ((4, 24, 3), "step_000007/first_image.png")
     assert [given for given, _ in client.named("set_terminated")] == [
         ("r1", "FAILED"),
         ("r1", "FINISHED"),
@@ -529,7 +599,7 @@ def test_mlflow_gets_settings_figures_and_files_and_a_resumed_run_continues(
 
 
 def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
-    """A real run: figures of both sessions once, settings with the score, and the pictures of the report."""
+    """A real run: figures of both sessions once, and settings with the score."""
     folder = tmp_path / "run"
     changes = (
         "track=tensorboard",
@@ -550,7 +620,6 @@ def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
         (event.step, pytest.approx(event.value))
         for event in shown.Scalars("train/loss")
     ] == losses
-    assert any(name.endswith(": prediction") for name in shown.Tags()["images"])
     score = json.loads((folder / "result.json").read_text())["miou"]
     assert shown.Scalars("miou")[-1].value == pytest.approx(score)
     assert b"optim.lr" in b"".join(
@@ -562,10 +631,11 @@ TRAINING = """
 import sys
 from pathlib import Path
 from segpipe.settings.config import from_mapping
-from segpipe.run.tracking import open_tracker
+from segpipe.run.callbacks import open_tracker
 
 mode, folder, resume_step = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-config = from_mapping({"track": {"name": "wandb", "mode": mode}})
+run = {"root": str(folder.parent), "name": folder.name}
+config = from_mapping({"run": run, "track": {"name": "wandb", "mode": mode}})
 tracker = open_tracker(config, folder, resume_step if resume_step else None, rank=0)
 for step in range(resume_step + 1, resume_step + 4):
     tracker.log(step, "train", {"loss": 1.0 / step, "iou": {"road": 0.5, "bus": None}})

@@ -745,7 +745,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "has no ONNX file of precision fp32, only: none",
     ),
     "mixed": (
-        lambda folder: change_manifest(folder, source={"weights_digest": "9"}),
+        lambda folder: change_manifest(folder, source={"ema_digest": "9"}),
         "holds weights 0123, but the manifest describes 9",
     ),
     "no onnx": (

@@ -238,24 +238,15 @@ def test_stale_parameters_are_found_and_named(
         batches(plant(impure.StaleParameters, canary=every), workers, steps=range(12))
     message = str(caught.value)
     found = re.match(
-        r"sample (\d+) \(noise_(\d+)\) of epoch (\d+), augmented again under the same key: ",
+        r"sample (\d+) \(noise_(\d+)\) of epoch (\d+), augmented again under the same key: "
+        r"image \(y, x, channel\) = \(0, \d, \d\) is \d+, then \d+ \(process (\d+), then (\d+)\)\. ",
         message,
     )
     assert found is not None
-    index, name, epoch = map(int, found.groups())
+    index, name, epoch, first, again = map(int, found.groups())
     assert index == name
     assert (epoch, index) in watched(planned(workers, every, steps=12))
-    digests = re.search(
-        r"the image differs, digest (\w{16}) in process (\d+), then (\w{16}) in process (\d+)",
-        message,
-    )
-    assert digests is not None
-    assert digests[1] != digests[3]
-    assert (digests[2] != digests[4]) == (workers > 0)
-    assert "the target is equal" in message
-    assert re.search(
-        r"image \(y, x, channel\) = \(0, \d, \d\) is \d+, then \d+\.", message
-    )
+    assert (again != first) == (workers > 0)
     assert "not a pure function of sample and key" in message
     assert (
         "the first transform whose output differs is planted (StaleParameters), which"
@@ -271,7 +262,7 @@ def test_stale_parameters_are_found_and_named(
 def test_a_target_alone_is_told_apart(plant: Plant) -> None:
     with pytest.raises(
         ImpureAugmentError,
-        match=r"the image is equal; the target differs, .*; target \(y, x, channel",
+        match=r": target \(y, x, channel",
     ):
         batches(plant(StaleTarget, canary=1), 2)
 
@@ -481,8 +472,7 @@ def test_a_receiver_may_write_into_its_batches(plant: Plant) -> None:
     overwrite(Augmenter(config(canary=1)))
     with pytest.raises(ImpureAugmentError) as caught:
         overwrite(plant(impure.StaleParameters, canary=1))
-    assert "the image differs" in str(caught.value)
-    assert "(y, x, channel)" in str(caught.value)
+    assert "image (y, x, channel)" in str(caught.value)
 
 
 def test_the_digests_are_those_of_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,23 +20,23 @@ from torch.nn import functional as F
 from ranks import gloo
 from segpipe.data.catalog import CAMVID
 from segpipe.data.loader import ShardBatch
+from segpipe.distributed.contract import Contract
 from segpipe.distributed.group import Group, Level
 from segpipe.distributed.reduce import FlatLayout, TreeSum
-from segpipe.distributed.watch.contract import Contract
 from segpipe.errors import ConfigError
 from segpipe.ledger.digest import state_digest
 from segpipe.losses.total import valid_pixels
-from segpipe.models import MODELS
+from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, from_mapping
-from segpipe.train import gradients, norms
-from segpipe.train.heads import AllHeads
+from segpipe.train import forward, gradients
+from segpipe.train.forward import AllHeads
 from segpipe.train.optim import Ema, build_optimizer
+from segpipe.train.recorder import Watch
 from segpipe.train.state import TrainState, _with_sync_batchnorm, build_state
 from segpipe.train.step import TrainStep
-from segpipe.train.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 CPU = torch.device("cpu")
@@ -286,8 +286,12 @@ def _work(rank: int) -> dict[str, Any]:
         found[f"{mode} unused"] = torch.equal(
             unused, torch.ones_like(unused)
         ) and not state.optimizer.state.get(unused)
-    found["off"] = updates(fresh(off), off, group, 4)
-    found["off resumed"] = resumed(off, group)
+    usual = gradients.DistributedDataParallel
+    gradients.DistributedDataParallel = lambda network, **how: usual(  # type: ignore[misc, assignment]
+        network, **{**how, "find_unused_parameters": False}
+    )
+    found["rebuilt"] = updates(fresh(off), off, group, 4)
+    found["rebuilt resumed"] = resumed(off, group)
     return found
 
 
@@ -331,9 +335,8 @@ def test_the_control_a_sum_in_order_of_arrival_depends_on_it(
 
 
 def test_buckets_leave_while_the_backward_runs(answers: list[dict[str, Any]]) -> None:
-    """In all updates but the first, which counts the parts of each gradient."""
     counts = [int(count) for count in answers[0]["sent early"].split()]
-    assert [count > 0 for count in counts] == [False, True, True, True]
+    assert [count > 0 for count in counts] == [True] * 4
 
 
 def test_sums_come_back_while_the_backward_runs(answers: list[dict[str, Any]]) -> None:
@@ -343,9 +346,8 @@ def test_sums_come_back_while_the_backward_runs(answers: list[dict[str, Any]]) -
         list(step) for over, step in groupby(events, "backward ends".__eq__) if not over
     ]
     there, back = "all_to_all", "all_gather"
-    # The first update sends all at its end: each step here is the rest of an update and
-    # what the next one sends early.
-    assert len(steps) == 4
+    # Each step here is the rest of an update and what the next one sends early.
+    assert len(steps) == 5
     second = [event.split()[0] for event in steps[1][-5:]]
     assert second == [there, there, back, there, back]
     sizes = [
@@ -403,51 +405,24 @@ def test_no_bucket_leaves_before_statistics_and_figures_are_in_it() -> None:
     flat, total = layout.new(), layout.new()
     views, parameters = layout.views(flat), [early, late]
     exchange = gradients._Exchange(
-        layout, TreeSum(1), flat, views, parameters, Across(), total, [1, 1]
+        layout, TreeSum(1), flat, views, parameters, Across(), total
     )  # type: ignore[arg-type]
     early.grad, late.grad = torch.ones(10), torch.ones(25)
-    exchange.on_grad_ready(1, 1)
-    exchange.on_grad_ready(0, 1)
+    assert exchange.on_grad_ready(1)
+    assert exchange.on_grad_ready(0)
     assert sent == [128]
+    assert not exchange.on_grad_ready(1), "a part of a gradient that has left"
+    assert exchange.on_grad_ready(0), "another part of one that has not"
     exchange.send_rest()
     assert sent == [128, 256, 384]
 
 
-def test_a_bucket_waits_when_a_gradient_has_more_parts_than_ever() -> None:
-    """Whether a third part comes is not known: the bucket leaves when the backward is over."""
-    parameters = [nn.Parameter(torch.zeros(200)) for _ in range(3)]
-    layout = FlatLayout(
-        [torch.zeros(300), torch.zeros(3), *parameters], bucket_size=256
-    )
-    sent: list[int] = []
-
-    class Across:
-        def start(self, parts: list[Tensor], into: Tensor) -> None:
-            sent.append(into.numel())
-
-    def ready(*fired: tuple[int, int]) -> int:
-        sent.clear()
-        flat = layout.new()
-        exchange = gradients._Exchange(
-            layout, TreeSum(1), flat, layout.views(flat), parameters, Across(),
-            layout.new(), [1, 1, 1],
-        )  # type: ignore[arg-type]  # fmt: skip
-        for parameter in parameters:
-            parameter.grad = torch.ones(200)
-        for place, part in fired:
-            exchange.on_grad_ready(place, part)
-        return len(sent)
-
-    assert ready((0, 1), (1, 1), (2, 1)) == 2
-    assert ready((0, 1), (1, 1), (1, 2), (2, 1)) == 1
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["fast_scnn", "pidnet_s"])
 def test_every_view_starts_at_the_same_512_bytes_for_any_number_of_ranks(
     name: str,
 ) -> None:
     """CUDA kernels add in another order where a tensor starts between two multiples of 16 bytes; no CPU kernel does."""
-    model = MODELS[name](C).to(memory_format=torch.channels_last)
+    model = build_model(name, C).to(memory_format=torch.channels_last)
 
     def places(world_size: int) -> list[tuple[int, torch.Size, tuple[int, ...]]]:
         group = Group(0, 0, world_size, CPU)
@@ -476,10 +451,10 @@ def test_ddp_repeats_its_bits_and_keeps_them_across_a_resume(
     assert answers[0]["ddp"] == answers[0]["ddp again"] == answers[0]["ddp resumed"]
 
 
-def test_the_control_ddp_without_warm_up_differs_after_a_resume(
+def test_the_control_ddp_that_rebuilds_its_buckets_differs_after_a_resume(
     answers: list[dict[str, Any]],
 ) -> None:
-    assert answers[0]["off"] != answers[0]["off resumed"]
+    assert answers[0]["rebuilt"] != answers[0]["rebuilt resumed"]
 
 
 def test_the_control_ddp_depends_on_the_number_of_processes(
@@ -631,13 +606,7 @@ def test_the_network_runs_in_the_configured_precision_and_the_loss_in_fp32(
     state.model.main.register_forward_hook(lambda *call: inside.add(call[2].dtype))  # type: ignore[operator, union-attr]
     loss = gradients.BatchLoss(config, Watch(ALONE, state), None)
     batch = batches(0)[0]
-    parts = loss(
-        AllHeads(state.model),
-        batch.image,
-        batch.target,
-        torch.tensor(V * B * SIZE * SIZE),
-        shard=0,
-    )
+    parts = loss(AllHeads(state.model), batch, torch.tensor(V * B * SIZE * SIZE))
     assert inside == {dtype or torch.float32}
     assert {part.dtype for part in parts.values()} == {torch.float32}
 
@@ -705,7 +674,7 @@ def test_the_watch_sees_the_input_and_what_each_shard_adds(mode: str) -> None:
         )
         twin = fresh(config, dropout=0.0)
         twin.model.logits(watch.inputs[shard], aux=True)
-        assert all(map(torch.equal, statistics, norms.statistics(twin.model)))
+        assert all(map(torch.equal, statistics, forward.statistics(twin.model)))
 
 
 def test_memory_for_gradients_grows_with_the_depth_of_the_tree_and_is_kept() -> None:

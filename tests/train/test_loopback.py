@@ -28,20 +28,19 @@ from torch.utils.checkpoint import checkpoint
 from ranks import Loopback
 from segpipe.data.loader import ShardBatch
 from segpipe.distributed import reduce
+from segpipe.distributed.contract import Contract
 from segpipe.distributed.group import Group, Level
-from segpipe.distributed.watch.contract import Contract
 from segpipe.errors import CollectiveError
 from segpipe.ledger.digest import state_digest
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
 from segpipe.train import gradients
-from segpipe.train.heads import AllHeads
-from segpipe.train.norms import statistics
+from segpipe.train.forward import AllHeads, statistics
 from segpipe.train.optim import Ema, build_optimizer, freeze, learning_rate, set_rate
+from segpipe.train.recorder import Watch
 from segpipe.train.state import TrainState
 from segpipe.train.step import TrainStep
-from segpipe.train.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 
@@ -115,11 +114,9 @@ def test_elastic_gives_the_bits_of_one_process(
 
     alone = updates(state_of(config, unused=True), config, ALONE, 2)
     assert ranks(world_size).run(work) == [alone] * world_size
-    # A first pass counts the parts of each gradient: of a rank with two shards, it is
-    # that of the other shard.
-    overlapping = 0 if bucket_size == 1 << 20 else 2 if world_size == 2 else 1
-    early = sum(count > 0 for count in CountedExchange.early)
-    assert early == overlapping * world_size
+    assert len(CountedExchange.early) == 2 * world_size
+    overlaps = bucket_size < 1 << 20
+    assert all((count > 0) == overlaps for count in CountedExchange.early)
 
 
 @pytest.mark.parametrize(
@@ -205,13 +202,8 @@ def losses_in_turn(model: nn.Module, step: int) -> None:
         loss = gradients.BatchLoss(
             config_of("elastic"), Watch(ALONE, TrainState(model, *[None] * 3)), None
         )  # type: ignore
-        parts = loss(
-            AllHeads(model),
-            batch.image,
-            batch.target,
-            torch.tensor(V * B * SIZE * SIZE),
-            shard=0,
-        )
+        valid = torch.tensor(V * B * SIZE * SIZE)
+        parts = loss(AllHeads(model), batch._replace(shard=0), valid)
         parts["total"].backward()
 
 
@@ -275,52 +267,49 @@ def test_a_parameter_without_gradient_is_left_as_torch_leaves_it(
 
 
 class Repeated(SegmentationNet):
-    """Uses a block of 1.2 million weights `times` in an update, under reentrant checkpoints."""
+    """Uses a block of 1.2 million weights three times in an update, under checkpoints."""
 
-    def __init__(self, times: Callable[[int], int]) -> None:
+    def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 128, 8, stride=8)
         self.block = nn.Conv2d(128, 128, 9, padding=4)
         self.main = nn.Conv2d(128, C, 1)
-        self.times, self.calls = times, 0
+        self.reentrant = reentrant
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         x = self.stem(image)
-        for _ in range(self.times(self.calls)):
-            x = checkpoint(self.block, x, use_reentrant=True)
-        self.calls += 1
+        for _ in range(3):
+            x = checkpoint(self.block, x, use_reentrant=self.reentrant)
         return {"main": self.main(x)}
 
 
-def repeated(times: Callable[[int], int], config: Config) -> TrainState:
+def repeated(config: Config, *, reentrant: bool) -> TrainState:
     torch.manual_seed(0)
-    model = Repeated(times).train()
+    model = Repeated(reentrant=reentrant).train()
     optimizer = build_optimizer(model, config.optim)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     return TrainState(model, Ema(model, config.ema), optimizer, scaler)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
 def test_a_block_used_three_times_gives_the_bits_of_one_process(
-    ranks: Callable[[int], Loopback], world_size: int
+    ranks: Callable[[int], Loopback],
 ) -> None:
-    """Its gradient comes in three parts; its bucket waits for the last, in every pass."""
     config = config_of("elastic")
-    states = [repeated(lambda _: 3, config) for _ in range(world_size)]
-    alone = updates(repeated(lambda _: 3, config), config, ALONE, 3)
-    found = ranks(world_size).run(
-        lambda rank: updates(states[rank], config, group_of(rank, world_size), 3)
+    states = [repeated(config, reentrant=False) for _ in range(2)]
+    alone = updates(repeated(config, reentrant=False), config, ALONE, 2)
+    found = ranks(2).run(
+        lambda rank: updates(states[rank], config, group_of(rank, 2), 2)
     )
-    assert found == [alone] * world_size
+    assert found == [alone] * 2
 
 
 def test_a_part_of_a_gradient_that_comes_too_late_ends_the_run(
     ranks: Callable[[int], Loopback],
 ) -> None:
-    """The second update uses the block twice where the first used it once."""
+    """A reentrant checkpoint adds to the gradient in three parts, and the first completes its bucket."""
     config = config_of("elastic")
-    states = [repeated(lambda calls: 1 + calls, config) for _ in range(4)]
-    with pytest.raises(CollectiveError, match=r"block\.bias"):
+    states = [repeated(config, reentrant=True) for _ in range(4)]
+    with pytest.raises(CollectiveError, match=r"block\.bias .*use_reentrant=False"):
         ranks(4).run(lambda rank: updates(states[rank], config, group_of(rank, 4), 2))
 
 
@@ -403,45 +392,25 @@ class Noted(Contract):
         self.calls += [op] if op.endswith("DDP") else []
 
 
-@pytest.mark.parametrize(("mode", "passes"), [("ddp", 2), ("off", 0)])
-def test_ddp_is_warmed_up_where_a_resumed_run_must_repeat_its_bits(
-    ranks: Callable[[int], Loopback], mode: str, passes: int
+@pytest.mark.parametrize("mode", ["ddp", "off"])
+def test_each_place_where_ddp_communicates_is_announced(
+    ranks: Callable[[int], Loopback], mode: str
 ) -> None:
-    """Two backward passes give its buckets their final order, and leave nothing behind. Each place is announced."""
     config = config_of(mode)
-    states, contracts = (
-        [state_of(config) for _ in range(2)],
-        [Noted() for _ in range(2)],
-    )
-    model, done, shapes = states[0].model, [], set()
-    assert isinstance(model, Net)
-    model.first.weight.register_post_accumulate_grad_hook(lambda _: done.append(1))
-    model.first.register_forward_pre_hook(lambda _, given: shapes.add(given[0].shape))
-    before, loopback = values(states[0]), ranks(2)
+    states = [state_of(config) for _ in range(2)]
+    contracts = [Noted() for _ in range(2)]
+    loopback = ranks(2)
 
     def built(rank: int) -> TrainStep:
-        return TrainStep(
-            config,
-            Watch(Group(rank, rank, 2, CPU, contract=contracts[rank]), states[rank]),
-        )
+        group = Group(rank, rank, 2, CPU, contract=contracts[rank])
+        return TrainStep(config, Watch(group, states[rank]))
 
     steps = loopback.run(built)
-    assert len(done) == passes
-    assert shapes == {(2, 3, SIZE, SIZE)} | (
-        {(V * B // 2, 3, SIZE, SIZE)} if passes else set()
-    )
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(
-        torch.equal(value, before[name]) for name, value in values(states[0]).items()
-    )
-    announced = ["wrap of DDP", *(["warm-up of DDP"] if passes else [])]
-    assert [each.calls for each in contracts] == [announced] * 2
-    loopback.run(
-        lambda rank: steps[rank](
-            batches(0)[2 * rank : 2 * rank + 2], torch.tensor(V * B * SIZE * SIZE)
-        )
-    )
-    assert [each.calls for each in contracts] == [[*announced, "backward of DDP"]] * 2
+    assert [each.calls for each in contracts] == [["wrap of DDP"]] * 2
+    valid = torch.tensor(V * B * SIZE * SIZE)
+    loopback.run(lambda rank: steps[rank](batches(0)[2 * rank : 2 * rank + 2], valid))
+    expected = ["wrap of DDP", "backward of DDP"]
+    assert [each.calls for each in contracts] == [expected] * 2
 
 
 def test_one_process_announces_nothing() -> None:

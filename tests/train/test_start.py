@@ -73,7 +73,7 @@ def test_written_weights_are_the_averaged_ones_with_all_that_a_reader_needs(
         str(STREET.num_classes),
     )
     assert json.loads(about["classes"]) == list(STREET.names)
-    assert about["weights_digest"] == result(pretrained)["ema_digest"]
+    assert about["ema_digest"] == result(pretrained)["ema_digest"]
     for out, message in (
         (tensors_file, "exists already"),
         (tensors_file.with_suffix(".pt"), "ends in .safetensors"),

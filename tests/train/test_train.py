@@ -40,7 +40,7 @@ from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import STREET, ClassTable
 from segpipe.data.data_set import Sample, Samples
 from segpipe.data.samples import SyntheticSamples, open_samples
-from segpipe.distributed.watch.agreement import agree_on_step
+from segpipe.distributed.agreement import agree_on_step
 from segpipe.errors import CheckpointError
 from segpipe.export.artifact import origin
 from segpipe.export.gates import latency
@@ -130,9 +130,6 @@ def test_a_run_ends_with_a_checked_export_and_three_lines(
     ending: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, git = ending, {"commit": "0" * 40, "dirty": True}
-    speed = {
-        name: result(folder)[name] for name in ("images_per_second", "train_seconds")
-    }
     monkeypatch.setattr(origin, "git_state", lambda root: {**git, "known_at": "export"})
     assert run(folder, *ENDING) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -146,12 +143,11 @@ def test_a_run_ends_with_a_checked_export_and_three_lines(
     assert any("EXPORT" in line for line in below), "the export comes last"
     assert (folder / "report.html").is_file()
     manifest = json.loads((folder / "export" / "manifest.json").read_text())
-    assert manifest["source"]["weights_digest"] == result(folder)["ema_digest"]
+    assert manifest["source"]["ema_digest"] == result(folder)["ema_digest"]
     assert result(folder)["git"] == git
     assert manifest["source"]["git"] == {**git, "known_at": "train"}
     _runs_as_it_is(following, folder)
     # There was no update left to measure.
-    assert all(result(folder)[name] == value > 0 for name, value in speed.items())
 
 
 def _runs_as_it_is(line: str, folder: Path) -> None:
@@ -400,32 +396,22 @@ def own(logits, target, *, ignore_index):
 """
 
 
-@pytest.mark.parametrize(("rate", "blamed"), [("0.01", True), ("1e30", False)])
-def test_an_own_loss_that_spoils_finite_logits_is_blamed(
+@pytest.mark.parametrize("own", [True, False])
+def test_an_own_loss_that_is_not_finite_is_to_be_tested(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    rate: str,
-    blamed: bool,
+    own: bool,
 ) -> None:
-    """The control: logits that the learning rate has spoiled, before a loss without a fault."""
-    module = "spoils" if blamed else "sound"
-    (tmp_path / f"{module}.py").write_text(
-        OWN_LOSS if blamed else OWN_LOSS.replace("1000", "10**9")
-    )
+    """The control: a loss of segpipe that diverges by the learning rate."""
+    (tmp_path / "spoils.py").write_text(OWN_LOSS)
     monkeypatch.chdir(tmp_path)
-    changes = (
-        f"loss.name={module}:own",
-        f"optim.lr={rate}",
-        "optim.warmup_steps=0",
-        "train.precision=fp32",
-    )
-    assert run(tmp_path / "run", *changes) == 6
+    name, rate = ("spoils:own", "0.01") if own else ("cross_entropy", "1e30")
+    changes = (f"loss.name={name}", f"optim.lr={rate}", "optim.warmup_steps=0")
+    assert run(tmp_path / "run", *changes, "train.precision=fp32") == 6
     text = told(capsys)
-    lead = f"loss.name = {module}:own returned nan for finite logits; `segpipe check-plugin loss.name={module}:own`"
-    assert (text.startswith(lead), "Lower optim.lr" in text) == (blamed, not blamed), (
-        text
-    )
+    assert "Lower optim.lr" in text
+    assert ("`segpipe check-plugin loss.name=spoils:own`" in text) == own
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["", "stopped meanwhile"])

@@ -35,7 +35,7 @@ def pair(
     )
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("backend", ["native", "triton"])
 @pytest.mark.parametrize("align_corners", [False, True])
 def test_integers_are_those_of_interpolate_and_argmax(
     backend: str, align_corners: bool, monkeypatch: pytest.MonkeyPatch
@@ -70,7 +70,7 @@ def test_ties_and_nan_are_decided_as_by_argmax(number: float) -> None:
     assert set(expected.flatten().tolist()) == ({0, 1} if number == 1.0 else {0, 1, 2})
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("backend", ["native", "triton"])
 def test_a_target_that_is_no_class_is_refused_by_its_id(backend: str) -> None:
     logits, target = pair((1, 3, 2, 2), (8, 8))
     target[0, 0, :2], target[0, 1, 0] = 3, 200

@@ -28,9 +28,9 @@ from segpipe.data.loader import ShardBatch
 from segpipe.distributed.group import Group
 from segpipe.models import resize
 from segpipe.settings.config import from_mapping
+from segpipe.train.recorder import Watch
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep, train_step
-from segpipe.train.watch import Watch
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = torch.device("cuda", 0)

@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from segpipe import IGNORE_INDEX, files
 from segpipe.data.catalog import Color, distinct_colors
 from segpipe.data.folders import SUFFIXES
-from segpipe.data.headers import Header
 from segpipe.data.importers.outlines import Area, Size
-from segpipe.data.readers import read_header, threaded
+from segpipe.data.readers import Header, read_header, threaded
 from segpipe.errors import ConfigError, DataError, did_you_mean
 
 MARK = ".import.json"

@@ -82,7 +82,7 @@ def describe(
             "git": origin.git,
             "config_hash": trained.config_hash or config_hash(trained.config),
             "checkpoint": origin.checkpoint,
-            "weights_digest": trained.weights_digest,
+            "ema_digest": trained.ema_digest,
             "seed": trained.config.seed,
             "step": trained.step,
         },

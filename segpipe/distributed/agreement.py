@@ -1,0 +1,150 @@
+"""Checks that ranks hold the same state: environment and checkpoint at the start, then a digest at every update."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from segpipe import plugins
+from segpipe.determinism import flags
+from segpipe.errors import CheckpointError, ConfigError, DivergenceError
+
+if TYPE_CHECKING:
+    from segpipe.distributed.group import Group
+    from segpipe.settings.config import Config
+
+
+class Replica(Protocol):
+    """State that every rank holds; `segpipe.train.recorder.Watch` is one."""
+
+    state: Any  # with `step`
+
+    @property
+    def state_digest(self) -> Tensor | None: ...
+
+    def state_parts(self) -> dict[str, list[int]]: ...
+
+    def part_names(self) -> dict[str, list[str]]: ...
+
+
+def common_fingerprint(
+    config: Config, group: Group, loss: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Fingerprint of the environment on rank 0, and a phrase for each value that another rank has otherwise.
+
+    `loss`: what computes it here. Raises ConfigError on every rank when that differs, or the code of a plug-in.
+    """
+    own = {**flags.fingerprint(), **plugin_sources(config), flags.LOSS: loss}
+    if config.compute.mode not in ("elastic", "audit"):
+        own["world_size"] = group.world_size
+    first, *others = group.gather(own)
+    phrases = []
+    for rank, other in enumerate(others, 1):
+        if changed := flags.changed_plugins(first, other):
+            raise ConfigError(
+                f"{', '.join(changed[:4])} on rank {rank} is not that of rank 0. Copy the code of the plug-ins to all "
+                f"machines, or start on a shared folder."
+            )
+        if config.compute.mode != "off" and first[flags.LOSS] != other[flags.LOSS]:
+            raise ConfigError(
+                f"loss.backend = {config.loss.backend} is {other[flags.LOSS]} on rank {rank} and {first[flags.LOSS]} "
+                f"on rank 0, which gives other bits. Install a C compiler (CPU) or triton (CUDA) on all machines, or "
+                f"set loss.backend=plain."
+            )
+        for name, (value, theirs) in flags.differences(first, other).items():
+            phrases.append(f"rank {rank}: {name} {theirs}, rank 0: {value}")
+    return first, phrases
+
+
+def plugin_sources(config: Config) -> dict[str, dict[str, str]]:
+    """The entry of a fingerprint for the plug-ins of a configuration; empty without any."""
+    found = plugins.sources(config.import_paths)
+    return {flags.PLUGINS: found} if found else {}
+
+
+def agree_on_step(last: Path, step: int, group: Group) -> None:
+    """Raises CheckpointError unless all ranks found the same checkpoint, or none did."""
+    steps = group.gather(step)
+    if set(steps) != {step}:
+        raise CheckpointError(
+            f"{last} is not the same file on every machine: ranks 0, 1, ... would start at steps {steps}. "
+            f"Set run.root to a folder that all machines share."
+        )
+
+
+class Agreement:
+    """Compares the calls and the states of the ranks inside a sum that an update needs anyway.
+
+    After the reduced gradient every rank does the same arithmetic. A rank with other bits therefore has a fault: a
+    flipped bit, a kernel that does not repeat itself, code that depends on the rank. Each rank adds the digest of its
+    state to the sum. If the sum is not the own digest times the number of ranks, all ranks see it in the same step.
+    (If one rank of R differs, the others always see it. That rank sees it unless the difference times R - 1 is a
+    multiple of 2^64: never for an even R, and for an odd one up to 17 with a probability of at most 2^-60.)
+    """
+
+    def __init__(self, group: Group, replica: Replica) -> None:
+        self._group = group
+        self._replica = replica
+        self._unequal = torch.zeros((), dtype=torch.bool, device=group.device)
+
+    def sum(self, numbers: Sequence[int], *, wait: bool = True) -> Tensor:
+        """Sums over the ranks of these integers, int64 (n,), on the device. A collective.
+
+        Raises CollectiveError or DivergenceError on every rank when ranks differ: at once on a CPU and with `wait`,
+        else at the next call that waits, so that a GPU is not waited for.
+        """
+        group = self._group
+        ticket = group.contract.ticket()
+        own = torch.tensor([*numbers, ticket, 0]).to(group.device, non_blocking=True)
+        digest = self._replica.state_digest
+        if isinstance(digest, Tensor):  # a GPU would wait for the copy of a number
+            own[-1] = digest
+        total = group.sum_tensor(own.clone())
+        if group.world_size > 1:
+            self._unequal |= total[-1] != own[-1] * group.world_size
+            if wait or group.device.type == "cpu":
+                group.contract.settle(int(total[-2]))
+                if self._unequal:
+                    self._stop()
+        return total[:-2]
+
+    def _stop(self) -> NoReturn:
+        """Name the tensor and the ranks."""
+        by_rank = self._group.gather(self._replica.state_parts())
+        verdict = first_disagreement(by_rank, self._replica.part_names())
+        raise DivergenceError(
+            f"step {self._replica.state.step}: ranks that must hold the same bits do not. {verdict} No checkpoint was "
+            f"written since. If it is always the same rank, test its memory and its GPU; if not, look for code that "
+            f"depends on the rank. Continue with run.exists=resume."
+        )
+
+
+def first_disagreement(
+    by_rank: Sequence[dict[str, list[int]]], names: dict[str, list[str]]
+) -> str:
+    """A sentence that names the first tensor on which ranks differ, and the ranks in the minority there.
+
+    by_rank: digests of each rank by kind (weights, optimizer, ...), in the order of `names`. Kinds are in the order in
+    which a fault spreads.
+    """
+    for kind, tensors in names.items():
+        for place, tensor in enumerate(tensors):
+            digests = [parts[kind][place] % 2**64 for parts in by_rank]
+            usual, votes = Counter(digests).most_common(1)[0]
+            if votes == len(digests):
+                continue
+            odd = [
+                f"rank {rank} {digest:016x}"
+                for rank, digest in enumerate(digests)
+                if digest != usual
+            ]
+            sides = f"{votes} of {len(digests)} ranks have {usual:016x}, but {', '.join(odd[:8])}"
+            if 2 * votes <= len(digests):
+                sides += ", so no side has a majority"
+            return f"The first tensor that differs is {tensor} ({kind}): {sides}."
+    return "No tensor differs now, so the sum itself was corrupted on its way."

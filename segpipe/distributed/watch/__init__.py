@@ -1,1 +1,0 @@
-"""What watches the ranks of a run: collectives, stacks, memory, agreement."""

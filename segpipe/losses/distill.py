@@ -1,0 +1,36 @@
+"""Distillation: the answers of a trained network, the teacher, as targets. Source: arXiv:1503.02531."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class TeacherLogits(NamedTuple):
+    """What the teacher says of a shard: logits (B, C, h, w), and how they are upsampled."""
+
+    logits: Tensor
+    align_corners: bool
+
+
+def distill_sum(
+    logits: Tensor,
+    teacher: Tensor,
+    target: Tensor,
+    *,
+    temperature: float,
+    ignore_index: int,
+) -> Tensor:
+    """KL divergence from the teacher's probabilities, summed over the valid pixels, times the squared temperature.
+
+    Both logits are divided by the temperature first; its square keeps the size of the gradient. The teacher gets no
+    gradient.
+
+    Shapes: logits and teacher float (B, C, H, W), target uint8 (B, H, W) -> 0-d.
+    """
+    wanted = (teacher.detach() / temperature).log_softmax(1)
+    found = (logits / temperature).log_softmax(1)
+    losses = (wanted.exp() * (wanted - found)).sum(1) * temperature**2
+    return torch.where(target != ignore_index, losses, 0.0).sum()

@@ -1,0 +1,55 @@
+"""Lovasz-softmax: a convex extension of 1 - IoU, averaged over the classes that a shard's target has.
+
+The errors of a class are 1 - p at its own pixels and p at all other valid ones, over all images of the shard together.
+Sorted, each counts by what it adds to the Jaccard loss. Source: arXiv:1705.08790, algorithm 1, `per_image` off.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def lovasz_sum(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
+    """The loss times the shard's valid pixels; autograd finds its gradient. Sorts all pixels once for each class.
+
+    Shapes: logits float (B, C, H, W), target uint8 (B, H, W) -> 0-d.
+    """
+    valid = (target != ignore_index).flatten()
+    ids = target.flatten()
+    probability = logits.softmax(1).movedim(1, 0).flatten(1)
+    losses, present = [], []
+    for number, scores in enumerate(probability.unbind()):
+        own = ids == number
+        errors = torch.where(own, 1 - scores, scores)
+        slopes = _jaccard_slopes(errors.detach(), own, valid)
+        losses.append((errors * slopes.to(errors.dtype)).sum())
+        present.append(own.any())
+
+    # A class without a pixel has a loss, but it says nothing of the IoU.
+    counted = torch.stack(present)
+    total = torch.where(counted, torch.stack(losses), 0.0).sum()
+    return total / counted.sum().clamp_min(1) * valid.sum()
+
+
+def _jaccard_slopes(errors: Tensor, own: Tensor, valid: Tensor) -> Tensor:
+    """What each error adds to the Jaccard loss when they come from the largest down; 0 where ignored, float64.
+
+    Counts are integers, whose running sums are exact. Equal errors count in the order of the pixels.
+
+    Shapes: all (N,).
+    """
+    # Ignored pixels come last, where they move no count of the others.
+    order = torch.where(valid, errors, -1.0).argsort(descending=True, stable=True)
+    hits = own[order].long()
+    size = hits.sum()
+
+    # If the largest n errors were misses: what is left of the intersection, and the union.
+    left = size - hits.cumsum(0)
+    union = size + (1 - hits).cumsum(0)
+    loss = 1 - left.double() / union
+    slopes = torch.diff(loss, prepend=loss.new_zeros(1))
+
+    # Back to the order of the pixels, by gathering: writing to `order` needs a sort on a GPU too.
+    places = order.argsort(stable=True)
+    return torch.where(valid, slopes[places], 0.0)

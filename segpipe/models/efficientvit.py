@@ -1,0 +1,105 @@
+"""EfficientViT-Seg, arXiv:2205.14756: timm's encoder with linear attention, below the authors' head."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import Tensor, nn
+
+from segpipe.models.layers import Classifier, SegmentationNet, init_weights
+from segpipe.models.resize import bicubic
+from segpipe.models.timm_encoder import check_flag, create_encoder, encoder_weights
+
+
+def efficientvit_seg_b0(num_classes: int, *, pretrained: bool = False) -> EfficientViT:
+    """EfficientViT-Seg-B0; `pretrained` loads timm's encoder for step 0."""
+    return EfficientViT(num_classes, "b0", width=32, depth=1, pretrained=pretrained)
+
+
+def efficientvit_seg_b1(num_classes: int, *, pretrained: bool = False) -> EfficientViT:
+    """EfficientViT-Seg-B1; `pretrained` loads timm's encoder for step 0."""
+    return EfficientViT(num_classes, "b1", width=64, depth=3, pretrained=pretrained)
+
+
+class EfficientViT(SegmentationNet):
+    """Encoder efficientvit_`size` of timm and a head of `depth` inverted residuals, `width` channels wide.
+
+    19 classes: 706,691 parameters for B0 and 4,803,443 for B1, all used in inference. Raises ConfigError without timm.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        size: str,
+        *,
+        width: int,
+        depth: int,
+        pretrained: bool,
+    ) -> None:
+        super().__init__()
+        self.name = f"efficientvit_{size}"
+        self.wants_pretrained = check_flag(pretrained)
+        self.encoder = create_encoder(self.name)
+        channels = self.encoder.feature_info.channels()[:0:-1]
+        self.inputs = nn.ModuleList(_conv(num, width, 1) for num in channels)
+        self.middle = nn.Sequential(*(InvertedResidual(width) for _ in range(depth)))
+        self.widen = _conv(width, 4 * width, 1, act=True)
+        self.head = Classifier(4 * width, num_classes)
+        self.train_only = nn.ModuleDict()
+        for part in (self.inputs, self.middle, self.widen, self.head):
+            init_weights(part)  # timm initializes the encoder
+        self.published_keys = PUBLISHED_KEYS
+
+    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
+        """Logits "main" (B, num_classes, H/8, W/8)."""
+        _, stride8, stride16, stride32 = self.encoder(image)
+        size = (stride8.shape[-2], stride8.shape[-1])
+        at32, at16, at8 = self.inputs
+        x = bicubic(at32(stride32), size) + bicubic(at16(stride16), size) + at8(stride8)
+        return {"main": self.head(self.widen(self.middle(x)))}
+
+    def pretrained(self) -> tuple[str, dict[str, Tensor]]:
+        """timm's weights of the encoder, if the arguments ask for them. Raises ConfigError if they are out of reach."""
+        return encoder_weights(self.name) if self.wants_pretrained else ("", {})
+
+
+class InvertedResidual(nn.Module):
+    """1x1 to four times the width, depthwise 3x3, linear 1x1, and a shortcut."""
+
+    def __init__(self, planes: int) -> None:
+        super().__init__()
+        wide = 4 * planes
+        self.expand = _conv(planes, wide, 1, act=True)
+        self.depthwise = _conv(wide, wide, 3, groups=wide, act=True)
+        self.project = _conv(wide, planes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.project(self.depthwise(self.expand(x))) + x
+        return out
+
+
+def _conv(
+    num_in: int, num_out: int, kernel: int, *, groups: int = 1, act: bool = False
+) -> nn.Sequential:
+    conv = nn.Conv2d(
+        num_in, num_out, kernel, padding=kernel // 2, groups=groups, bias=False
+    )
+    parts = OrderedDict[str, nn.Module](conv=conv, norm=nn.BatchNorm2d(num_out))
+    if act:
+        parts["act"] = nn.Hardswish(inplace=True)
+    return nn.Sequential(parts)
+
+
+PUBLISHED_KEYS = (
+    (r"^encoder\.stem_in_conv\.", "backbone.input_stem.op_list.0."),
+    (r"^encoder\.stem_res0\.", "backbone.input_stem.op_list.1."),
+    (r"^encoder\.stages_(\d)\.blocks\.", r"backbone.stages.\1.op_list."),
+    (r"^inputs\.([01])\.", r"head.input_ops.\1.op_list.0."),
+    (r"^inputs\.2\.", "head.input_ops.2."),
+    (r"^middle\.(\d)\.", r"head.middle.op_list.\1.main."),
+    (r"\.expand\.", ".inverted_conv."),
+    (r"\.depthwise\.", ".depth_conv."),
+    (r"\.project\.", ".point_conv."),
+    (r"^widen\.", "head.output_ops.0.op_list.0."),
+    (r"^head\.(weight|bias)$", r"head.output_ops.0.op_list.1.conv.\1"),
+)

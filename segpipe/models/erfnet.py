@@ -1,0 +1,111 @@
+"""ERFNet (Romera et al., IEEE T-ITS 2018): factorized residual blocks, and a decoder of transposed convolutions."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from segpipe.models.layers import SegmentationNet, init_near_zero
+
+EPS = 1e-3  # of BatchNorm
+DILATIONS = (2, 4, 8, 16)
+
+
+class ERFNet(SegmentationNet):
+    """2,064,191 parameters (19 classes), all used in inference. Logits have the size of the image.
+
+    Published files hold 2,451 more: a classifier of the encoder, which pretraining alone uses. Initial weights are
+    those of torch's layers, as in the authors' code.
+    """
+
+    output_stride = 1
+    size_multiple = 8
+    unused_keys = r"(^|\.)encoder\.output_conv\."
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        context = [Block(128, dilation, dropout=0.3) for dilation in DILATIONS * 2]
+        fine = [Block(64, 1, dropout=0.03) for _ in range(5)]
+        self.encoder = nn.Sequential(
+            Down(3, 16), Down(16, 64), *fine, Down(64, 128), *context
+        )
+        self.decoder = nn.Sequential(
+            Up(128, 64),
+            Block(64, 1),
+            Block(64, 1),
+            Up(64, 16),
+            Block(16, 1),
+            Block(16, 1),
+        )
+        self.head = nn.ConvTranspose2d(16, num_classes, 2, stride=2)
+        self.train_only = nn.ModuleDict()
+        self.published_keys = PUBLISHED_KEYS
+        init_near_zero(self.head)
+
+    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
+        """Logits "main" (B, num_classes, H, W), with sides rounded up to multiples of 8."""
+        return {"main": self.head(self.decoder(self.encoder(image)))}
+
+
+class Down(nn.Module):
+    """Half the size: a strided convolution beside a max-pooling, which keeps the channels of the input."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(num_in, num_out - num_in, 3, 2, 1)
+        self.pool = nn.MaxPool2d(2, ceil_mode=True)
+        self.bn = nn.BatchNorm2d(num_out, EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat([self.conv(x), self.pool(x)], dim=1)
+        return F.relu(self.bn(both), inplace=True)
+
+
+class Up(nn.Module):
+    """Twice the size, by a transposed convolution."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.conv = nn.ConvTranspose2d(num_in, num_out, 3, 2, 1, output_padding=1)
+        self.bn = nn.BatchNorm2d(num_out, EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x)), inplace=True)
+
+
+class Block(nn.Module):
+    """Two pairs of 3x1 and 1x3 convolutions, the second pair dilated, and a shortcut."""
+
+    def __init__(self, planes: int, dilation: int, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.near = _pair(planes, 1)
+        self.far = _pair(planes, dilation)
+        self.dropout = nn.Dropout2d(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.far(F.relu(self.near(x), inplace=True))
+        return F.relu(self.dropout(out) + x, inplace=True)
+
+
+def _pair(planes: int, dilation: int) -> nn.Sequential:
+    column = nn.Conv2d(
+        planes, planes, (3, 1), padding=(dilation, 0), dilation=(dilation, 1)
+    )
+    row = nn.Conv2d(
+        planes, planes, (1, 3), padding=(0, dilation), dilation=(1, dilation)
+    )
+    return nn.Sequential(
+        column, nn.ReLU(inplace=True), row, nn.BatchNorm2d(planes, EPS)
+    )
+
+
+PUBLISHED_KEYS = (
+    (r"^encoder\.0\.", "encoder.initial_block."),
+    *((rf"^encoder\.{i + 1}\.", f"encoder.layers.{i}.") for i in range(15)),
+    (r"^decoder\.(\d)\.", r"decoder.layers.\1."),
+    (r"\.near\.(\d)", r".\1_1"),
+    (r"\.far\.(\d)", r".\1_2"),
+    (r"\.0_", ".conv3x1_"),
+    (r"\.2_", ".conv1x3_"),
+    (r"\.3_", ".bn"),
+    (r"^head\.", "decoder.output_conv."),
+)

@@ -1,0 +1,161 @@
+"""RegSeg, arXiv:2111.09957: residual blocks whose grouped convolutions have two dilations, and a small decoder."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from segpipe.models.layers import (
+    Classifier,
+    GlobalPool,
+    SegmentationNet,
+    conv_bn,
+    conv_bn_relu,
+    init_weights,
+    upsample_like,
+)
+
+# Of the blocks after the first at stride 16.
+DILATIONS = ((1,), (1, 2), *[(1, 4)] * 4, *[(1, 14)] * 7)
+
+
+def regseg(num_classes: int) -> "RegSeg":
+    """RegSeg exp48_decoder26: 3,334,951 parameters (19 classes), all used in inference."""
+    return RegSeg(
+        num_classes, planes=(48, 128, 256, 320), blocks=(1, 3), group_width=16, decoder=(128, 8, 64)
+    )  # fmt: skip
+
+
+def regseg_exp53(num_classes: int) -> "RegSeg":
+    """RegSeg exp53_decoder29: 6,131,579 parameters (19 classes), all used in inference."""
+    return RegSeg(
+        num_classes, planes=(48, 120, 336, 384), blocks=(2, 6), group_width=24, decoder=(256, 16, 128)
+    )  # fmt: skip
+
+
+class RegSeg(SegmentationNet):
+    """RegSeg with `planes` at strides 4, 8, 16 and after the last block, and `blocks` at strides 4 and 8.
+
+    `decoder` has the widths of its features from strides 16 and 8, from stride 4, and of its 3x3 convolutions.
+    """
+
+    output_stride = 4
+    size_multiple = 16
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        planes: tuple[int, int, int, int],
+        blocks: tuple[int, int],
+        group_width: int,
+        decoder: tuple[int, int, int],
+    ) -> None:
+        super().__init__()
+        p4, p8, p16, last = planes
+        self.stem = conv_bn_relu(3, 32, 3, stride=2)
+        self.stage4 = _stage(32, p4, [(1,)] * (blocks[0] - 1), group_width)
+        self.stage8 = _stage(p4, p8, [(1,)] * (blocks[1] - 1), group_width)
+        self.stage16 = _stage(p8, p16, DILATIONS[:-1], group_width)
+        self.stage16.append(Block(p16, last, DILATIONS[-1], group_width))
+        deep, fine, width = decoder
+        self.head16 = conv_bn_relu(last, deep, 1)
+        self.head8 = conv_bn_relu(p8, deep, 1)
+        self.head4 = conv_bn_relu(p4, fine, 1)
+        self.conv8 = conv_bn_relu(deep, width, 3)
+        self.conv4 = conv_bn_relu(width + fine, width, 3)
+        self.head = Classifier(width, num_classes)
+        self.train_only = nn.ModuleDict()
+        single = () if blocks[0] > 1 else SINGLE_KEYS
+        self.published_keys = (*single, *PUBLISHED_KEYS)
+        init_weights(self)
+
+    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
+        """Logits "main" (B, num_classes, H/4, W/4)."""
+        stride4 = self.stage4(self.stem(image))
+        stride8 = self.stage8(stride4)
+        x16 = self.head16(self.stage16(stride8))
+        x8 = self.head8(stride8)
+        x8 = self.conv8(x8 + upsample_like(x16, x8))
+        x4 = self.head4(stride4)
+        x4 = self.conv4(torch.cat([upsample_like(x8, x4), x4], dim=1))
+        return {"main": self.head(x4)}
+
+
+class Block(nn.Module):
+    """1x1, grouped 3x3 and 1x1 convolutions with squeeze-and-excitation, and a shortcut.
+
+    The channels of the 3x3 are divided evenly among `dilations`.
+    """
+
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        dilations: tuple[int, ...],
+        group_width: int,
+        *,
+        stride: int = 1,
+    ) -> None:
+        super().__init__()
+        share = num_out // len(dilations)
+        self.conv1 = nn.Conv2d(num_in, num_out, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(num_out)
+        self.conv2 = nn.ModuleList(
+            nn.Conv2d(
+                share, share, 3, stride, dilation, dilation, share // group_width, bias=False
+            )
+            for dilation in dilations
+        )  # fmt: skip
+        self.bn2 = nn.BatchNorm2d(num_out)
+        self.gate = nn.Sequential(
+            GlobalPool(),
+            nn.Conv2d(num_out, num_in // 4, 1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(num_in // 4, num_out, 1),
+            nn.Sigmoid(),
+        )
+        self.conv3 = nn.Conv2d(num_out, num_out, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(num_out)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1:
+            shrink = nn.AvgPool2d(2, ceil_mode=True)
+            self.shortcut = nn.Sequential(shrink, *conv_bn(num_in, num_out, 1))
+        elif num_in != num_out:
+            self.shortcut = nn.Sequential(nn.Identity(), *conv_bn(num_in, num_out, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        parts = out.chunk(len(self.conv2), dim=1)
+        out = torch.cat(
+            [conv(part) for conv, part in zip(self.conv2, parts, strict=True)], dim=1
+        )
+        out = F.relu(self.bn2(out), inplace=True)
+        out = self.bn3(self.conv3(out * self.gate(out)))
+        return F.relu(out + self.shortcut(x), inplace=True)
+
+
+def _stage(
+    num_in: int,
+    num_out: int,
+    later: list[tuple[int, ...]] | tuple[tuple[int, ...], ...],
+    group_width: int,
+) -> nn.Sequential:
+    """A block of stride 2, then one for each entry of `later`, with these dilations."""
+    first = Block(num_in, num_out, (1,), group_width, stride=2)
+    blocks = (Block(num_out, num_out, dilations, group_width) for dilations in later)
+    return nn.Sequential(first, *blocks)
+
+
+SINGLE_KEYS = ((r"^stage4\.0\.", "stage4."),)
+"""Where a stage of one block is no list in the published network."""
+PUBLISHED_KEYS = (
+    (r"^stage", "body.stage"),
+    (r"(stage(4|8)(\.\d)?|stage16\.[01])\.conv2\.0\.", r"\1.conv2."),
+    (r"\.conv2\.(\d)\.", r".conv2.convs.\1."),
+    (r"\.gate\.1\.", ".se.conv1."),
+    (r"\.gate\.3\.", ".se.conv2."),
+    (r"\.shortcut\.1\.", ".shortcut.conv."),
+    (r"\.shortcut\.2\.", ".shortcut.bn."),
+    (r"^(head16|head8|head4|conv8|conv4)\.", r"decoder.\1."),
+    (r"^head\.", "decoder.classifier."),
+)

@@ -1,0 +1,203 @@
+"""STDC-Seg, arXiv:2104.13188: an encoder of short-term dense blocks, and a detail head for training only."""
+
+import torch
+from torch import Tensor, nn
+
+from segpipe.models.layers import (
+    Classifier,
+    GlobalPool,
+    SegmentationNet,
+    conv_bn,
+    conv_bn_relu,
+    depthwise_bn,
+    init_weights,
+    nearest_like,
+)
+
+STDC1, STDC2 = (2, 2, 2), (4, 5, 3)  # blocks at strides 8, 16 and 32
+
+
+def stdc1(num_classes: int) -> "STDC":
+    """STDC1-Seg: 8,572,896 parameters in training, 8,275,104 in inference (19 classes)."""
+    return STDC(num_classes, STDC1)
+
+
+def stdc2(num_classes: int) -> "STDC":
+    """STDC2-Seg: 12,603,360 parameters in training, 12,305,568 in inference (19 classes)."""
+    return STDC(num_classes, STDC2)
+
+
+class STDC(SegmentationNet):
+    """STDC-Seg with `blocks` at strides 8, 16 and 32. The head "boundary" is the published detail head, at stride 8.
+
+    With `loss.boundary=detail` the Laplacian pyramid of the paper supervises it. Published files also hold
+    parts that segmentation does not use: the ImageNet classifier, and detail heads at other strides.
+    """
+
+    align_corners = True
+    unused_keys = r"backbone\.(features|conv_last|fc|bn|linear)\.|conv_out_sp(2|4|16)\."
+
+    def __init__(self, num_classes: int, blocks: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.encoder = STDCEncoder(blocks)
+        self.mean = nn.Sequential(GlobalPool(), conv_bn_relu(1024, 128, 1))
+        self.gate32 = Gate(1024)
+        self.gate16 = Gate(512)
+        self.smooth32 = conv_bn_relu(128, 128, 3)
+        self.smooth16 = conv_bn_relu(128, 128, 3)
+        self.fusion = Fusion()
+        self.head = seg_head(256, 256, num_classes)
+        self.train_only = nn.ModuleDict(
+            {
+                "aux16": seg_head(128, 64, num_classes),
+                "aux32": seg_head(128, 64, num_classes),
+                "boundary": seg_head(256, 64, 1),
+            }
+        )
+        self.published_keys = (*self.encoder.published_keys, *PUBLISHED_KEYS)
+        init_weights(self)
+        # The authors start everything behind the encoder with half the variance, by fan in.
+        for name, module in self.named_modules():
+            behind = isinstance(module, nn.Conv2d) and not name.startswith("encoder.")
+            if behind and not isinstance(module, Classifier):
+                nn.init.kaiming_normal_(module.weight, a=1)  # type: ignore[arg-type]
+
+    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
+        """Logits "main" at stride 8 and, with `aux`, "aux16" and "boundary" at stride 8, "aux32" at stride 16.
+
+        The names are those of the published heads: "aux16" reads context from stride 16 at stride 8, and so on.
+        """
+        stride8, stride16, stride32 = self.encoder(image)
+        x = self.gate32(stride32)
+        x = x + nearest_like(self.mean(stride32), x)
+        at16 = self.smooth32(nearest_like(x, stride16))
+        x = self.gate16(stride16) + at16
+        at8 = self.smooth16(nearest_like(x, stride8))
+        logits = {"main": self.head(self.fusion(torch.cat([stride8, at8], dim=1)))}
+        if aux:
+            taps = {"aux16": at8, "aux32": at16, "boundary": stride8}
+            logits |= {name: self.train_only[name](tap) for name, tap in taps.items()}
+        return logits
+
+
+class STDCEncoder(nn.Module):
+    """(B, 3, H, W) -> features of 256, 512 and 1024 channels at strides 8, 16 and 32."""
+
+    def __init__(self, blocks: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            conv_bn_relu(3, 32, 3, stride=2), conv_bn_relu(32, 64, 3, stride=2)
+        )
+        self.stage8 = _stage(64, 256, blocks[0])
+        self.stage16 = _stage(256, 512, blocks[1])
+        self.stage32 = _stage(512, 1024, blocks[2])
+        self.published_keys = _encoder_keys(blocks)
+
+    def forward(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        stride8 = self.stage8(self.stem(image))
+        stride16 = self.stage16(stride8)
+        return stride8, stride16, self.stage32(stride16)
+
+
+class Block(nn.Module):
+    """Four convolutions in a row, all of whose outputs are concatenated: 1/2, 1/4, 1/8 and 1/8 of the channels."""
+
+    def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
+        super().__init__()
+        half, quarter, eighth = num_out // 2, num_out // 4, num_out // 8
+        self.convs = nn.ModuleList(
+            [
+                conv_bn_relu(num_in, half, 1),
+                conv_bn_relu(half, quarter, 3),
+                conv_bn_relu(quarter, eighth, 3),
+                conv_bn_relu(eighth, eighth, 3),
+            ]
+        )
+        self.down: nn.Module = nn.Identity()
+        self.skip: nn.Module = nn.Identity()
+        if stride == 2:
+            self.down = depthwise_bn(half, half, stride=2)
+            self.skip = nn.AvgPool2d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.convs[0](x)
+        second = self.convs[1](self.down(first))
+        third = self.convs[2](second)
+        fourth = self.convs[3](third)
+        return torch.cat([self.skip(first), second, third, fourth], dim=1)
+
+
+class Gate(nn.Module):
+    """3x3 to 128 channels, each weighted by its mean over the image."""
+
+    def __init__(self, num_in: int) -> None:
+        super().__init__()
+        self.conv = conv_bn_relu(num_in, 128, 3)
+        self.weight = nn.Sequential(GlobalPool(), *conv_bn(128, 128, 1), nn.Sigmoid())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        weighted: Tensor = x * self.weight(x)
+        return weighted
+
+
+class Fusion(nn.Module):
+    """1x1 of detail and context (B, 384, h, w) to 256 channels, each weighted by its mean over the image, plus one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = conv_bn_relu(384, 256, 1)
+        self.weight = nn.Sequential(
+            GlobalPool(),
+            nn.Conv2d(256, 64, 1, bias=False),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(64, 256, 1, bias=False),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        weighted: Tensor = x * self.weight(x)
+        return weighted + x
+
+
+def seg_head(num_in: int, planes: int, num_out: int) -> nn.Sequential:
+    """3x3 to `planes`, then 1x1 without bias to `num_out` logits."""
+    classifier = Classifier(planes, num_out, bias=False)
+    return nn.Sequential(conv_bn_relu(num_in, planes, 3), classifier)
+
+
+def _stage(num_in: int, num_out: int, num_blocks: int) -> nn.Sequential:
+    first = Block(num_in, num_out, stride=2)
+    later = (Block(num_out, num_out, stride=1) for _ in range(num_blocks - 1))
+    return nn.Sequential(first, *later)
+
+
+def _encoder_keys(blocks: tuple[int, int, int]) -> tuple[tuple[str, str], ...]:
+    """Published files number stem and blocks through, and hold each a second time as `features`."""
+    stem = [(r"^encoder\.stem\.0\.", "x2.0.0."), (r"^encoder\.stem\.1\.", "x4.0.1.")]
+    keys, number = stem, 2
+    for stride, num_blocks in zip((8, 16, 32), blocks, strict=True):
+        for block in range(num_blocks):
+            ours = rf"^encoder\.stage{stride}\.{block}\."
+            keys.append((ours, f"x{stride}.0.{number}."))
+            number += 1
+    keys += [(r"\.convs\.", ".conv_list."), (r"\.down\.", ".avd_layer.")]
+    return (*keys, (r"^x", "cp.backbone.x"))
+
+
+PUBLISHED_KEYS = (
+    (r"^gate(\d+)\.conv\.", r"cp.arm\1.conv."),
+    (r"^gate(\d+)\.weight\.1\.", r"cp.arm\1.conv_atten."),
+    (r"^gate(\d+)\.weight\.2\.", r"cp.arm\1.bn_atten."),
+    (r"^mean\.1\.", "cp.conv_avg."),
+    (r"^smooth", "cp.conv_head"),
+    (r"^fusion\.conv\.", "ffm.convblk."),
+    (r"^fusion\.weight\.1\.", "ffm.conv1."),
+    (r"^fusion\.weight\.3\.", "ffm.conv2."),
+    (r"^head\.", "conv_out."),
+    (r"^train_only\.aux", "conv_out"),
+    (r"^train_only\.boundary\.", "conv_out_sp8."),
+    (r"^(conv_out\w*)\.0\.", r"\1.conv."),
+    (r"^(conv_out\w*)\.1\.", r"\1.conv_out."),
+)

@@ -1,0 +1,170 @@
+"""The network in training: its heads as a forward, what BatchNorm keeps from pass to pass, and their precision."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from segpipe.errors import ConfigError
+from segpipe.train.optim import frozen_modules
+
+if TYPE_CHECKING:
+    from segpipe.settings.groups import ComputeConfig
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """The context in which the network runs; the loss and all sums stay in fp32."""
+    return torch.autocast(
+        device.type,
+        dtype=AUTOCAST.get(precision, torch.bfloat16),
+        enabled=precision in AUTOCAST,
+    )
+
+
+class AllHeads(nn.Module):
+    """The network's training heads as a forward, which is what DDP hooks into."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        heads: dict[str, Tensor] = self.model.logits(image, aux=True)  # type: ignore[operator]
+        return heads
+
+
+class _Traced(AllHeads):
+    """Heads that keep their last outputs."""
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        self.last = super().forward(image)
+        return self.last
+
+
+class GraphedHeads(AllHeads):
+    """Heads whose forward and backward are recorded at the first batch, as one CUDA graph each, and replayed.
+
+    A replay starts the kernels that were recorded, so its bits should be those of AllHeads; gpu-check compares them.
+    All batches must have the shape of the first, and outputs are overwritten by the next forward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._replay: Any = None
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        if self._replay is None:
+            self._replay = self._recorded(image)
+        heads: dict[str, Tensor] = self._replay(image)
+        return heads
+
+    def _recorded(self, image: Tensor) -> Any:
+        """The callable that replays. Trial passes precede the recording; what they change is put back."""
+        kind = image.device.type
+        before = [buffer.clone() for buffer in self.model.buffers()]
+        random = torch.random.fork_rng([image.device] if kind == "cuda" else [])
+        # Weights that were cast for an earlier pass must not be read in a replay, so nothing is cached.
+        amp = torch.autocast(
+            kind,
+            torch.get_autocast_dtype(kind),
+            torch.is_autocast_enabled(kind),
+            cache_enabled=False,
+        )
+        traced = _Traced(self.model)
+        with random, amp:
+            replay = torch.cuda.make_graphed_callables(
+                traced, (image.detach().clone(),), allow_unused_input=True
+            )
+        # torch keeps these for the replays, and their graph would keep the nodes that take the parameters' gradients on
+        # the stream of the recording: a wait between streams per parameter and step, and hooks on that stream.
+        for logits in traced.last.values():
+            if not logits._is_view():  # torch refuses those
+                logits.detach_()
+        for buffer, value in zip(self.model.buffers(), before, strict=True):
+            buffer.copy_(value)
+        return replay
+
+
+def training_heads(
+    model: nn.Module, compute: ComputeConfig, device: torch.device
+) -> Any:
+    """The heads as `compute.compile` and `compute.cuda_graph` want them. Raises ConfigError without a GPU."""
+    if compute.compile:
+        from torch._inductor import config
+
+        # Without trials on the device, which choose kernels by their speed, ranks with equal hardware compile alike.
+        config.deterministic = True
+        return torch.compile(AllHeads(model), dynamic=False)
+    if not compute.cuda_graph:
+        return AllHeads(model)
+    if device.type != "cuda":
+        raise ConfigError(
+            "compute.cuda_graph = true, but training runs on a CPU. Set compute.cuda_graph=false."
+        )
+    return GraphedHeads(model)
+
+
+def norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    """BatchNorm layers that gather statistics, in module order: all but those in frozen parts."""
+    frozen = set(frozen_modules(model))
+    kind = nn.modules.batchnorm._BatchNorm
+    return [m for m in model.modules() if isinstance(m, kind) and m not in frozen]
+
+
+def statistics(model: nn.Module) -> list[Tensor]:
+    """Running means and variances of `norms`, in module order."""
+    found = [value for m in norms(model) for value in (m.running_mean, m.running_var)]
+    return [value for value in found if value is not None]
+
+
+def counters(model: nn.Module) -> list[Tensor]:
+    """The number of its forward passes of each of `norms`, with which those without a momentum compute."""
+    found = [m.num_batches_tracked for m in norms(model)]
+    return [value for value in found if value is not None]
+
+
+@contextlib.contextmanager
+def uncounted(layers: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
+    """Inside, those of `norms` whose momentum is fixed count no passes: updates set the counters.
+
+    A kernel for each layer and shard, 79 of PIDNet-S, would be undone.
+    """
+    hidden = {}
+    for layer in layers:
+        if type(layer) is nn.BatchNorm2d and layer.momentum is not None:
+            hidden[layer] = layer._buffers["num_batches_tracked"]
+            layer._buffers["num_batches_tracked"] = None
+    try:
+        yield
+    finally:
+        for layer, counter in hidden.items():
+            layer._buffers["num_batches_tracked"] = counter
+
+
+class Kept:
+    """BatchNorm statistics and counters as they are before a step: every shard starts from them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._groups = []
+        for tensors in (statistics(model), counters(model)):
+            self._groups.append((tensors, [torch.empty_like(t) for t in tensors]))
+
+    def keep(self) -> None:
+        for tensors, kept in self._groups:
+            copy_all(kept, tensors)
+
+    def put_back(self) -> None:
+        for tensors, kept in self._groups:
+            copy_all(tensors, kept)
+
+
+def copy_all(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy each value into its tensor, in one launch for all of a dtype."""
+    if into:  # torch refuses empty lists
+        torch._foreach_copy_(list(into), list(values))

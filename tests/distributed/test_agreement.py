@@ -1,0 +1,247 @@
+"""Ranks with different bits stop within one step, and the message names the tensor and the rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import plants
+from segpipe.determinism import flags
+from segpipe.distributed.agreement import (
+    Agreement,
+    common_fingerprint,
+    first_disagreement,
+)
+from segpipe.distributed.contract import Contract
+from segpipe.errors import CollectiveError, ConfigError, DivergenceError
+from segpipe.ledger.divergence import Comparison, compare
+from segpipe.ledger.reader import read_run
+from segpipe.settings.config import Config
+from segpipe.train.checkpoint import load
+from segpipe.train.recorder import Watch
+
+NAMES = {"weights": ["stem.weight", "head.weight"], "ema": ["stem.weight"]}
+
+
+def test_the_first_tensor_and_the_minority_are_named() -> None:
+    same = {"weights": [1, 2], "ema": [3]}
+    ranks = [dict(same) for _ in range(16)]
+    ranks[11] = {"weights": [1, -7], "ema": [9]}
+    said = first_disagreement(ranks, NAMES)
+    assert (
+        "head.weight (weights): 15 of 16 ranks have 0000000000000002, but rank 11 fffffffffffffff9"
+        in said
+    )
+    said = first_disagreement([same, {**same, "ema": [4]}], NAMES)
+    assert "stem.weight (ema)" in said
+    assert "no side has a majority" in said
+    assert first_disagreement([same, same], NAMES).startswith("No tensor differs now")
+
+
+@pytest.mark.parametrize("mode", ["elastic", "audit", "ddp", "off"])
+def test_ranks_that_compute_the_loss_otherwise_are_refused_where_bits_are_promised(
+    mode: str,
+) -> None:
+    config = Config()
+    config.compute.mode, config.loss.backend = mode, "plain"
+
+    def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
+        return [own, own, {**own, flags.LOSS: "torch"}]
+
+    group: Any = SimpleNamespace(
+        device=torch.device("cpu"), world_size=3, gather=gather
+    )
+    if mode == "off":
+        assert common_fingerprint(config, group, "plain")[1] == [
+            "rank 2: loss torch, rank 0: plain"
+        ]
+    else:
+        with pytest.raises(
+            ConfigError,
+            match=r"loss.backend = plain is torch on rank 2 and plain on rank 0",
+        ):
+            common_fingerprint(config, group, "plain")
+
+
+class Ranks:
+    """A group of `world_size` ranks seen from rank 0, of which one may hold another digest, or have called more."""
+
+    rank, device = 0, torch.device("cpu")
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size, self.contract = world_size, Contract(0, world_size)
+        self.other_digest: int | None = None
+        self.other_call = 0
+
+    def sum_tensor(self, own: Tensor) -> Tensor:
+        total = own * self.world_size
+        if self.other_digest is not None:
+            total[-1] += self.other_digest - int(own[-1])
+        total[-2] += self.other_call
+        return total
+
+    def gather(self, item: Any) -> list[Any]:
+        return [
+            *[item] * (self.world_size - 1),
+            {**item, "weights": [item["weights"][0], 99]},
+        ]
+
+    def barrier(self) -> None:
+        pass
+
+
+def agreement(ranks: Ranks) -> tuple[Agreement, SimpleNamespace]:
+    recorder = SimpleNamespace(
+        state_digest=torch.tensor(-(2**62)),
+        state=SimpleNamespace(step=7),
+        state_parts=lambda: {"weights": [1, 2], "ema": [3]},
+        part_names=lambda: NAMES,
+    )
+    return Agreement(ranks, recorder), recorder  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world_size", [2, 16])
+def test_a_digest_that_differs_stops_in_the_same_step(
+    world_size: int,
+) -> None:
+    ranks = Ranks(world_size)
+    found, recorder = agreement(ranks)
+    for number in range(3):  # digests of any size: the sum wraps around
+        recorder.state_digest = torch.tensor(2**62 + number)
+        assert found.sum([3, 1]).tolist() == [3 * world_size, world_size]
+    ranks.other_digest = (2**62 + 2) ^ 1
+    with pytest.raises(
+        DivergenceError,
+        match=rf"step 7: .*head\.weight \(weights\).*rank {world_size - 1}",
+    ):
+        found.sum([3, 0])
+    assert DivergenceError.exit_code == 5
+
+
+def test_a_gpu_is_not_waited_for_and_the_next_call_that_waits_stops() -> None:
+    ranks = Ranks(2)
+    ranks.device = torch.device("meta")  # whose values the host cannot read
+    found, _ = agreement(ranks)
+    with pytest.raises(RuntimeError, match="meta"):
+        found.sum([3])
+    found.sum([3], wait=False)
+
+    ranks = Ranks(2)
+    found, _ = agreement(ranks)
+    found._unequal |= True  # as an earlier call left it
+    with pytest.raises(DivergenceError):
+        found.sum([3])
+
+
+def test_calls_that_differ_stop_too() -> None:
+    ranks = Ranks(2)
+    found, _ = agreement(ranks)
+    ranks.other_call = 1
+    with pytest.raises(CollectiveError, match="ranks have made different calls"):
+        found.sum([1])
+
+
+def test_without_digests_and_alone_nothing_is_compared() -> None:
+    ranks = Ranks(2)
+    assert Watch(ranks, None).sum([4]).tolist() == [8]  # type: ignore[arg-type]
+    alone, _ = agreement(Ranks(1))
+    assert alone.sum([4]).tolist() == [4]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """Runs of two processes: without a fault, with faults on rank 1 alone, and inside the network in shard 1."""
+    folder = tmp_path_factory.mktemp("two")
+    fewer = tuple(
+        part.replace("compute.shards=16", "compute.shards=2") for part in plants.RECIPE
+    )
+    names = ["", "reduced", "weight", "forward"]
+    return folder, plants.run_all(2, folder, names, rank=1, shard=1, recipe=fewer)
+
+
+@pytest.mark.parametrize("plant", ["reduced", "weight"])
+def test_one_rank_that_drifts_away_ends_the_run(
+    said: tuple[Path, dict[str, str]], plant: str
+) -> None:
+    folder, stopped = said
+    assert stopped[""] == ""  # the control
+    assert stopped[plant].startswith(
+        f"step {plants.STEP + 1}: ranks that must hold the same bits do not."
+    )
+    assert "rank 1 " in stopped[plant]
+    assert plants.LAYER in stopped[plant]
+    assert not (folder / plant / "last.pt").exists()
+    assert load(folder / "baseline" / "last.pt")["step"] == 3
+
+
+SAMPLE = plants.Order(0, 64, 16, 2).shard(plants.STEP, plants.SHARD)[plants.ROW][1]
+SAID = f"The first tensor that differs is {plants.LAYER}: but rank {plants.RANK} 00."
+
+
+@pytest.mark.parametrize(
+    ("plant", "found", "stopped"),
+    [
+        (
+            "pixel",
+            {"stage": "augment", "shard": plants.SHARD, "sample": SAMPLE},
+            "",
+        ),
+        ("lr", {"stage": "optimizer"}, ""),
+        ("ema", {"stage": "bn_ema", "layer": plants.LAYER}, ""),
+        ("weight", {"stage": "weights", "layer": plants.LAYER}, SAID),
+        (
+            "forward",
+            {"stage": "forward", "shard": plants.SHARD, "layer": plants.NORM},
+            "",
+        ),
+    ],
+)
+def test_a_plant_is_named_only_when_all_of_it_is_right(
+    plant: str, found: dict[str, Any], stopped: str
+) -> None:
+    """The judgement of `benchmarks/run.py plants`: whatever is changed in what was said is a problem."""
+    one = plants.PLANTS[plant]
+    right = Comparison("diverged", "", step=plants.STEP, **found)
+    assert plants.problems(one, right, stopped) == []
+    changes = {
+        "verdict": "identical",
+        "step": 2,
+        "stage": "decode",
+        "shard": 3,
+        "sample": 63,
+    }
+    for name, value in {**changes, **({"layer": "head"} if one.layer else {})}.items():
+        wrong = replace(right, **{name: value})
+        assert plants.problems(one, wrong, stopped), name
+    for other in (
+        "",
+        f"{plants.LAYER} on rank 1 00",
+        f"head.weight, rank {plants.RANK} 00",
+    ):
+        found_wrong = bool(plants.problems(one, right, other))
+        assert found_wrong == (other != stopped), other
+
+
+def test_another_environment_is_named_only_as_what_it_is() -> None:
+    package = plants.PLANTS["package"]
+    right = Comparison(
+        "identical", "", fingerprint={"albumentations": ("2.0.8", "2.0.9")}
+    )
+    assert plants.problems(package, right, "") == []
+    for wrong in (replace(right, fingerprint={}), replace(right, verdict="diverged")):
+        assert plants.problems(package, wrong, "")
+
+
+def test_a_plant_inside_the_network_is_named(
+    said: tuple[Path, dict[str, str]],
+) -> None:
+    folder, plant = said[0], "forward"
+    found = compare(read_run(folder / "baseline"), read_run(folder / plant))
+    assert (found.step, found.stage, found.shard) == (plants.STEP, plant, 1)
+    assert found.layer == plants.NORM
