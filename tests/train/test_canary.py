@@ -22,8 +22,7 @@ from impure import Noise, config
 from runs import command, settings
 from segpipe.data.augment import Augmenter, ColorMatrix
 from segpipe.data.loader import ShardBatch, train_batches
-from segpipe.data.order import Order
-from segpipe.data.plan import REPEATS, Member, Request, chosen, requests
+from segpipe.data.order import REPEATS, Member, Order, Request, chosen, requests
 from segpipe.data.samples import CachedSamples
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ConfigError, ImpureAugmentError
