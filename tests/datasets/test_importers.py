@@ -502,6 +502,11 @@ def test_labels_are_ignored_by_name(tmp_path: Path) -> None:
     mask = np.asarray(Image.open(out / "masks/a.png"))
     assert np.array_equal(mask, scene(0, 1, 255))
     assert 'names: ["car", "person"]' in (out / "classes.yaml").read_text()
+    table = tmp_path / "source/labelmap.txt"
+    table.write_text(table.read_text().replace("background", "_background_"))
+    other = tmp_path / "other"
+    assert imported(table.parent, other, "voc", "background=ignore") == 0
+    assert np.array_equal(np.asarray(Image.open(other / "masks/a.png")), mask)
 
 
 def test_an_import_divides_what_has_no_splits(

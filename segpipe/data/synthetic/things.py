@@ -52,7 +52,7 @@ LANTERN = paints(POLE, "fff0c0")[0]
 RED, BLUE, YELLOW, GREEN, WHITE, BLACK = paints(
     SIGN, "d01c20 1854b4 f2c016 30d070 f2f2f0 1c1c20"
 )
-THIN = 5 / 384  # of the image's width; thinner poles are not learned in a few minutes
+THIN = 6.5 / 384  # of the image's width; thinner poles are not learned in a few minutes
 
 DISC, TRIANGLE = 0.5 * ROUND + 0.5, shape("0,5 100,5 50,95")
 DIAMOND, SIGNAL = shape("50,0 100,50 50,100 0,50"), shape("15,0 85,0 85,180 15,180")
@@ -208,10 +208,10 @@ KINDS = (
     Kind(plant, LEAVES, [(4, 6.5, 0), (3, 5, 0)], 0, (12, 40), 7),
     Kind(plant, LEAVES, [(1.8, 1.6, 0)], 2.2, (2, 20), 5),
     Kind(lamp, METAL, [(0.3, 6.5, 0)], 0.3, (12, 22), 6),
-    Kind(sign, METAL, [(0.16, 3.2, 0)], 0.3, (5, 16), 7, 30),
-    Kind(person, CLOTHES, [(0.5, 1.75, 0), (0.8, 1.8, 0)], 1, (2, 9), 4.5, 30),
-    Kind(person, CLOTHES, [(0.7, 1.75, 0)], 2.2, (4, 16), 4.5, 30),
-    Kind(person, CLOTHES, [(0.7, 1.75, 0)], -3, (30, 90), 7, 25),
+    Kind(sign, METAL, [(0.16, 3.2, 0)], 0.3, (4, 14), 6, 22),
+    Kind(person, CLOTHES, [(0.5, 1.75, 0), (0.8, 1.8, 0)], 0.7, (0.5, 5), 6.5, 17),
+    Kind(person, CLOTHES, [(0.7, 1.75, 0)], 1.8, (1, 8), 7, 18),
+    Kind(person, CLOTHES, [(0.7, 1.75, 0)], -3, (15, 60), 7, 20),
     Kind(vehicle, BODIES, [CAR, CAR, CAR, VAN], -2.3, (2, 16), 3.5),
     Kind(vehicle, BODIES, [CAR, CAR, CAR, VAN, BUS], -5.1, (8, 30), 8),
 )

@@ -66,8 +66,9 @@ class Export:
         """
         ids = dict.fromkeys([*IGNORED, *ignored], IGNORE_INDEX)
         ordered = dict.fromkeys([*self.declared, *sorted(self.drawn)])
-        drawn = [each for each in ordered if each in self.drawn and each not in ids]
+        drawn = [each for each in ordered if each in self.drawn]
         drawn = [BACKGROUND if each == BACKGROUND_TOO else each for each in drawn]
+        drawn = [each for each in drawn if each not in ids]
         first = [BACKGROUND] if BACKGROUND in drawn and BACKGROUND not in names else []
         chosen = tuple(dict.fromkeys([*first, *(names or drawn)]))
         ids |= {name: place for place, name in enumerate(chosen)}
