@@ -280,7 +280,7 @@ def test_wrong_mixtures_are_refused(entries: list[dict[str, Any]], words: str) -
 
 def test_choices_name_the_nearest() -> None:
     assert "Did you mean pidnet_s?" in refused(with_value("model.name", "pidnet"))
-    assert "fast_scnn, ddrnet23_slim, pidnet_s" in refused(
+    assert "is not one of fast_scnn, ddrnet23_slim, " in refused(
         with_value("model.name", "unet")
     )
     assert "Did you mean resume?" in refused(with_value("run.exists", "resumed"))
@@ -391,7 +391,8 @@ FREE = {
     "loss.backend",
     "augment.check", "augment.canary", "train.log_every", "train.validate_every", "train.progress", "compute.nproc",
     "compute.timeout_s", "compute.ledger", "checkpoint.every", "checkpoint.keep_every", "checkpoint.keep_last",
-    "track.name", "track.project", "track.entity", "track.mode", "model.weights",
+    "track.name", "track.project", "track.entity", "track.mode", "track.group",
+    "track.job_type", "track.tags", "track.notes", "model.weights",
 }  # fmt: skip
 
 
