@@ -25,7 +25,7 @@ from segpipe.settings.compose import compose
 from segpipe.settings.config import SETTINGS, Config
 
 if TYPE_CHECKING:
-    from segpipe.export.report import ExportReport
+    from segpipe.export.verify_report import ExportReport
     from segpipe.ledger.divergence import Comparison
     from segpipe.predict.predictor import Predictor
 
