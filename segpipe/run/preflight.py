@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from segpipe.data.samples import image_sizes
 from segpipe.errors import ConfigError, SegpipeError
+from segpipe.settings.config import SETTINGS
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import DataSet
@@ -50,10 +51,13 @@ def check_crop(config: Config, samples: DataSet) -> None:
     width = max(size[1] for size in sizes)
     crop = config.augment.crop_size
     fitting = [min(crop[0], int(height * largest)), min(crop[1], int(width * largest))]
+    fix = f"Set 'augment.crop_size={fitting}' or smaller."
+    if min(fitting) < SETTINGS["augment.crop_size"].low:
+        fix = "Use larger images, or raise the second number of augment.scale."
     if crop != fitting:
         raise ConfigError(
             f"augment.crop_size = {crop}, but the training images have at most {height}x{width} pixels (height x width)"
-            f" and augment.scale reaches {largest}. Set 'augment.crop_size={fitting}' or smaller."
+            f" and augment.scale reaches {largest}. {fix}"
         )
 
 

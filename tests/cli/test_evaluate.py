@@ -19,6 +19,8 @@ from segpipe.data.samples import open_splits
 from segpipe.ledger import inputs
 from segpipe.settings.config import Config
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def drives(tmp_path_factory: pytest.TempPathFactory) -> Path:

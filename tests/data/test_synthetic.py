@@ -94,6 +94,8 @@ def test_painting_leaves_global_generators_alone() -> None:
     assert cv2.randu(np.zeros(4, np.uint8), 0, 255).tobytes() == expected
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_the_same_scene_in_another_process() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(contents, (scenes(), [4, 2])) == contents(scenes(), [4, 2])

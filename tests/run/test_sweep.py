@@ -460,6 +460,15 @@ def test_a_search_in_the_wrong_direction_is_refused(
     assert "hydra.sweeper.direction = minimize, but jobs return their mIoU" in said
 
 
+def test_a_sweep_under_torchrun_is_refused_with_the_form_to_use(
+    sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "under_launcher", lambda: True)
+    code, said = sweeps("seed=1,2")
+    assert (code, sweeps.started) == (2, [])
+    assert "Use: segpipe train --multirun compute.nproc=N key=1,2,3" in said
+
+
 class Pool:
     """A launcher that starts a batch at once, and one that is not there."""
 

@@ -611,6 +611,7 @@ def test_its_setting_is_checked_and_free() -> None:
     assert "augment.canary" in FREE_KEYS
 
 
+@pytest.mark.slow
 def test_all_ranks_end_when_one_finds_it(tmp_path: Path) -> None:
     """A rate at which rank 1 alone has samples to make again, after its first step."""
     order = Order(0, 16, 4, 2)
