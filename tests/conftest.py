@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent
 # What `make quick` leaves out: files as a whole, tests that start processes, and tests of what a pool of ranks found.
 SLOW_FILES = (
     "audit/test_audit.py", "cli", "distributed/watch/test_contract.py", "examples", "export/test_artifact.py",
-    "export/test_dynamic.py", "export/test_export.py", "export/test_int8.py", "export/test_plants.py",
+    "export/test_export.py", "export/test_int8.py", "export/test_plants.py",
     "export/test_tensorrt_example.py", "export/test_verify.py",
     "ledger/test_run_ledger.py", "run/test_folder.py", "runtime", "train/test_train.py",
 )  # fmt: skip

@@ -24,6 +24,7 @@ FLOORS = (
     ("settings",),
     ("models",),
     ("data", "losses", "determinism"),
+    ("datasets",),
     ("ledger",),
     ("distributed",),
     ("train",),

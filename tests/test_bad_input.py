@@ -15,8 +15,8 @@ import torch
 
 from runs import command, metrics, run, settings, write_camvid
 from segpipe.data.catalog import load_masks
-from segpipe.data.problems import problems
 from segpipe.data.readers import decoders_heard
+from segpipe.datasets.problems import problems
 from segpipe.errors import DataError
 from segpipe.settings.groups import DataConfig
 

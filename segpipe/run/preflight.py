@@ -5,8 +5,6 @@ torch and OpenCV are imported inside the functions.
 
 from __future__ import annotations
 
-import os
-import resource
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -28,9 +26,9 @@ TINY = 10  # times as small as the usual image
 def check_splits(config: Config, splits: Splits) -> None:
     """Raise DataError or ConfigError for the first thing in the data that would spoil a run."""
     from segpipe.data.frequency import check_given_weights
-    from segpipe.data.overlap import check_overlap
-    from segpipe.data.problems import verify
     from segpipe.data.samples import check_labelled, image_files, sequences
+    from segpipe.datasets.overlap import check_overlap
+    from segpipe.datasets.problems import verify
 
     data, (train, val) = config.data, splits
     verify(data, {"train": train, data.split: val})
@@ -97,17 +95,6 @@ def worker_problems(config: Config, samples: DataSet) -> Iterator[str]:
                 f"sends it to every loader process. Open files and databases in read, not in __init__, and define "
                 f"functions at the top of a module; or set data.start_method=fork."
             )
-
-
-def machine(config: Config) -> dict[str, str]:
-    """What this machine gives to loader processes, in words."""
-    threads, workers = config.compute.threads, config.data.workers
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return {
-        "cores": f"{len(os.sched_getaffinity(0))} for one process; a rank uses compute.threads = {threads} and "
-        f"data.workers = {workers}",
-        "open files": f"{soft} (ulimit -n; at most {hard})",
-    }
 
 
 def first_batch(config: Config, samples: DataSet) -> tuple[ShardBatch | None, str]:

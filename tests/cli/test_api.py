@@ -54,7 +54,7 @@ def test_a_run_is_scored_and_answers_images(trained: Path) -> None:
     assert figures["miou"] == json.loads((trained / "result.json").read_bytes())["miou"]
     with pytest.raises(ConfigError, match=r"'whihc' is not an argument.*which"):
         segpipe.load(trained, whihc="best")
-    with pytest.raises(ConfigError, match="'optim.lr' is not an argument"):
+    with pytest.raises(ConfigError, match=r"'optim\.lr' is not an argument"):
         segpipe.evaluate(trained, settings={"optim.lr": 1})
 
 

@@ -52,7 +52,7 @@ from segpipe.export.graph.network import deploy_model
 from segpipe.export.graph.onnx_format import write_probe
 from segpipe.export.graph.profiles import manifest_text
 from segpipe.export.graph.torch_formats import jit, quiet_torchscript
-from segpipe.export.report import render
+from segpipe.export.verify_report import render
 from segpipe.runtime import Segmenter, Status
 from segpipe.runtime.__main__ import main as runtime
 from segpipe.runtime.artifact import EXPORT_AGAIN

@@ -26,7 +26,7 @@ from segpipe.export.gates import latency
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.onnx_format import write_probe
 from segpipe.export.lowprec import int8
-from segpipe.export.report import write_sidecars
+from segpipe.export.verify_report import write_sidecars
 
 pytestmark = pytest.mark.usefixtures("quick_exports", "tiny_networks")
 OTHERS = {**converters(), "torch": "9.9"}
