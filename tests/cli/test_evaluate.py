@@ -119,11 +119,6 @@ def test_a_split_that_is_named_is_scored_whole(
     assert page.read_text() == text
 
 
-def test_a_report_is_a_page(capsys: pytest.CaptureFixture[str]) -> None:
-    assert segpipe(["evaluate", "run=x", "out=report"]) == 2
-    assert "out = report, but" in capsys.readouterr().err
-
-
 def test_the_page_shows_the_predictions_that_were_scored(
     held_out: Path,
     tmp_path: Path,
