@@ -634,9 +634,7 @@ def test_origin_of_a_run(tmp_path: Path) -> None:
     assert found.metrics is not None
     assert found.metrics["miou"] == 0.25
     (tmp_path / "best.pt").write_bytes(b"better")
-    best = origin_of(
-        tmp_path, "best", dataclasses.replace(network, ema_digest="89")
-    )
+    best = origin_of(tmp_path, "best", dataclasses.replace(network, ema_digest="89"))
     assert best.checkpoint is not None
     assert best.checkpoint["file"] == "best.pt"
     assert best.metrics is None, "result.json speaks of other weights"

@@ -698,8 +698,6 @@ def test_predict_gives_the_same_ids_by_the_exported_file_as_by_the_run(
         name: json.loads((tmp_path / name / "predictions.json").read_text())
         for name in "ab"
     }
-    assert (
-        found["a"]["model"]["ema_digest"] == found["b"]["model"]["ema_digest"]
-    )
+    assert found["a"]["model"]["ema_digest"] == found["b"]["model"]["ema_digest"]
     assert found["b"]["model"]["artifact"].startswith(f"{manifest['model']}-fp32-")
     assert found["b"]["settings"]["tile"] == "x".join(map(str, SIZE))
