@@ -110,6 +110,15 @@ def test_an_export_holds_what_it_promises(exported: publish.ExportReport) -> Non
     assert all(found["n"] == 10 for found in exported.latency.values())
 
 
+def test_the_converter_folds_every_batchnorm_of_a_convolution(
+    trained: TrainedNetwork, exported: publish.ExportReport
+) -> None:
+    """int8 relies on it: in fp32 between int8 convolutions a norm would cost more than it saves."""
+    assert any(isinstance(each, nn.BatchNorm2d) for each in trained.model.modules())
+    graph = onnx.load(exported.folder / "model.onnx").graph
+    assert "BatchNormalization" not in {node.op_type for node in graph.node}
+
+
 def test_the_manifest_explains_a_lone_file(exported: publish.ExportReport) -> None:
     manifest = json.loads((exported.folder / "manifest.json").read_text())
     inside = json.loads(
