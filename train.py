@@ -4,6 +4,5 @@ import sys
 
 from segpipe.cli.main import main
 
-# Hydra completes `python train.py ...` only if the file contains "@hydra.main".
 if __name__ == "__main__":
     sys.exit(main(["train", *sys.argv[1:]]))

@@ -47,8 +47,8 @@ def examined(changes: Sequence[str], *, keyed: bool) -> Row:
     flags.apply(config.compute.threads, config.compute.mode)
     samples = CachedSamples(open_samples(config.data, "train", config.seed), 256)
     augmenter = Augmenter(config.augment)
-    checked: list[str] = []
-    findings = purity.check(augmenter, samples, report=checked.append)
+    checked = [*(part.name for part in augmenter.parts()), augmenter.name]
+    findings = purity.check(augmenter, samples)
     return {
         "keyed": keyed,
         "checked": checked,

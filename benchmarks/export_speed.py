@@ -145,7 +145,7 @@ def _network(name: str, trained: TrainedNetwork, classes: ClassTable) -> Trained
     torch.manual_seed(0)
     model = build_model(name, classes.num_classes).eval()
     return TrainedNetwork(
-        model, Preprocess(), Config(), classes, weights_digest="untrained", step=0
+        model, Preprocess(), Config(), classes, ema_digest="untrained", step=0
     )
 
 

@@ -403,8 +403,10 @@ def check(given: dict[str, Any]) -> int:
         raise ConfigError(f"only = {unknown[0]} is not one of {', '.join(CHECKS)}.")
     console = Console()
     if given["device"] == "cuda" and not torch.cuda.is_available():
-        console.print("no GPU here: nothing was checked")
-        return 0
+        raise ConfigError(
+            f"gpu-check needs a GPU, but torch sees none: nothing was checked. The driver may be too old for CUDA "
+            f"{torch.version.cuda}: see nvidia-smi."
+        )
     flags.apply(threads=torch.get_num_threads())
     bench = Bench(
         # With its number, as a tensor says it: caches and self-tests of kernels are kept by device.

@@ -1,5 +1,31 @@
-"""segpipe trains real-time semantic segmentation so that the same run gives the same bits."""
+"""segpipe trains real-time semantic segmentation so that the same run gives the same bits.
+
+From Python: `segpipe.train`, `load`, `evaluate`, `export` and `compare`, which segpipe.cli.api describes.
+"""
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 __version__ = "0.1.0"
 
 IGNORE_INDEX = 255  # class id in a target (uint8) that neither loss nor metric counts
+# Of segpipe.cli.api, which is imported when one of them is asked for.
+API = ("RunResult", "compare", "configuration", "evaluate", "load")
+
+
+class CallableRoom(ModuleType):
+    """A room that has the name of a function: `segpipe.train(...)` trains, segpipe.train.step is a module."""
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """What the function of segpipe.cli.api returns."""
+        name = self.__name__.rpartition(".")[2]
+        return getattr(import_module("segpipe.cli.api"), name)(*given, **named)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("train", "export"):
+        return import_module(f"segpipe.{name}")
+    if name in API:
+        return getattr(import_module("segpipe.cli.api"), name)
+    raise AttributeError(f"module 'segpipe' has no attribute {name!r}")

@@ -4,9 +4,11 @@ A message says where and what was found, what was needed, and what to do. Code n
 is an attribute. Exit codes have one meaning each, see docs/exit-codes.md.
 """
 
-from collections.abc import Iterable, Sequence
-from difflib import SequenceMatcher
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 CHECKED_IN_PART = 14  # exit code: nothing wrong was found, but not all could be checked
 
@@ -120,30 +122,29 @@ class Interrupted(SegpipeError):
     exit_code = 130
 
 
+def all_of(parts: Iterable[Callable[[], T]]) -> list[T]:
+    """What each part returns. Raises one ConfigError with a line for each part that raised one."""
+    results: list[T] = []
+    problems: list[str] = []
+    for part in parts:
+        try:
+            results.append(part())
+        except ConfigError as error:
+            problems.append(str(error))
+    refuse(problems)
+    return results
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise ConfigError with a line for each problem; nothing without one."""
+    if lines := list(dict.fromkeys(problems)):
+        raise ConfigError("\n".join(lines))
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """A sentence that names the choice most similar to `word`, with a leading space; empty if none is alike."""
-    best, most = "", 0.5
-    for choice in choices:
-        likeness = _likeness(word, choice)
-        if likeness > most:
-            best, most = choice, likeness
-    return f" Did you mean {best}?" if best else ""
-
-
-def _likeness(word: str, choice: str) -> float:
-    """0 to 1. A setting may be typed without its group or with a wrong one, so its own name counts most."""
-    whole = _ratio(word, choice)
-    if "." not in choice or word.count(".") > 1:
-        return whole
-    leaf, own = word.rpartition(".")[2], choice.rpartition(".")[2]
-    named = 0.95 if leaf == own else 0.85 * _ratio(leaf, own)
-    # Of equal names, the one whose group is nearer.
-    return max(whole, named) + 0.01 * whole
-
-
-def _ratio(first: str, second: str) -> float:
-    matcher = SequenceMatcher(None, first, second)
-    return matcher.ratio() if matcher.quick_ratio() > 0.5 else 0.0
+    best = get_close_matches(word, choices, 1)
+    return f" Did you mean {best[0]}?" if best else ""
 
 
 def listed(names: Sequence[str], most: int = 5, joint: str = ", ") -> str:

@@ -61,13 +61,6 @@ def load(key: str, path: str) -> Any:
         raise ConfigError(
             f"{key} = {path} is {value!r}, but a class or function was needed."
         )
-    home = _top(str(getattr(value, "__module__", "")))
-    if not is_trusted(path) and _where_outside(home):
-        raise ConfigError(
-            f"{key} = {path} is named by a run, and {module} has it from "
-            f"{home or 'elsewhere'}, which is outside this project. If you trust it, "
-            f"add trust=[{_top(path)}]."
-        )
     return value
 
 
@@ -77,27 +70,20 @@ def _not_imported(key: str, path: str, error: BaseException) -> str:
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and f"{module}.".startswith(f"{missing}."):
         return _no_module(key, path, missing)
-    imported = sys.modules.get(module)
-    if isinstance(error, AttributeError) and (error.name, error.obj) == (
-        name,
-        imported,
-    ):
-        names = [known for known, value in vars(imported).items() if callable(value)]
-        hint = did_you_mean(name, names)
-        return f"{key} = {path}, but {module} has no {name}.{hint}"
+    known = vars(sys.modules.get(module, object))
+    if isinstance(error, AttributeError) and error.name == name not in known:
+        return f"{key} = {path}, but {module} has no {name}.{did_you_mean(name, known)}"
     return f"{key} = {path}: importing {module} failed: {located(error)}."
 
 
 def split(key: str, path: str) -> tuple[str, str]:
     """Module and name of an import path. Raises ConfigError for another form."""
     match = FORM.fullmatch(path)
-    if match and not match[1].endswith(".py"):
-        return match[1], match[2]
-    guess = re.sub(r"\.py(?=:)", "", path).strip("./").replace("/", ".")
-    hint = f" Did you mean {guess}?" if FORM.fullmatch(guess) else ""
-    raise ConfigError(
-        f"{key} = {path}, but the form package.module:Name was needed.{hint}"
-    )
+    if match is None or match[1].endswith(".py"):
+        raise ConfigError(
+            f"{key} = {path}, but the form package.module:Name was needed, without .py and slashes."
+        )
+    return match[1], match[2]
 
 
 def check_place(key: str, path: str) -> None:
@@ -139,35 +125,22 @@ def _place(top: str) -> Path | None:
     return Path(spec.origin or "")
 
 
-def _where_outside(top: str) -> str:
-    """Where a package or module lies that is no part of the project; empty for one that is."""
-    place = _place(top) if top else None
-    if place is None or not place.is_absolute():
-        return "Python itself"
-    is_here = place.is_relative_to(Path.cwd()) and top != "segpipe"
-    return "" if is_here and not _is_installed(place) else str(place)
-
-
 def _fault_of_place(top: str) -> str:
     """Why a run's word is not enough to import a package or module; empty if it is."""
-    if outside := _where_outside(top):
-        return f"lies in {outside}, outside the project"
-    place = Path(_place(top) or "")
+    place, here = _place(top), Path.cwd()
+    if place is None or not place.is_absolute():
+        return "lies in Python itself, outside the project"
+    if not place.is_relative_to(here) or top == "segpipe" or _is_installed(place):
+        return f"lies in {place}, outside the project"
     if place.is_dir() and not (place / "__init__.py").is_file():
         return f"is no package: {place}/__init__.py is missing"
-    if run_file := next(_run_files(place), None):
-        return f"lies in one folder with a run: {run_file}"
-    return ""
-
-
-def _run_files(place: Path) -> Iterator[Path]:
-    """Files of runs in a package, and in the folders around a package or module up to the current one."""
+    around = [folder for folder in place.parents if folder.is_relative_to(here)]
     for pattern in RUN_FILES:
-        if place.is_dir():
-            yield from place.rglob(pattern)
-        for folder in place.parents:
-            if folder.is_relative_to(Path.cwd()):
-                yield from folder.glob(pattern)
+        inside = place.rglob(pattern) if place.is_dir() else ()
+        beside = (path for folder in around for path in folder.glob(pattern))
+        for path in (*inside, *beside):
+            return f"lies in one folder with a run: {path}"
+    return ""
 
 
 def _is_installed(place: Path) -> bool:
@@ -178,19 +151,9 @@ def _is_installed(place: Path) -> bool:
 
 
 def _no_module(key: str, path: str, missing: str) -> str:
-    """Message about a module that does not exist, with the nearest one in its folder."""
-    parent, _, name = missing.rpartition(".")
-    folder = Path.cwd()
-    where = f"{folder} or among the installed packages"
-    hint = f" Run the command in the folder that holds {name}."
-    if parent and (place := _place(_top(parent))):
-        folder = place.joinpath(*parent.split(".")[1:])
-        where, hint = str(folder), ""
-    beside = folder.iterdir() if folder.is_dir() else ()
-    names = [file.stem for file in beside if file.suffix == ".py" or file.is_dir()]
     return (
-        f"{key} = {path}, but there is no module {name} in {where}."
-        f"{did_you_mean(name, names) or hint}"
+        f"{key} = {path}, but there is no module {missing} in {Path.cwd()} or among the installed packages. Run the "
+        f"command in the folder that holds {_top(missing)}."
     )
 
 
@@ -250,33 +213,29 @@ def check_arguments(
     except (TypeError, ValueError):  # written in C
         return
     parameters = list(signature.parameters.values())[len(given) :]
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    keywords = [
-        parameter.name
-        for parameter in parameters
-        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    own = [keyword for keyword in keywords if keyword not in named]
-    group = key.rpartition(".")[0]
-    for argument in args:
-        if argument not in own and (argument in named or not takes_any):
-            raise ConfigError(
-                f"{group}.args.{argument} is not an argument of {name}, which takes "
-                f"{', '.join(own) or 'none'}.{did_you_mean(argument, own)}"
-            )
-    parts = [*("..." for _ in given), *(f"{keyword}=..." for keyword in named)]
-    shown = f"{getattr(function, '__name__', function)}({', '.join(parts)})"
-    for keyword in named:
-        if keyword not in keywords and not takes_any:
-            raise ConfigError(
-                f"{key} = {name} must take the keyword {keyword}: {shown}."
-            )
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        taken = [
+            parameter.name
+            for parameter in parameters
+            if parameter.kind is not parameter.POSITIONAL_ONLY
+        ]
+        own = [keyword for keyword in taken if keyword not in named]
+        for argument in args:
+            if argument not in own:
+                raise ConfigError(
+                    f"{key.rpartition('.')[0]}.args.{argument} is not an argument of {name}, which takes "
+                    f"{', '.join(own) or 'none'}.{did_you_mean(argument, own)}"
+                )
+        for keyword in named:
+            if keyword not in taken:
+                raise ConfigError(f"{key} = {name} must take the keyword {keyword}.")
     try:
-        signature.bind(*given, **named, **args)
+        signature.bind(*given, **{**args, **named})
     except TypeError as error:
         raise ConfigError(
-            f"{key} = {name} cannot be called as {shown}: {error}. Set what is missing "
-            f"with {group}.args.NAME=VALUE."
+            f"{key} = {name} cannot be called as {getattr(function, '__name__', name)}"
+            f"({', '.join([*('...' for _ in given), *named])}): {error}. Set what is missing with "
+            f"{key.rpartition('.')[0]}.args.NAME=VALUE."
         ) from None
 
 
@@ -343,30 +302,21 @@ def _imports(text: bytes, package: str) -> list[str]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            packages = package.split(".")
-            parents = packages[: len(packages) - node.level + 1] if node.level else []
-            module = ".".join(filter(None, [*parents, node.module]))
+            above = package.split(".")[: package.count(".") + 2 - node.level]
+            module = ".".join(
+                [*(above if node.level else ()), *filter(None, [node.module])]
+            )
             names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
-    return [
-        name for name in names if name and _top(name) not in sys.stdlib_module_names
-    ]
+    return [name for name in names if _top(name) not in sys.stdlib_module_names]
 
 
 @cache
 def _version(package: str) -> str | None:
-    """Version of an installed package; the SHA-256 of its first file where its distribution has another name.
-
-    metadata.packages_distributions knows that name, but takes seconds. None for a package that is not installed.
-    """
+    """Version of an installed package that has the name of its distribution; else None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        place = _place(package)
-        if place and place.is_dir():
-            place = place / "__init__.py"
-        if not place or not place.is_file():
-            return None
-        return hashlib.sha256(place.read_bytes()).hexdigest()
+        return None
 
 
 def check_unchanged(

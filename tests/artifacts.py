@@ -12,6 +12,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from segpipe.runtime.artifact import FORMAT
+from segpipe.runtime.frames import QUANTITIES
 
 SIZE = (32, 48)
 GREEN_FAILS, BLUE_REPEATS = (
@@ -26,7 +27,7 @@ def toy_manifest() -> dict[str, Any]:
     return {
         "format": FORMAT,
         "model": "toy",
-        "source": {"weights_digest": "0123"},
+        "source": {"ema_digest": "0123"},
         "classes": [
             {"id": 0, "name": "low", "color": [0, 0, 255]},
             {"id": 1, "name": "high", "color": [255, 0, 0]},
@@ -44,10 +45,11 @@ def toy_manifest() -> dict[str, Any]:
         "files": {"model.onnx": {"format": "onnx", "precision": "fp32"}},
         "golden": {"image_agreement": 0.999, "confidence_levels": 1},
         "frame_limits": {
-            "min_mean": 10,
-            "max_mean": 245,
-            "max_dark_share": 0.5,
-            "max_bright_share": 0.5,
+            **{name: [-1000.0, 1000.0] for name in QUANTITIES},
+            "mean": [10, 245],
+            "dark_share": [0, 0.5],
+            "bright_share": [0, 0.5],
+            "upright_weights": [0.0] * 12,
         },
     }
 

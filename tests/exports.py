@@ -19,7 +19,7 @@ from segpipe.data.catalog import ClassTable
 from segpipe.data.samples import open_samples
 from segpipe.export import publish
 from segpipe.export.dataset import GateInputs, check_set
-from segpipe.export.report import ExportReport
+from segpipe.export.verify_report import ExportReport
 from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
@@ -78,7 +78,7 @@ def tiny_network(classes: ClassTable = CLASSES) -> TrainedNetwork:
     """The same network at every call."""
     model = Tiny(classes.num_classes).eval()
     return TrainedNetwork(
-        model, Preprocess(), Config(), classes, weights_digest="4567", step=7
+        model, Preprocess(), Config(), classes, ema_digest="4567", step=7
     )
 
 
@@ -109,7 +109,7 @@ def trained_network(
     config.model.name = name
     config.export.images = 4
     return TrainedNetwork(
-        model.eval(), Preprocess(), config, classes, weights_digest="0123abcd", step=7
+        model.eval(), Preprocess(), config, classes, ema_digest="0123abcd", step=7
     )
 
 

@@ -26,8 +26,8 @@ from segpipe.data.samples import open_samples
 from segpipe.export.artifact.frame_statistics import unknown_frames
 from segpipe.export.artifact.manifest import in_file
 from segpipe.export.artifact.place import write_sums
-from segpipe.export.report import write_sidecars
 from segpipe.export.graph.profiles import manifest_text
+from segpipe.export.verify_report import write_sidecars
 
 Change = Callable[[Path], object]
 Fault = Callable[[onnx.ModelProto], object]
@@ -386,7 +386,7 @@ def frame_limits_taken_away(folder: Path) -> None:
     retold(
         folder,
         lambda manifest: manifest["frame_limits"].update(
-            min_mean=0.0, max_dark_share=0.99
+            mean=[0.0, 255.0], dark_share=[0.0, 0.99]
         ),
     )
 
@@ -396,10 +396,10 @@ def frame_limits_of_no_images(folder: Path) -> None:
     retold(folder, lambda manifest: manifest.update(unknown_frames()))
 
 
-def size_claimed(folder: Path) -> None:
+def digest_claimed(folder: Path) -> None:
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["files"]["model.onnx"]["bytes"] *= 2
+    manifest["files"]["model.onnx"]["sha256"] = "0" * 64
     path.write_text(manifest_text(manifest))
     write_sidecars(manifest, folder)
     write_sums(folder)
@@ -730,13 +730,13 @@ PLANTS: dict[str, Plant] = {
         REFUSED,
     ),
     # The folder
-    "cut off": _as_it_is(truncated, "model.onnx was altered", REFUSED),
+    "cut off": _as_it_is(truncated, "model.onnx has sha256", REFUSED),
     "cut off and signed": _as_it_is(
         truncated_and_signed,
         "model.onnx is not what the checkpoint converts to",
         REFUSED,
     ),
-    "a flipped bit": _as_it_is(byte_flipped, "model.onnx was altered", REFUSED),
+    "a flipped bit": _as_it_is(byte_flipped, "model.onnx has sha256", REFUSED),
     "another golden mask": _as_it_is(
         golden_changed, "golden/mask.npy differs from what the trained network", REFUSED
     ),
@@ -744,7 +744,7 @@ PLANTS: dict[str, Plant] = {
         file_added, "model.onnx.data is not in SHA256SUMS", REFUSED
     ),
     "a file under another name": _as_it_is(file_under_another_name, "G1 integrity"),
-    "a file less": _as_it_is(file_missing, "golden/logits.npy is missing", REFUSED),
+    "a file less": _as_it_is(file_missing, "golden/logits.npy cannot be read", REFUSED),
     "a link": _as_it_is(
         lambda folder: replaced(folder, "link"),
         "model.onnx is a link, a pipe or a device",
@@ -761,8 +761,8 @@ PLANTS: dict[str, Plant] = {
         "classes[1].color[0] = 1",
     ),
     "other weights": _as_it_is(
-        in_manifest(lambda manifest: manifest["source"].update(weights_digest="00")),
-        "source.weights_digest = ",
+        in_manifest(lambda manifest: manifest["source"].update(ema_digest="00")),
+        "source.ema_digest = ",
         REFUSED,
     ),
     "temperature times 20": _as_it_is(
@@ -812,16 +812,18 @@ PLANTS: dict[str, Plant] = {
     "golden limits off": _as_it_is(
         golden_limit_taken_away, "golden.image_agreement = 0.0"
     ),
-    "frame limits off": _as_it_is(frame_limits_taken_away, "frame_limits.m"),
+    "frame limits off": _as_it_is(
+        frame_limits_taken_away, "frame_limits.dark_share[1] = 0.99"
+    ),
     "frame limits of no images": _as_it_is(
         frame_limits_of_no_images,
-        "frame_limits.max_bright_share = 0.99",
+        "frame_limits.bright_share[1] = 0.99",
     ),
     "nothing left to verify": _as_it_is(
         in_manifest(lambda manifest: manifest.update(unverified=[])), "unverified"
     ),
-    "another size": _as_it_is(
-        size_claimed, "model.onnx has another size or sha256 than in manifest.json"
+    "another digest": _as_it_is(
+        digest_claimed, "model.onnx has another sha256 than in manifest.json"
     ),
     "fp16 of nothing": _as_it_is(
         half_alone, "model.fp16.onnx is not what the checkpoint converts to"
@@ -832,7 +834,7 @@ PLANTS: dict[str, Plant] = {
                 shape=[1, "height", "width", 3]
             )
         ),
-        "manifest.json cannot be read (KeyError",
+        "manifest.io.inputs[0].shape[1]: 'height' is not of type 'integer'",
     ),
     "no model": _as_it_is(no_model, "manifest.files"),
     "another mIoU": _as_it_is(miou_claimed, "metrics.miou = 0.99"),

@@ -35,17 +35,17 @@ def test_code_of_the_current_folder_is_found(project: Write) -> None:
         ("net:Nett", "net has no Nett. Did you mean Net?"),
         (
             "nets:Net",
-            "there is no module nets in .*project or among the installed packages. Did you mean net[?]",
+            "there is no module nets in .*project or among the installed packages",
         ),
         ("other:Net", "Run the command in the folder that holds other"),
         (
             "pack.nets:Net",
-            "there is no module nets in .*project/pack. Did you mean net[?]",
+            "there is no module pack.nets in ",
         ),
-        ("net.py:Net", "package.module:Name was needed. Did you mean net:Net[?]"),
+        ("net.py:Net", "package.module:Name was needed, without .py"),
         (
             "./pack/net.py:Net",
-            "package.module:Name was needed. Did you mean pack.net:Net[?]",
+            "package.module:Name was needed, without .py and slashes",
         ),
         ("net:", "package.module:Name was needed"),
         ("net:NUMBER", "is 3, but a class or function was needed"),
@@ -80,7 +80,7 @@ def test_a_run_cannot_name_code_outside_the_project(
         "raise SystemExit('was imported')"
     )
     monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
-    project("net.py", "from os import system\nclass Net: pass")
+    project("net.py", "class Net: pass")
     project(".venv/lib/site-packages/package.py", "raise SystemExit('was imported')")
     monkeypatch.syspath_prepend(str(Path(".venv/lib/site-packages").absolute()))
     for path, place in (
@@ -92,9 +92,6 @@ def test_a_run_cannot_name_code_outside_the_project(
     ):
         assert place in refused(path)
         assert f"trust=[{path.partition(':')[0].partition('.')[0]}]" in refused(path)
-    assert "net has it from posix, which is outside this project" in refused(
-        "net:system"
-    )
     assert plugins.load(KEY, "net:Net")
     monkeypatch.chdir(
         Path(plugins.__file__).parents[1]
@@ -185,7 +182,7 @@ def test_arguments_are_those_of_the_signature() -> None:
         (
             {},
             {"num_classes": 2},
-            "must take the keyword num_classes: function(..., num_classes=...)",
+            "must take the keyword num_classes.",
         ),
         ({"depth": 0}, {}, r"test_plugins.py, line \d+ .*ValueError: depth is 0"),
     ):
@@ -204,7 +201,7 @@ def test_arguments_are_those_of_the_signature() -> None:
 def test_sources_are_what_the_import_statements_reach(project: Write) -> None:
     project(
         "net.py",
-        "import json, numpy, yaml\nfrom parts import conv\ndef f():\n    from pack.sub import deep\n",
+        "import json, numpy, jinja2\nfrom parts import conv\ndef f():\n    from pack.sub import deep\n",
     )
     project("parts/__init__.py", "from . import conv")
     project("parts/conv.py", "from .norm import Norm\nfrom ..parts import pool")
@@ -220,7 +217,7 @@ def test_sources_are_what_the_import_statements_reach(project: Write) -> None:
     assert set(found) - set(packages) == {
         "net.py", "pack/sub.py", "parts/__init__.py", "parts/conv.py", "parts/norm.py", "parts/pool.py",
     }  # fmt: skip
-    assert set(packages) == {"yaml"}  # the version; numpy's is recorded in every run
+    assert set(packages) == {"jinja2"}  # the version; numpy's is recorded in every run
     before = found["parts/norm.py"]
     project("parts/norm.py", "x = 1")
     assert plugins.sources([(KEY, "net:Net")])["parts/norm.py"] != before

@@ -19,7 +19,7 @@
 namespace segpipe {
 
 constexpr int kUsage = 2, kOtherAnswers = 4, kAltered = 7;  // exit codes, the same as the Python runtime's
-constexpr char kFormat[] = "\n \"format\": \"segpipe-export/2\"", kProfile[] = "\n \"profile\": \"robot\"";
+constexpr char kFormat[] = "\n \"format\": \"segpipe-export/3\"", kProfile[] = "\n \"profile\": \"robot\"";
 
 struct Failure { int exit_code; std::string what; };
 
@@ -171,18 +171,18 @@ int self_test(int argc, char** argv, const std::string& file, const Open& open) 
   const int runs = argc == 3 ? std::atoi(argv[2]) : 20;
   require((argc == 2 || argc == 3) && runs > 0, kUsage, "usage: " + std::string(argv[0]) + " FOLDER [RUNS]");
   const Folder folder(argv[1]);
-  const std::string manifest = folder.read("manifest.json"), weights = entry(manifest, "source", "weights_digest");
+  const std::string manifest = folder.read("manifest.json"), weights = entry(manifest, "source", "ema_digest");
   const double share = std::stod(entry(manifest, "golden", "image_agreement"));
   const int step = std::stoi(entry(manifest, "golden", "confidence_levels"));
   // Written so that NaN fails.
   require(share >= 0.999 && share <= 1 && step >= 0 && step <= 1, kAltered, "golden limits are not those of fp32.");
   const bool known = manifest.find(kFormat) < manifest.find(kProfile) && manifest.find(kProfile) < manifest.size();
-  require(known, kAltered, "the manifest is of another format or profile; segpipe-export/2, robot was needed.");
+  require(known, kAltered, "the manifest is of another format or profile; segpipe-export/3, robot was needed.");
   const Golden frames = {golden(folder, "image"), golden(folder, "mask"), golden(folder, "confidence")};
   const int64_t count = frames[0].shape[0];
   require(count == frames[1].shape[0] && count == frames[2].shape[0], kAltered, "golden/ has images without answers.");
   const Model model = open(folder.read(file), frames);
-  const bool mixed = entry(model.manifest, "source", "weights_digest") != weights;
+  const bool mixed = entry(model.manifest, "source", "ema_digest") != weights;
   require(!mixed, kAltered, file + " holds other weights than the manifest describes. Copy the whole folder again.");
   bool same = true;
   for (size_t index = 0; index < static_cast<size_t>(count); ++index)

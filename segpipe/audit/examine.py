@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,24 +12,24 @@ from typing import NamedTuple
 import torch
 
 from segpipe import plugins
-from segpipe.audit import evidence, outcomes
-from segpipe.audit.evidence import CheckedCheckpoint
-from segpipe.audit.outcomes import Evaluate, Verify
-from segpipe.audit.replay import Task, first_difference, in_folder, run_task
+from segpipe.audit import evidence
+from segpipe.audit.evidence import CheckedCheckpoint, Evaluate, Verify
+from segpipe.audit.replay import first_difference, replay
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
 from segpipe.data.mix import absent_root
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import plugin_sources
-from segpipe.errors import CheckpointError, CollectiveError, ConfigError, SegpipeError
+from segpipe.errors import CheckpointError, ConfigError, SegpipeError
 from segpipe.keys import generator, sample_key
 from segpipe.ledger.divergence import compare
-from segpipe.ledger.reader import RunLedger, read_run
+from segpipe.ledger.reader import RunLedger
 from segpipe.ledger.rows import FOLDER, ledger_files
 from segpipe.losses.total import backend
 from segpipe.settings.arguments import with_settings
 from segpipe.settings.check import check
 from segpipe.settings.config import Config
+from segpipe.train.start import teacher_path
 
 # What is being done, updates done, updates in all.
 Progress = Callable[[str, int, int], None]
@@ -44,7 +43,6 @@ class AuditRequest:
     seed: int  # of the choice of the spans
     spans: int = 3
     span_steps: int = 100  # longest replay of a span; 0: up to the next checkpoint
-    nproc: int = 1  # processes that replay
     any_environment: bool = False  # replay although versions or hardware differ
     # By dotted name: those that do not affect the numbers.
     settings: dict[str, str] = field(default_factory=dict)
@@ -101,8 +99,7 @@ def examine(
 ) -> Audit:
     """All lines of the report. Without `evaluate` or `verify`, that part is not checked.
 
-    Raises CheckpointError when there is no run at all, ConfigError for a request that cannot be met, and
-    CollectiveError when the replaying processes failed to work together.
+    Raises CheckpointError when there is no run at all, and ConfigError for a request that cannot be met.
     """
     run, started = request.run, time.monotonic()
     recorded = ledger_files(run)
@@ -156,7 +153,6 @@ def examine(
         seed=request.seed,
         replayed=sum(span.last - span.first for span in spans),
         updates=updates,
-        processes=request.nproc,
         seconds=round(time.monotonic() - started, 1),
     )
 
@@ -176,8 +172,10 @@ def _obstacle(config: Config, ledger: RunLedger, request: AuditRequest) -> str:
         return f"compute.mode = {mode} does not promise the same bits for any number of processes; elastic does"
     if not ledger.num_updates:
         return "the ledger holds no update"
-    check(config, world_size=request.nproc)
-    flags.set_environment(config.compute.threads * request.nproc, mode)
+    if config.loss.teacher and not teacher_path(config).is_file():
+        return f"loss.teacher = {config.loss.teacher} does not exist here. Set loss.teacher=FOLDER"
+    check(config, world_size=1)
+    flags.set_environment(config.compute.threads, mode)
     flags.apply(config.compute.threads, mode)
     on_gpu = torch.cuda.is_available() and config.compute.device != "cpu"
     now = {
@@ -227,31 +225,32 @@ def _replay(
     """The ledger of each replayed span against that of the run, and its last state against the checkpoints."""
     total = sum(span.last - span.first for span in spans)
     before = 0
-    ends: dict[int, Path] = {}  # folders of replays by the updates after which they end
-    with tempfile.TemporaryDirectory(prefix="segpipe-audit-") as scratch:
-        for number, span in enumerate(spans):
-            folder = Path(scratch) / f"span{number}"
-            copy = in_folder(config, folder, any_environment=request.any_environment)
-            task = Task(copy, str(span.start or ""), span.first, span.last)
+    ends: dict[int, dict[str, str]] = {}  # digests by the updates after which they are
+    for span in spans:
+        updates = range(span.first, span.last)
 
-            def report(
-                done: int, *, base: int = before - span.first, span: Span = span
-            ) -> None:
-                progress(f"replaying {span}", base + done, total)
+        def report(
+            done: int, *, base: int = before - span.first, span: Span = span
+        ) -> None:
+            progress(f"replaying {span}", base + done, total)
 
-            report(span.first)
-            try:
-                run_task(task, nproc=request.nproc, report=report)
-                line = _judge(span, ledger, read_run(folder))
-            except CollectiveError:
-                raise  # the processes failed, which says nothing about the run
-            except SegpipeError as error:
-                line = Line("replay", FAILED, f"{span}: {error}")
+        report(span.first)
+        try:
+            again = replay(
+                config,
+                span.start,
+                updates,
+                report,
+                any_environment=request.any_environment,
+            )
+            line = _judge(span, ledger, again.ledger)
             if line.status == PASSED:
-                ends[span.last] = folder
-            yield line
-            before += span.last - span.first
-        yield from _check_states(checkpoints, ends)
+                ends[span.last] = again.tensors
+        except SegpipeError as error:
+            line = Line("replay", FAILED, f"{span}: {error}")
+        yield line
+        before += len(updates)
+    yield from _check_states(checkpoints, ends)
 
 
 def _judge(span: Span, ledger: RunLedger, again: RunLedger) -> Line:
@@ -262,14 +261,14 @@ def _judge(span: Span, ledger: RunLedger, again: RunLedger) -> Line:
     if found.steps < span.last - span.first:
         text = f"{span}: the ledger has {found.steps} of these updates"
         return Line("replay", FAILED, text)
-    rows = sum(map(len, again.rows.values()))
+    rows = len(again.rows)
     return Line("replay", PASSED, f"{span}: {rows} rows are bitwise equal")
 
 
 def _check_states(
-    checkpoints: Sequence[CheckedCheckpoint], ends: Mapping[int, Path]
+    checkpoints: Sequence[CheckedCheckpoint], ends: Mapping[int, Mapping[str, str]]
 ) -> Iterator[Line]:
-    """Checkpoints against the states in which replayed spans ended: updates done -> folder of the replay."""
+    """Checkpoints against the states in which replayed spans ended: updates done -> digests of its tensors."""
     equal, unknown = [], []
     for each in checkpoints:
         name = each.path.name
@@ -299,14 +298,14 @@ def _outcomes(
     """Result, scores, best score and export. `config`, never a checkpoint, says what is measured and how."""
     by_name = {each.path.name: each for each in checkpoints}
     last, best = by_name.get("last.pt"), by_name.get("best.pt")
-    result, unread = outcomes.read_result(run)
-    yield unread or outcomes.check_result(result, last, ledger)
+    result, unread = evidence.read_result(run)
+    yield unread or evidence.check_result(result, last, ledger)
     if unread or evaluate is None or last is None:
         yield Line("scores", UNCHECKED, "not measured again")
     else:
-        yield outcomes.check_scores(config, result, evaluate)
+        yield evidence.check_scores(config, result, evaluate)
     if unread or evaluate is None or last is None or best is None:
         yield Line("best", UNCHECKED, "not measured again")
     else:
-        yield outcomes.check_best(config, result, last, best, evaluate)
-    yield outcomes.check_export(run, config, verify)
+        yield evidence.check_best(config, result, last, best, evaluate)
+    yield evidence.check_export(run, config, verify)

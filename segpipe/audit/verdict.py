@@ -48,7 +48,6 @@ class Audit:
     seed: int  # of the choice of the spans
     replayed: int  # updates
     updates: int  # of the run
-    processes: int
     seconds: float
 
     @property

@@ -18,7 +18,6 @@ class Clause:
     name: str
     problem: str = ""  # what is wrong and what to do; empty when it is kept
     note: str = ""  # worth knowing, though it is kept
-    checked: bool = True  # False: it could only repeat the problem of another clause
 
 
 # The name of a clause, and a function that returns its problem, or an empty text; "note: ..." does not fail.
@@ -26,8 +25,10 @@ Question = tuple[str, Callable[[], str]]
 NOTE = "note: "
 
 
-def answers(part: str, questions: Iterable[Question]) -> Iterator[Clause]:
-    """A clause for each question, or for the first alone if that has a problem.
+def answers(
+    part: str, questions: Iterable[Question], vital: int = 1
+) -> Iterator[Clause]:
+    """A clause for each question; after a problem of one of the first `vital`, the others could only repeat it.
 
     An error of the user's code is a problem, with its file and line.
     """
@@ -42,7 +43,7 @@ def answers(part: str, questions: Iterable[Question]) -> Iterator[Clause]:
             yield Clause(part, name, note=answer.removeprefix(NOTE))
         else:
             yield Clause(part, name, answer)
-            if answer and place == 0:
+            if answer and place < vital:
                 return
 
 

@@ -136,17 +136,21 @@ def check_data(config: Config) -> None:
 def augment_clauses(config: Config) -> Iterator[Clause]:
     """A clause for each transform, and for all together, by the purity check; a clause of errors when it cannot run."""
     try:
-        samples = CachedSamples(open_samples(config.data, "train", config.seed), 64)
-        augmenter = Augmenter(config.augment)
-        findings = purity.check(augmenter, samples)
-        names = [*(part.name for part in augmenter.parts()), augmenter.name]
+        yield from purity_clauses(config)
     except Exception as error:
         is_own = isinstance(error, SegpipeError)
         problem = str(error) if is_own else f"{plugins.located(error)}."
         yield Clause(
             "augment", ", ".join(config.augment.extra) or "transforms", problem
         )
-        return
+
+
+def purity_clauses(config: Config) -> Iterator[Clause]:
+    """A clause for each transform, and for all together. Raises what opening the data, or a transform, raises."""
+    samples = CachedSamples(open_samples(config.data, "train", config.seed), 64)
+    augmenter = Augmenter(config.augment)
+    findings = purity.check(augmenter, samples)
+    names = [*(part.name for part in augmenter.parts()), augmenter.name]
     problems = {finding.transform: str(finding) for finding in findings}
     for name in names:
         yield Clause("augment", f"{name} is pure", problems.get(name, ""))

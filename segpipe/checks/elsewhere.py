@@ -44,8 +44,6 @@ def started(
 ) -> Iterator[Callable[[], Any]]:
     """Calls a function in another process while this one goes on with the block; what is yielded waits for the answer.
 
-    If the function returns an iterator, each call of what is yielded waits for the next item.
-
     With `spawn`, nothing but the code and the arguments is as here: the interpreter is a new one, with another hash of
     text, other arguments, generators and numbers in its environment, and as it were the main process of rank 1 of 2.
     """
@@ -103,9 +101,7 @@ def _received(receiver: Connection, problem: str) -> Any:
 def _send(sender: Connection, call: Callable[[], Any]) -> None:
     """Send what the call returns, or raises."""
     try:
-        answer = call()
-        for item in answer if isinstance(answer, Iterator) else [answer]:
-            sender.send(item)
+        sender.send(call())
     except SegpipeError as error:
         sender.send(error)
     except Exception as error:

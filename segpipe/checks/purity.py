@@ -8,7 +8,7 @@ differ. The first process also watches the calls, so that a finding names the ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -144,14 +144,12 @@ def check(
     *,
     largest: int | None = None,
     spawns: bool = True,
-    report: Callable[[str], None] = lambda name: None,
 ) -> list[Finding]:
     """The first finding of each transform, or that of the whole pipeline if no transform has one.
 
-    Other processes do the work, so this one stays as it is. `report(name)` is called after each transform.
+    Other processes do the work, so this one stays as it is.
     """
     probed = _probed(augmenter, samples, largest)
-    observations: list[Observation] = []
     others: dict[str, list[Outputs | str]] = {}
     findings = []
     with (
@@ -160,9 +158,7 @@ def check(
         started("fork", _observations, probed) as observe,
     ):
         try:
-            for one in probed:
-                observations.append(observe())
-                report(one.function.name)
+            observations = observe()
             others[ANOTHER_WORKER] = worker()
         except UnansweredError as error:
             return [Finding(augmenter.name, REPEAT, str(error), WAITS_FOR_THREADS)]
@@ -271,15 +267,17 @@ def _outputs_of_another_worker(probed: Sequence[Probed]) -> list[Outputs | str]:
         return _outputs(probed, order=-1)
 
 
-def _observations(probed: Sequence[Probed]) -> Iterator[Observation]:
-    """An observation of each function, as soon as it is made."""
+def _observations(probed: Sequence[Probed]) -> list[Observation]:
+    """An observation of each function."""
     some_vary = False
+    observations = []
     for one in probed:
         observation = observed(replace(one, varies=some_vary and one.is_whole))
-        yield observation
+        observations.append(observation)
         outputs = observation.outputs
         if outputs and getattr(one.function, "certain", False):
             some_vary |= bool(first_difference(outputs[0, 0], outputs[0, 1]))
+    return observations
 
 
 def observed(probed: Probed) -> Observation:

@@ -57,7 +57,6 @@ def request(given: dict[str, Any]) -> AuditRequest:
         seed=secrets.randbelow(2**32) if given["seed"] < 0 else given["seed"],
         spans=given["spans"],
         span_steps=given["span_steps"],
-        nproc=given["compute.nproc"],
         any_environment=given["any_environment"],
         settings={name: given[name] for name in SETTINGS if name in given},
     )

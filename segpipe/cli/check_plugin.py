@@ -9,14 +9,13 @@ from rich.table import Table
 
 from segpipe.checks.clause import Clause
 from segpipe.checks.data_contract import DataContract, augment_clauses
-from segpipe.checks.export_contract import exported
 from segpipe.checks.loss_contract import CLASSES, LossContract
 from segpipe.checks.network_contract import NetworkContract
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.errors import ConfigError, DataError
 from segpipe.run.console import CONSOLE
-from segpipe.settings.compose import compose, config_files
+from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
 
 # The setting that names each part.
@@ -29,10 +28,7 @@ PARTS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code: that of a wrong setting if a check fails.
-
-    Prints a table of the checks, then what is wrong and what to do.
-    """
+    """Exit code: that of a wrong setting if a check fails."""
     config = compose(arguments)
     parts = chosen(arguments, config)
     if not parts:
@@ -46,24 +42,24 @@ def main(arguments: list[str]) -> int:
             found.append(clause)
             status.update(f"{clause.part}: {clause.name}")
 
+    return ConfigError.exit_code if show(found, ", ".join(parts)) else 0
+
+
+def show(found: list[Clause], what: str) -> bool:
+    """Whether a check failed. Prints a table of the checks, then what is wrong and what to do."""
     CONSOLE.print(table(found))
     broken = [clause for clause in found if clause.problem]
     for clause in broken:
         CONSOLE.print(f"{clause.part}, {clause.name}: {clause.problem}", markup=False)
     result = f"{len(broken)} failed" if broken else "all passed"
-
-    # A problem of the shapes leaves later questions open.
-    left = [clause for clause in found if not clause.checked]
-    if left:
-        result += f", {len(left)} not checked"
     checks = "check" if len(found) == 1 else "checks"
-    CONSOLE.print(f"{len(found)} {checks} of {', '.join(parts)}: {result}")
-    return ConfigError.exit_code if broken else 0
+    CONSOLE.print(f"{len(found)} {checks} of {what}: {result}")
+    return bool(broken)
 
 
 def chosen(arguments: list[str], config: Config) -> list[str]:
     """Parts that the arguments name, and those that are plug-ins."""
-    given = {text.lstrip("+").partition("=")[0] for text in config_files(arguments)[1]}
+    given = {text.lstrip("+").partition("=")[0] for text in arguments}
     # Those of a configuration file are plug-ins by their import paths.
     own = {key for key, _ in config.import_paths}
     return [part for part, key in PARTS.items() if {part, key} & given or key in own]
@@ -72,8 +68,7 @@ def chosen(arguments: list[str], config: Config) -> list[str]:
 def clauses(config: Config, parts: list[str]) -> Iterator[Clause]:
     """Clauses of these parts, as they are checked."""
     if "model" in parts:
-        num_classes = _num_classes(config)
-        yield from NetworkContract(config, num_classes, export=exported).clauses()
+        yield from NetworkContract(config, _num_classes(config)).clauses()
 
     if "loss" in parts:
         yield from LossContract(config).clauses()
@@ -98,10 +93,6 @@ def table(found: list[Clause]) -> Table:
     """One row for each clause."""
     rows = Table("part", "check", "", "note")
     for clause in found:
-        verdict = "[green]passed[/]"
-        if clause.problem:
-            verdict = "[bold red]failed[/]"
-        elif not clause.checked:
-            verdict = "not checked"
+        verdict = "[bold red]failed[/]" if clause.problem else "[green]passed[/]"
         rows.add_row(clause.part, escape(clause.name), verdict, escape(clause.note))
     return rows

@@ -1,4 +1,4 @@
-"""All commands with their keys: what --help, shell completion and the parser read. Imports no torch."""
+"""All commands with their keys: what --help and the parser read. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from segpipe.settings.setting import Setting
 
 RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
-IMPORTS = ("voc", "coco", "coco_panoptic", "labelme", "cvat", "roboflow")
+IMPORTS = ("voc", "coco", "labelme", "cvat", "roboflow")
 WAYS = ("sequence", "image", "tail")
 TRUST = Setting(
     "trust",
@@ -60,8 +60,8 @@ COMMANDS = {
     "train": Command(
         "train a network",
         "Starts compute.nproc processes itself; `torchrun ... -m segpipe train key=value ...` works too.\n"
-        "Flags of Hydra: -m (one run per combination of key=1,2,3), --cfg job (print the configuration),\n"
-        "--config-dir FOLDER (more config files), -sc install=bash (shell completion).",
+        "-m: one run per combination of key=1,2,3; --cfg job: print the configuration; --config-dir FOLDER: files as\n"
+        "in conf/, of your own.",
         overrides=tuple(dict.fromkeys(key.partition(".")[0] for key in SETTINGS)),
     ),
     "evaluate": Command(
@@ -75,7 +75,6 @@ COMMANDS = {
                 "out",
                 "",
                 "HTML file for a report with the worst images; empty: none",
-                ending=".html",
             ),
             *INFERENCE,
             TRUST,
@@ -154,7 +153,6 @@ COMMANDS = {
                 "out",
                 "",
                 "HTML page to write: problems, classes, leaks, samples, an augmented batch; empty: none",
-                ending=".html",
             ),
             Setting("write", False, "write the proposed classes.yaml"),
             Setting("lines", 20, "problems to print; 0: all", low=0),
@@ -241,6 +239,14 @@ COMMANDS = {
                 "what pixels outside all shapes are",
                 choices=("class", "ignore"),
             ),
+            Setting("ignore", [], "labels whose pixels are ignored"),
+            Setting(
+                "val",
+                0.0,
+                "share of the images for validation, if the format has no splits; 0: none",
+                low=0,
+                high=0.99,
+            ),
             Setting("copy", False, "copy the images; links to them otherwise"),
             Setting("skip", False, "leave out what cannot be imported"),
             Setting("lines", 20, "problems to print; 0: all", low=0),
@@ -284,7 +290,6 @@ COMMANDS = {
                 "FILE.safetensors",
                 "file to write; must not exist yet",
                 required=True,
-                ending=".safetensors",
             ),
             Setting(
                 "names",
@@ -310,7 +315,6 @@ COMMANDS = {
                 False,
                 "train both again from their last common checkpoint, to name the layer",
             ),
-            Setting("nproc", 1, "processes for the replay", low=1),
             TRUST,
         ),
         positional=("a", "b"),
@@ -328,7 +332,6 @@ COMMANDS = {
                 low=0,
             ),
             Setting("seed", -1, "seed that chooses the parts; -1: random", low=-1),
-            Setting("compute.nproc", 1, "processes that train", low=1),
             Setting(
                 "any_environment", False, "train even if versions or hardware differ"
             ),
@@ -347,6 +350,7 @@ COMMANDS = {
             "data.start_method",
             "compute.device",
             "model.weights",
+            "loss.teacher",
         ),
     ),
     "check-augment": Command(
@@ -423,7 +427,6 @@ COMMANDS = {
                 "out",
                 "",
                 "HTML page to write: the table, and the curves of the best runs",
-                ending=".html",
             ),
             Setting("json", False, "print one line of JSON"),
         ),

@@ -19,15 +19,7 @@ COLORS = {"differs": "red", "equal": "green", "not recorded": "dim"}
 
 def main(given: dict[str, Any]) -> int:
     """Exit code."""
-    a, b = Path(given["a"]), Path(given["b"])
-    try:
-        found = (
-            replayed(a, b, given["nproc"])
-            if given["replay"]
-            else compare(read_run(a), read_run(b))
-        )
-    except SegpipeError as error:
-        found = not_comparable(str(error))
+    found = compared(given)
     if given["json"]:
         print(json.dumps(found.to_json()))
     else:
@@ -35,13 +27,24 @@ def main(given: dict[str, Any]) -> int:
     return found.exit_code
 
 
-def replayed(a: Path, b: Path, nproc: int) -> Comparison:
+def compared(given: dict[str, Any]) -> Comparison:
+    """The comparison that the command shows."""
+    a, b = Path(given["a"]), Path(given["b"])
+    try:
+        if given["replay"]:
+            return replayed(a, b)
+        return compare(read_run(a), read_run(b))
+    except SegpipeError as error:
+        return not_comparable(str(error))
+
+
+def replayed(a: Path, b: Path) -> Comparison:
     """The comparison of two run folders after training both again up to the first difference."""
     # It imports torch, which a comparison without replay does not need.
-    from segpipe.audit.locate import compare_again
+    from segpipe.audit.replay import compare_again
 
     with progress("training again", console=Console(stderr=True)) as show:
-        return compare_again(a, b, nproc=nproc, progress=show)
+        return compare_again(a, b, show)
 
 
 def show(found: Comparison, console: Console) -> None:

@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 
 from segpipe.data.data_set import Samples
-from segpipe.data.problems import verify
 from segpipe.data.samples import open_samples, sequences
+from segpipe.datasets.problems import verify
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group, choose_device
 from segpipe.errors import ConfigError, DataError
@@ -74,8 +74,8 @@ def evaluate(given: dict[str, Any]) -> Evaluation:
     trained = load_network(Path(given["run"]), given["which"])
     config = _config(trained.config, given)
     flags.apply(config.compute.threads)
-    verify(config.data, [config.data.split])
     samples = open_samples(config.data, config.data.split, config.seed)
+    verify(config.data, {config.data.split: samples})
     if samples.classes.names != trained.classes.names:
         raise ConfigError(
             f"data.root = {config.data.root} has other classes than the network: {samples.classes.names}"
@@ -145,7 +145,7 @@ def _page(done: Evaluation) -> ReportData:
     result = {
         **done.figures,
         "device": str(device),
-        "weights_digest": trained.weights_digest,
+        "ema_digest": trained.ema_digest,
     }
     seer = predictor(
         partial(segment, trained.model, trained.preprocess, how=done.how), device

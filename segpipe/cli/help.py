@@ -1,18 +1,17 @@
-"""Help, shell completion and docs/settings.md, generated from the declarations. Imports no torch.
+"""Help and docs/settings.md, generated from the declarations. Imports no torch.
 
 `python -m segpipe.cli.help` prints docs/settings.md, `python -m segpipe.cli.help commands` tests/cli/help.txt.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from segpipe.cli.commands import COMMANDS, Command
-from segpipe.settings.compose import GROUPS, OWN_FILES
-from segpipe.settings.config import SETTINGS
+from segpipe.settings.arguments import choices
+from segpipe.settings.config import GROUPS, SETTINGS
 from segpipe.settings.setting import Setting, shown
 
 USAGE = """usage: segpipe COMMAND [key=value ...]
@@ -20,7 +19,7 @@ USAGE = """usage: segpipe COMMAND [key=value ...]
 {commands}
 
 segpipe COMMAND --help lists the keys of a command, segpipe --version prints the version.
-Exit codes: docs/exit-codes.md. Completion for bash: eval "$(segpipe train -sc install=bash)\""""
+Exit codes: docs/exit-codes.md."""
 
 SETTINGS_PAGE = """# Settings
 
@@ -64,7 +63,7 @@ def _sections(command: Command) -> Iterator[tuple[str, Rows]]:
         yield (
             "files of conf/",
             [
-                (f"{group}=FILE", f"one of {', '.join(OWN_FILES.choices(group))}")
+                (f"{group}=FILE", f"one of {', '.join(choices(group))}")
                 for group in files
             ],
         )
@@ -96,25 +95,6 @@ def meaning(entry: Setting) -> str:
     """The meaning of a setting with its valid values."""
     notes = "; ".join(filter(None, ["required" * entry.required, entry.valid]))
     return f"{entry.doc} ({notes})" if notes else entry.doc
-
-
-def complete(line: str) -> list[str] | None:
-    """Completions of a command line; None if Hydra completes it, with COMP_LINE set to what Hydra understands."""
-    words = line.split(" ")
-    if len(words) <= 2:
-        return list(COMMANDS)
-    command = COMMANDS.get(words[1])
-    if command is None:
-        return []
-    if command.overrides:
-        os.environ["COMP_LINE"] = " ".join([words[0], *words[2:]])
-        return None
-    found = []
-    for entry in (*command.keys, *(SETTINGS[key] for key in command.settings)):
-        is_switch = isinstance(entry.default, bool)
-        values = ("false", "true") if is_switch else entry.choices or ("",)
-        found += [f"{entry.key}={value}" for value in values]
-    return found
 
 
 def settings_page() -> str:

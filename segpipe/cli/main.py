@@ -6,13 +6,13 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from segpipe import __version__, plugins
 from segpipe.cli.commands import COMMANDS, TRUST
-from segpipe.cli.help import complete, overview, page
+from segpipe.cli.help import overview, page
 from segpipe.errors import ConfigError, Interrupted, SegpipeError
 from segpipe.settings.arguments import parse
-from segpipe.settings.compose import COMPLETION
 from segpipe.settings.setting import nearest
 
 HELP = ("-h", "--help")
@@ -22,8 +22,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code of a command line, see docs/exit-codes.md; `arguments` are those of the process by default."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        if name in COMPLETION:
-            return _complete(rest)
         if name in HELP or name == "--version":
             print(f"segpipe {__version__}" if name == "--version" else overview())
             return 0
@@ -36,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         return _run(name, rest)
     except SegpipeError as error:
-        print(error, file=sys.stderr)
+        if not error.told:
+            print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)
@@ -49,24 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(name: str, rest: list[str]) -> int:
     """Import and run a command's module; not before, since most of them import torch."""
     command = COMMANDS[name]
-    given = (
-        rest
-        if command.overrides
-        else parse(rest, command.keys, command.settings, command.positional)
+    given: Any = parse(
+        rest,
+        command.keys,
+        command.settings,
+        command.positional,
+        overrides=bool(command.overrides),
     )
-    if isinstance(given, dict):
-        plugins.trust(given.get(TRUST.key, []))
+    plugins.trust(given.get(TRUST.key, []))
+    if command.overrides and not command.keys:
+        given = given["overrides"]
     return int(import_module(f"segpipe.cli.{name.replace('-', '_')}").main(given))
-
-
-def _complete(rest: list[str]) -> int:
-    """Print the completions that the shell function of `-sc install=bash` asks for with `-sc query=bash`."""
-    found = (
-        complete(os.environ.get("COMP_LINE", ""))
-        if rest[:1] == ["query=bash"]
-        else None
-    )
-    if found is None:
-        return _run("train", ["-sc", *rest])
-    print(" ".join(found))
-    return 0

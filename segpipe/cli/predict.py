@@ -52,7 +52,7 @@ def main(given: dict[str, Any]) -> int:
         raise unwritable(out, error) from error
     outputs = Outputs(
         out,
-        _predictor(given),
+        predictor(given),
         given["overlay"],
         given["alpha"],
         given["legend"],
@@ -93,7 +93,8 @@ def check(given: dict[str, Any], *, has_video: bool) -> None:
         )
 
 
-def _predictor(given: dict[str, Any]) -> Predictor:
+def predictor(given: dict[str, Any]) -> Predictor:
+    """The network of `run` or `artifact`."""
     if given["artifact"]:
         return of_exported(
             Path(given["artifact"]),
@@ -122,6 +123,4 @@ def summary(done: Predictions, outputs: Outputs) -> dict[str, Any]:
         "images_per_second": round(speed, 2),
         "share": {name: round(share, 4) for name, share in shares.items()},
         **model,
-        # By the name that it has in result.json.
-        "ema_digest": model["weights_digest"],
     }

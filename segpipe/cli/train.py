@@ -1,175 +1,216 @@
-"""`segpipe train`: composes the configuration and starts the run, or hands over to Hydra if there are flags."""
+"""`segpipe train`: one training, or with --multirun a sweep, by sweepers and launchers of Hydra."""
 
 from __future__ import annotations
 
-import os
-import sys
+import json
+import multiprocessing
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from pathlib import Path
 from typing import Any
 
-import hydra
+from hydra import version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from segpipe.distributed.environment import local_rank, under_launcher, wait_to_be_ended
+from segpipe import plugins
+from segpipe.cli.api import RunResult
+from segpipe.distributed.environment import (
+    local_rank,
+    rank,
+    under_launcher,
+    wait_to_be_ended,
+)
 from segpipe.errors import ConfigError, Interrupted, SegpipeError
 from segpipe.run.finish import finish
 from segpipe.run.launch import check_job, examine, launch, launch_apart
 from segpipe.run.sweep import Sweep, SweepJob, distinct
-from segpipe.settings.compose import (
-    CONF,
-    MULTIRUN,
-    ConfigFiles,
-    checked_overrides,
-    compose,
-    config_files,
-    explained,
-    is_sweep,
-    resolve,
-)
-from segpipe.settings.config import Config
+from segpipe.run.tracking import failure
+from segpipe.settings.arguments import CONF, CommandLine, command_line, quoted
+from segpipe.settings.compose import composed, explained, resolve
+from segpipe.settings.config import Config, to_mapping
+from segpipe.settings.setting import shown
 
-# Hydra starts plug-ins of its own packages only, so ours takes the place of the launcher that it uses by default.
-BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
-# Sweepers with a direction: its setting, what it must be, and how to set that. A job returns its mIoU.
-DIRECTIONS = (
-    ("hydra.sweeper.direction", "maximize", "hydra.sweeper.direction=maximize"),
-    ("hydra.sweeper.optim.maximize", True, "hydra.sweeper.optim.maximize=true"),
-    (
-        "hydra.sweeper.ax_config.experiment.minimize",
-        False,
-        "hydra.sweeper.ax_config.experiment.minimize=false",
-    ),
-)
+# Of sweepers with a direction, what it must be: a job returns its mIoU.
+DIRECTIONS = {
+    "direction": "maximize",
+    "optim.maximize": True,
+    "ax_config.experiment.minimize": False,
+}
 
 
 def main(arguments: list[str]) -> int:
     """Exit code."""
     try:
-        files, overrides = config_files(arguments)
-        overrides = checked_overrides(overrides, files)
-        if is_sweep(overrides):
-            overrides.insert(0, "--multirun")
-        sweeps = bool(set(MULTIRUN) & set(overrides))
-        if under_launcher() and sweeps:
-            raise ConfigError(
-                "--multirun under torchrun would run the whole sweep once per rank. "
-                "Use: segpipe train --multirun compute.nproc=N key=1,2,3"
-            )
-        if any(argument.startswith("-") for argument in overrides):
-            return _run_hydra(files, overrides, sweeps=sweeps)
-        return launch(compose(arguments), finish=finish)
+        line = command_line(arguments)
+        if line.sweeps:
+            return sweep(line)
+        config = composed(line)
+        if line.shows:
+            print(OmegaConf.to_yaml(OmegaConf.create(to_mapping(config))), end="")
+            return 0
+        train(config)
     except SegpipeError as error:
         # The other ranks of this machine have the same command line.
-        if local_rank() == 0:
+        if error.told or local_rank() == 0:
             raise
         wait_to_be_ended()
         return error.exit_code
+    return 0
 
 
-def _run_hydra(files: ConfigFiles, overrides: list[str], *, sweeps: bool) -> int:
-    """Let Hydra act on its flags: --cfg, --multirun, --config-dir, --shell-completion and others."""
-    single: list[Config] = []
+def train(config: Config) -> RunResult:
+    """Train and export, in this process or in compute.nproc others; what the run ended with.
 
-    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-    def job(composed: DictConfig) -> None:
-        single.append(resolve(composed))
+    Raises the SegpipeError that the exit code stands for, which says whether its message was printed.
+    """
+    before = failure(config.run_dir)
+    code = launch(config, finish=finish)
+    if not code and rank() > 0:  # rank 0 writes
+        return RunResult(config.run_dir, {})
+    if not code:
+        result = json.loads((config.run_dir / "result.json").read_bytes())
+        return RunResult(config.run_dir, result)
+    kinds = {kind.exit_code: kind for kind in _kinds(SegpipeError)}
+    now = failure(config.run_dir)
+    error = kinds.get(code, SegpipeError)("" if now == before else now[1])
+    error.exit_code, error.told = code, True
+    raise error
 
-    sweep = Sweep(partial(launch_apart, finish=finish), check_job, examine)
-    SweepLauncher.sweep = sweep
-    arguments = [*files.flags, *overrides]
-    if sweeps:
-        if any(argument.startswith("hydra/launcher") for argument in arguments):
-            raise ConfigError(
-                "hydra/launcher cannot be set: segpipe trains the jobs of a sweep one "
-                "after another, each on all processes of compute.nproc. For several "
-                "machines, start a sweep on each: docs/sweeps.md."
-            )
-        Plugins.instance().class_name_to_class[BASIC_LAUNCHER] = SweepLauncher
-    # argparse needs the flags first.
-    arguments.sort(key=lambda text: "=" in text and not text.startswith("-"))
+
+def _kinds(root: type[SegpipeError]) -> Iterator[type[SegpipeError]]:
+    for kind in root.__subclasses__():
+        yield from _kinds(kind)
+        yield kind
+
+
+def sweep(line: CommandLine) -> int:
+    """Train all jobs of a sweep; returns the first exit code that is not 0."""
+    if under_launcher():
+        raise ConfigError(
+            "--multirun under torchrun would run the whole sweep once per rank. "
+            "Use: segpipe train --multirun compute.nproc=N key=1,2,3"
+        )
+    version.setbase("1.3")
+    GlobalHydra.instance().clear()
+    app = Hydra.create_main_hydra2("segpipe", create_config_search_path(str(CONF)))
+    started: list[Jobs] = []
+    hydra_plugins = Plugins.instance()
+    instantiate = hydra_plugins.instantiate_launcher
+
+    def instantiate_jobs(**given: Any) -> Jobs:
+        loader = given["hydra_context"].config_loader
+        started.append(Jobs(instantiate(**given), loader, given["config"]))
+        return started[-1]
+
+    hydra_plugins.instantiate_launcher = instantiate_jobs  # type: ignore[assignment,method-assign]
     try:
-        with explained(files), _hydra_raises(arguments):
-            job()
-    except SystemExit as end:  # Hydra has printed what is wrong
-        if end.code:
-            return ConfigError.exit_code
-        raise
+        with explained(line.added):
+            app.multirun("config", train_job, line.overrides + line.search_path)
     except OSError as error:
-        if f"hydra.sweep.dir={error.filename}" not in arguments:
+        if not error.filename:
             raise
         raise ConfigError(
-            f"hydra.sweep.dir = {error.filename} cannot be created: {error.strerror}."
+            f"{error.filename}: {error.strerror}. A sweep writes into hydra.sweep.dir, "
+            f"which is run.root unless it is set."
         ) from error
     except (Interrupted, JobFailedError):
         pass  # Ctrl-C, or the search gave up: the table says so
     except SegpipeError:  # a later batch was refused
-        sweep.finish()
+        for jobs in started:
+            jobs.sweep.finish()
         raise
-    if single:
-        return launch(single[0], finish=finish)
-    return sweep.finish()
-
-
-@contextmanager
-def _hydra_raises(arguments: Sequence[str]) -> Iterator[None]:
-    """Give Hydra its arguments, and let its errors pass instead of printing them with a traceback."""
-    before, variable = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [before[0], *arguments], "1"
-    try:
-        yield
     finally:
-        sys.argv = before
-        del os.environ["HYDRA_FULL_ERROR"]
-        if variable is not None:
-            os.environ["HYDRA_FULL_ERROR"] = variable
+        hydra_plugins.instantiate_launcher = instantiate  # type: ignore[method-assign]
+    return started[0].sweep.finish()
+
+
+def train_job(composed: DictConfig) -> int:
+    """Exit code of a job, in the process that its launcher started; its own processes do the training."""
+    if multiprocessing.get_start_method(allow_none=True) == "loky":
+        # Of joblib, which our processes would not know.
+        multiprocessing.set_start_method("spawn", force=True)
+    return launch_apart(resolve(composed), finish=finish)
 
 
 class JobFailedError(Exception):
     """Tells a search that a job has no result."""
 
 
-class SweepLauncher(Launcher):
-    """Passes each batch of jobs, which a sweeper of Hydra chose, to `sweep`, and returns their mIoU."""
+class Jobs:
+    """Stands before a launcher of Hydra: checks and names the jobs of each batch, and returns their mIoU.
 
-    sweep: Sweep  # of the class, since Hydra makes the instance
+    Hydra's default launcher gets them one after another, any other one a whole batch.
+    """
 
-    def setup(
-        self,
-        *,
-        hydra_context: HydraContext,
-        task_function: TaskFunction,
-        config: DictConfig,
+    def __init__(
+        self, launcher: Launcher, loader: ConfigLoader, config: DictConfig
     ) -> None:
-        self._loader, self._config = hydra_context.config_loader, config
-        sweeper = str(config.hydra.sweeper._target_)
-        self._searched = not sweeper.endswith(".BasicSweeper")
-        for key, needed, fix in DIRECTIONS:
-            found = OmegaConf.select(config, key)
+        self.sweep = Sweep(self._train, check_job, examine)
+        self._launcher = launcher
+        self._loader = loader
+        self._config = config
+        sweeper = config.hydra.sweeper
+        self._searched = not str(sweeper._target_).endswith(".BasicSweeper")
+        target = str(config.hydra.launcher._target_)
+        self._one_by_one = target.endswith(".BasicLauncher")
+        # Jobs and their overrides, by folder of the run.
+        self._batch: dict[Path, tuple[SweepJob, list[str]]] = {}
+        # Exit code of each job, or what it raised.
+        self._ended: dict[Path, int | Exception] = {}
+        for key, needed in DIRECTIONS.items():
+            found = OmegaConf.select(sweeper, key)
             direction = getattr(found, "name", found)  # of an enumeration
             if found is not None and direction != needed:
                 raise ConfigError(
-                    f"{key} = {direction}, but jobs return their mIoU, higher is "
-                    f"better. Set {fix}."
+                    f"hydra.sweeper.{key} = {direction}, but jobs return their mIoU, "
+                    f"higher is better. Set hydra.sweeper.{key}={shown(needed)}."
                 )
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> list[JobReturn]:
-        setup_globals()
+        """What a sweeper reads of each job."""
         jobs = self._jobs(job_overrides, initial_job_idx)
+        for job, overrides in zip(jobs, job_overrides, strict=True):
+            name = quoted(job.config.run.name)
+            self._batch[job.config.run_dir] = job, [*overrides, f"run.name={name}"]
         self.sweep.batch(jobs, searched=self._searched)
         if self.sweep.interrupted:
             raise Interrupted("the sweep was interrupted.")
         pairs = zip(jobs, job_overrides, strict=True)
         return [self._returned(job, overrides) for job, overrides in pairs]
+
+    def _train(self, config: Config) -> int:
+        """Exit code of a job. Raises what the job raised."""
+        if config.run_dir not in self._ended:
+            folders = [config.run_dir]
+            if not self._one_by_one:
+                folders = [
+                    folder
+                    for folder, (job, _) in self._batch.items()
+                    if job.code is None and folder not in self._ended
+                ]
+            overrides = [self._batch[folder][1] for folder in folders]
+            try:
+                returned = self._launcher.launch(overrides, len(self._ended))
+            except Exception as error:
+                refusal = ConfigError(f"hydra/launcher: {plugins.located(error)}.")
+                self._ended |= dict.fromkeys(folders, refusal)
+            else:
+                ends = [each._return_value for each in returned]
+                self._ended |= zip(folders, ends, strict=True)
+        end = self._ended[config.run_dir]
+        if isinstance(end, Exception):
+            raise end
+        return end
 
     def _jobs(
         self, job_overrides: Sequence[Sequence[str]], first: int

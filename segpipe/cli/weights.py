@@ -59,7 +59,7 @@ def _metadata(trained: TrainedNetwork, given: dict[str, Any]) -> dict[str, str]:
         "run": trained.config.run.name,
         "which": given["which"],
         "step": str(trained.step),
-        "weights_digest": trained.weights_digest,
+        "ema_digest": trained.ema_digest,
         "model": model.name,
         "args": json.dumps(model.args),
         "num_classes": str(trained.classes.num_classes),

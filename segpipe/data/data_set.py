@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 Image = NDArray[np.uint8]  # (H, W, 3) RGB
 Target = NDArray[np.uint8]  # (H, W) train ids
 Sample = tuple[Image, Target]
+# A file; or of a sample that names none, what reads it and returns its SHA-256.
+Input = Path | Callable[[], str]
 SOME = 64  # samples that stand for all where there is no bound on the cost of one
 
 
@@ -78,6 +81,14 @@ class DataSet(Samples, Protocol):
 
     def mask_table(self) -> MaskTable | None:
         """What the masks mean, if all of them lie in files of one data set."""
+        return None
+
+    def inputs(self) -> dict[str, Input]:
+        """What the samples are made from, by its name in inputs.json: the path below the root of the data set."""
+        return {}
+
+    def check_pack(self) -> None:
+        """Raise DataError if a sample in a pack differs from its files; reads some at random."""
         return None
 
     def pack_use(self) -> Counter[tuple[str, str]]:

@@ -64,28 +64,28 @@ class Facts:
     def header(self, path: str) -> Header:
         """Header of a picture file. Raises DataError for a damaged one."""
         known = self._known(path)
-        if known.header is not None:
-            return known.header
-        header = read_header(path)
-        self._learn(path, known._replace(header=header))
+        header = known.header
+        if header is None:
+            header = read_header(path)
+            self._learn(path, known._replace(header=header))
         return header
 
     def values(self, path: str) -> MaskValues:
         """What a mask file holds. Raises DataError for a damaged file."""
         known = self._known(path)
-        if known.values and not (self.edges and known.values.between is None):
-            return known.values
-        mask = read_mask(path)
-        values = values_of(mask, edges=self.edges)
-        self._learn(path, known._replace(header=mask.header, values=values))
+        values = known.values
+        if values is None or (self.edges and values.between is None):
+            mask = read_mask(path)
+            values = values_of(mask, edges=self.edges)
+            self._learn(path, known._replace(header=mask.header, values=values))
         return values
 
     def check_image(self, path: str) -> bool:
         """Whether the image had to be decoded to know that it can be. Raises DataError for a damaged one."""
-        if self._known(path).decodes:
-            return False
-        read_image(path)
-        return True
+        known = self._known(path).decodes
+        if not known:
+            read_image(path)
+        return not known
 
     def decodes(self, path: str) -> None:
         """Note that all of an image can be decoded."""
@@ -97,12 +97,12 @@ class Facts:
             return
         # Other processes may have written meanwhile.
         self._files = self._load() | (self._files or {}) | self._learned
-        text = json.dumps([FORMAT, self._files], separators=(",", ":"))
+        text = json.dumps([FORMAT, self._files], separators=(",", ":")).encode()
         for path in self._places():
             with suppress(OSError, CheckpointError):
                 if path.name == "facts" and not os.stat(self.root).st_mode & 0o222:
                     continue  # read-only, though an administrator could write
-                write_atomically(path, f"{_checksum(text)}\n{text}".encode())
+                write_atomically(path, text)
                 self._learned = {}
                 return
 
@@ -137,11 +137,9 @@ class Facts:
         """The facts that were kept; none if there is no file, or it is torn or of another format."""
         for path in self._places():
             with suppress(OSError, ValueError):
-                checksum, _, text = path.read_text(encoding="utf8").partition("\n")
-                if checksum == _checksum(text):
-                    written_as, files = json.loads(text)
-                    if written_as == FORMAT:
-                        return {key: _known(*row) for key, row in files.items()}
+                written_as, files = json.loads(path.read_bytes())
+                if written_as == FORMAT:
+                    return {key: _known(*row) for key, row in files.items()}
         return {}
 
 
@@ -149,10 +147,6 @@ class Facts:
 def facts_of(root: str) -> Facts:
     """The facts of a folder: one object for all splits and all checks of a process."""
     return Facts(root)
-
-
-def _checksum(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _known(

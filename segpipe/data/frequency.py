@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.data.draws import Draws, Passes, whole_shares
+from segpipe.data.order import Draws, Passes, whole_shares
 from segpipe.errors import ConfigError, DataError
 from segpipe.files import write_atomically
 

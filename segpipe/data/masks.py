@@ -21,12 +21,14 @@ from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import Color, MaskTable
+from segpipe.data.data_set import Content
 from segpipe.data.readers import (
     OPAQUE,
     Header,
     MaskValues,
     RawMask,
     Value,
+    color_of,
     read_header,
     read_mask,
     values_of,
@@ -199,27 +201,6 @@ def _packed(color: Color) -> int:
     return red | green << 8 | blue << 16 | OPAQUE << 24
 
 
-def orientation(header: Header, size: Sequence[int], rule: str, path: str) -> int:
-    """EXIF orientation to apply to an image so that it lies as its mask of (height, width) `size` does.
-
-    `rule` is that of the class table. Without one, the size decides: a mask of the turned size was drawn on the turned
-    image. Raises DataError where both have the same size, since then nothing tells them apart.
-    """
-    if header.orientation == 1 or rule == "ignore":
-        return 1
-    if rule == "apply":
-        return header.orientation
-    if header.upright == header[:2]:
-        raise DataError(
-            f"{path} has the EXIF orientation {header.orientation}, and its mask has the same size turned or not. Set "
-            "`exif: apply` in classes.yaml if the masks were drawn on upright images, as viewers show them, or "
-            "`exif: ignore` if on the stored pixels.",
-            cause=f"orientation {header.orientation}",
-            where=path,
-        )
-    return header.orientation if tuple(size) == header.upright else 1
-
-
 def train_id(table: MaskTable, value: Value) -> int:
     """Train id of an id or color, IGNORE_INDEX or UNKNOWN."""
     if isinstance(value, tuple):
@@ -230,15 +211,29 @@ def train_id(table: MaskTable, value: Value) -> int:
 def meant(table: MaskTable, values: MaskValues) -> dict[Value, int]:
     """Pixels of each value as the table reads it: an id where it says ids, a color where it says colors."""
     pixels: dict[Value, int] = {}
+    of_ids = values.kind == "ids"
     for number, count in values.pixels.items():
-        value = values.value(number)
-        if table.kind == "colors" and isinstance(value, int):
+        value: Value = number
+        if of_ids and table.kind == "colors":
             red, green, blue = values.palette.get(number, [number] * 3)[:3]
             value = (red, green, blue)
-        elif table.kind == "ids" and isinstance(value, tuple) and len(set(value)) == 1:
-            value = value[0]
+        elif not of_ids:
+            value = color_of(number)
+            if table.kind == "ids" and len(set(value)) == 1:
+                value = value[0]
         pixels[value] = pixels.get(value, 0) + count
     return pixels
+
+
+def content_of(table: MaskTable, header: Header, values: MaskValues) -> Content:
+    """What a mask file holds, as the table reads it."""
+    found = meant(table, values)
+    pixels = np.zeros(table.classes.num_classes + 2, np.int64)
+    for value, count in found.items():
+        train = train_id(table, value)
+        pixels[{IGNORE_INDEX: -2, UNKNOWN: -1}.get(train, train)] += count
+    kind = f"{header.layout}, {header.bits} bits"
+    return Content(pixels, found, kind, ambiguous(table, values))
 
 
 def ambiguous(table: MaskTable, values: MaskValues) -> dict[int, tuple[int, int]]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import ClassTable
-from segpipe.data.data_set import DataSet, Sample, SubSet
+from segpipe.data.data_set import DataSet, Input, Sample, SubSet
 from segpipe.data.folders import near
 from segpipe.errors import DataError
 from segpipe.settings.setting import nearest
@@ -61,6 +61,17 @@ class MixedSamples(DataSet):
 
     def file_pairs(self) -> Sequence[Pair]:
         return [pair for one in self.sets for pair in one.file_pairs()]
+
+    def inputs(self) -> dict[str, Input]:
+        return {
+            f"{origin.key}/{name}": source
+            for origin, one in zip(self.origins, self.sets, strict=True)
+            for name, source in one.inputs().items()
+        }
+
+    def check_pack(self) -> None:
+        for one in self.sets:
+            one.check_pack()
 
     def pack_use(self) -> Counter[tuple[str, str]]:
         return sum((one.pack_use() for one in self.sets), Counter())

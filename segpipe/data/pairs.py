@@ -147,26 +147,41 @@ def _pair_by_name(layout: FolderLayout, split: str, found: Scan) -> None:
         chosen = {stem for stem in chosen if stem.split("/")[0] in layout.sequences}
     if layout.listing:
         chosen = _listed(layout.listing, images, of_image, found)
-    with_image, with_mask = chosen & images.keys(), chosen & masks.keys()
-    if with_image and not with_mask:
-        found.faults.append(
-            f"{layout.masks} holds no masks of the {len(with_image)} images of split "
-            f"{split}. Labels of another format: `segpipe import --help`."
-        )
-        return
-    for stem in sorted(with_image - with_mask):
-        found.faults.append(
-            f"{images[stem]} has no mask {layout.masks / stem}{of_mask}.png."
-        )
-    for stem in sorted(with_mask - with_image):
-        found.faults.append(f"{masks[stem]} has no image in {layout.images}.")
-    for stem in with_image & with_mask:
-        found.pairs.append(Pair(f"{stem}{of_image}", images[stem], masks[stem]))
-    if not found.pairs:
+    images = {stem: images[stem] for stem in sorted(chosen & images.keys())}
+    masks = {stem: masks[stem] for stem in sorted(chosen & masks.keys())}
+    for stem, path in images.items():
+        if stem in masks:
+            found.pairs.append(Pair(f"{stem}{of_image}", path, masks[stem]))
+    _report_single(layout, images, masks, of_mask, found)
+    if not found.pairs and not found.faults:
         where = layout.listing or layout.images
         found.faults.append(
             f"{where} is empty: split {split} has no pair of image and mask."
         )
+
+
+def _report_single(
+    layout: FolderLayout,
+    images: dict[str, str],
+    masks: dict[str, str],
+    of_mask: str,
+    found: Scan,
+) -> None:
+    """Add a fault for each image without a mask, and for each mask without an image."""
+    if images and not masks:
+        found.faults.append(
+            f"{layout.masks} holds no masks of the {len(images)} images. Labels of "
+            "another format: `segpipe import --help`."
+        )
+        return
+    for stem, path in images.items():
+        if stem not in masks:
+            found.faults.append(
+                f"{path} has no mask {layout.masks / stem}{of_mask}.png."
+            )
+    for stem, path in masks.items():
+        if stem not in images:
+            found.faults.append(f"{path} has no image in {layout.images}.")
 
 
 def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> dict[str, str]:
@@ -284,9 +299,9 @@ def _listed(
             continue
         bare = os.path.splitext(line)[0]
         path = os.path.normpath(listing.parent / bare)
-        stem = known.get(line) or known.get(bare) or known.get(path)
+        stem = known.get(line) or known.get(bare) or known.get(path, "")
         stems[stem or line] += 1
-        if stem is None:
+        if not stem:
             found.faults.append(
                 f"{listing} lists {line:.200}, but images has no such stem."
             )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ import numpy as np
 
 from segpipe import IGNORE_INDEX, plugins
 from segpipe.data.catalog import ClassTable
-from segpipe.data.data_set import DataSet, Sample
+from segpipe.data.data_set import DataSet, Input, Sample
 from segpipe.errors import DataError
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class PluginSamples(DataSet):
     classes: ClassTable
     path: str  # import path of the class
     split: str
+    root: str = "."
 
     def __len__(self) -> int:
         return len(self.source)
@@ -64,17 +67,21 @@ class PluginSamples(DataSet):
         return np.ascontiguousarray(image), np.ascontiguousarray(target)
 
     def size(self, index: int) -> tuple[int, int]:
-        if hasattr(self.source, "size"):
-            height, width = self.source.size(index)
-        else:
-            height, width = self.read(index)[1].shape
+        if not hasattr(self.source, "size"):
+            return super().size(index)
+        height, width = self.source.size(index)
         return int(height), int(width)
 
-    def files(self, index: int) -> Sequence[Path]:
-        """Files that a sample is made from; empty if the class does not say."""
-        if not hasattr(self.source, "files"):
-            return []
-        return [Path(path) for path in self.source.files(index)]
+    def inputs(self) -> dict[str, Input]:
+        """The files that the samples name; of a sample that names none, its arrays."""
+        found: dict[str, Input] = {}
+        for index in range(len(self)):
+            files = self.source.files(index) if hasattr(self.source, "files") else ()
+            for path in map(Path, files):
+                found[Path(os.path.relpath(path, self.root)).as_posix()] = path
+            if not files:
+                found[f"{self.split}/{self.name(index)}"] = partial(self.sha256, index)
+        return found
 
     def sha256(self, index: int) -> str:
         """SHA-256 of a sample's arrays and their shape."""
@@ -151,7 +158,8 @@ def open_plugin(data: DataConfig, split: str) -> PluginSamples:
         )
     if not len(source):
         raise DataError(f"{KEY} = {path}: split {split} has no sample.")
-    return PluginSamples(source, _table(source, path), path, split)
+    table = _table(source, path)
+    return PluginSamples(source, table, path, split, data.root or ".")
 
 
 def _table(source: Any, path: str) -> ClassTable:

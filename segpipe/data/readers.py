@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -124,14 +124,17 @@ def read_header(path: str) -> Header:
 
 def read_image(
     path: str,
-    orient: Callable[[Header], int] = lambda header: 1,
+    *,
+    exif: str = "ignore",
+    size: Sequence[int] = (),
     data: bytes | None = None,
 ) -> NDArray[np.uint8]:
     """RGB pixels, uint8 (H, W, 3): grey is repeated, alpha dropped, and of 16 bits the upper 8 are kept.
 
-    `orient` chooses the EXIF orientation to apply; by default none. `data` is the
-    content of the file, if it was read and checked before. Raises DataError for a
-    missing, truncated or damaged file.
+    `exif` says what becomes of an EXIF orientation: "apply", "ignore", or "" for what
+    makes the image as large as its mask, (height, width) `size`. `data` is the content
+    of the file, if it was read and checked before. Raises DataError for a missing,
+    truncated or damaged file.
     """
     content = _content(path) if data is None else data
     with _named(path, len(content)):
@@ -140,13 +143,34 @@ def read_image(
             _check_checksums(image.format, content)
         fast = content.startswith((PNG[0], JPEG[0]))
         pixels = _decode(content) if fast else _rgb(image)
-    orientation = orient(header)
-    if orientation == 1:
+    turn = orientation(header, size, exif, path)
+    if turn == 1:
         return pixels
-    transpose, rows, columns = TURNS[orientation]
+    transpose, rows, columns = TURNS[turn]
     if transpose:
         pixels = pixels.transpose(1, 0, 2)
     return np.ascontiguousarray(pixels[:: -1 if rows else 1, :: -1 if columns else 1])
+
+
+def orientation(header: Header, size: Sequence[int], rule: str, path: str) -> int:
+    """EXIF orientation to apply to an image so that it lies as its mask of (height, width) `size` does.
+
+    `rule` is that of the class table. Without one, the size decides: a mask of the turned size was drawn on the turned
+    image. Raises DataError where both have the same size, since then nothing tells them apart.
+    """
+    if header.orientation == 1 or rule == "ignore":
+        return 1
+    if rule == "apply":
+        return header.orientation
+    if header.upright == header[:2]:
+        raise DataError(
+            f"{path} has the EXIF orientation {header.orientation}, and its mask has the same size turned or not. Set "
+            "`exif: apply` in classes.yaml if the masks were drawn on upright images, as viewers show them, or "
+            "`exif: ignore` if on the stored pixels.",
+            cause=f"orientation {header.orientation}",
+            where=path,
+        )
+    return header.orientation if tuple(size) == header.upright else 1
 
 
 def read_mask(path: str) -> RawMask:
@@ -428,9 +452,12 @@ class MaskValues(NamedTuple):
 
     def value(self, number: int) -> Value:
         """The id or color that a number stands for."""
-        if self.kind == "ids":
-            return number
-        return number & 255, number >> 8 & 255, number >> 16
+        return number if self.kind == "ids" else color_of(number)
+
+
+def color_of(number: int) -> tuple[int, int, int]:
+    """The color R, G, B that a number of MaskValues stands for."""
+    return number & 255, number >> 8 & 255, number >> 16
 
 
 def _with_numbers(entries: dict[str, Any]) -> dict[int, Any]:

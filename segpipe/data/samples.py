@@ -6,46 +6,62 @@ was decoded, facts.py what was found out about files.
 
 from __future__ import annotations
 
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path, PurePosixPath
+from random import SystemRandom
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import STREET, ClassTable, MaskTable, mask_table
-from segpipe.data.data_set import Content, DataSet, Image, Sample, Samples, Target
+from segpipe.data.catalog import (
+    STREET,
+    ClassTable,
+    MaskTable,
+    mask_table,
+    table_path,
+)
+from segpipe.data.data_set import (
+    Content,
+    DataSet,
+    Image,
+    Input,
+    Sample,
+    Samples,
+    Target,
+)
 from segpipe.data.facts import Facts, facts_of
 from segpipe.data.masks import (
-    UNKNOWN,
-    ambiguous,
     check_sizes,
+    content_of,
     is_sound,
-    meant,
-    orientation,
     read_target,
     settled,
-    train_id,
 )
 from segpipe.data.mix import MixedSamples, main_set, parts, shared_ids
 from segpipe.data.pack import Pack, open_pack
-from segpipe.data.pairs import Pair, scan
+from segpipe.data.pairs import Pair, pairing, scan
 from segpipe.data.plugin_samples import open_plugin
 from segpipe.data.readers import read_image, threaded
-from segpipe.data.sequence import sequence
-from segpipe.data.synthetic.scenes import paint_scene
 from segpipe.errors import DataError
 from segpipe.keys import generator, sample_key
 from segpipe.plugins import is_path
-from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
+    from segpipe.settings.config import Config
     from segpipe.settings.groups import DataConfig
 
+SOME_PACKED = 16  # samples of a pack that are read to check it
 LEAST_SIDE = 4  # pixels; Fast-SCNN convolves without padding at stride 2
+
+# A word of a name that is a number, with a short prefix at most: 08640, f00930, frame0012.
+_NUMBER = re.compile(r"(?<![0-9A-Za-z])([A-Za-z]{0,6})([0-9]+)(?![0-9A-Za-z])")
+_END = re.compile(r"[\W_]+$")
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,7 @@ class FileSamples(DataSet):
     pairs: tuple[Pair, ...]
     pack: Pack | None = None
     facts: Facts = field(default_factory=lambda: Facts("/"), repr=False, compare=False)
+    sources: tuple[str, ...] = ()  # class table and list of pairs, if they are files
 
     @property
     def classes(self) -> ClassTable:
@@ -64,8 +81,33 @@ class FileSamples(DataSet):
     def file_pairs(self) -> Sequence[Pair]:
         return self.pairs
 
+    def inputs(self) -> dict[str, Input]:
+        paths = [*self.sources, *(path for pair in self.pairs for path in pair[1:])]
+        below = f"{Path(self.facts.root)}/"
+        found: dict[str, Input] = {}
+        for path in paths:
+            name = path.removeprefix(below)
+            if name == path:  # elsewhere; relpath takes 20 times as long
+                name = Path(os.path.relpath(path, below)).as_posix()
+            found[name] = Path(path)
+        return found
+
     def mask_table(self) -> MaskTable:
         return self.table
+
+    def check_pack(self) -> None:
+        """Each start draws others: what one misses, the next ones find."""
+        if self.pack is None:
+            return
+        packed = self.pack.find(self.pairs)
+        for index in SystemRandom().sample(packed, min(SOME_PACKED, len(packed))):
+            found, expected = self.read(index), self.decode(index)
+            if not all(map(np.array_equal, found, expected)):
+                raise DataError(
+                    f"{self.pack.folder} holds other pixels of {self.name(index)} than "
+                    f"{self.pairs[index].image} and its mask. Delete the pack, then "
+                    "build it again with `segpipe pack`."
+                )
 
     def pack_use(self) -> Counter[tuple[str, str]]:
         if self.pack is None:
@@ -80,35 +122,25 @@ class FileSamples(DataSet):
         return self.pairs[index].name
 
     def read(self, index: int) -> Sample:
-        decode = partial(self.decode, index)
-        return self.pack.read(self.pairs[index], decode) if self.pack else decode()
+        if self.pack is None:
+            return self.decode(index)
+        return self.pack.read(self.pairs[index], partial(self.decode, index))
 
     def decode(
-        self,
-        index: int,
-        data: bytes | None = None,
-        target: Target | None = None,
+        self, index: int, data: bytes | None = None, target: Target | None = None
     ) -> Sample:
         """The sample from its two files, or from the content of the image's file and the target."""
-        pair = self.pairs[index]
+        pair, exif = self.pairs[index], self.table.exif
         if target is None:
-            target = self.target(index)
-        image = self._image(pair, target.shape, data)
-        check_sizes(pair, image.shape[:2], target.shape)
+            target = read_target(self.table, pair.mask)
+        image = read_image(pair.image, exif=exif, size=target.shape, data=data)
+        if image.shape[:2] != target.shape:
+            check_sizes(pair, image.shape[:2], target.shape)
         return image, target
 
     def image(self, index: int) -> Image:
-        pair = self.pairs[index]
-        return self._image(pair, self.facts.header(pair.mask)[:2])
-
-    def _image(
-        self, pair: Pair, size: Sequence[int], data: bytes | None = None
-    ) -> Image:
-        return read_image(
-            pair.image,
-            lambda header: orientation(header, size, self.table.exif, pair.image),
-            data,
-        )
+        exif, size = self.table.exif, self.size(index)
+        return read_image(self.pairs[index].image, exif=exif, size=size)
 
     def target(self, index: int) -> Target:
         return read_target(self.table, self.pairs[index].mask)
@@ -127,15 +159,7 @@ class FileSamples(DataSet):
 
     def content(self, index: int) -> Content:
         path = self.pairs[index].mask
-        mask = self.facts.values(path)
-        header = self.facts.header(path)
-        values = meant(self.table, mask)
-        pixels = np.zeros(self.classes.num_classes + 2, np.int64)
-        for value, count in values.items():
-            train = train_id(self.table, value)
-            pixels[{IGNORE_INDEX: -2, UNKNOWN: -1}.get(train, train)] += count
-        odd = ambiguous(self.table, mask)
-        return Content(pixels, values, f"{header.layout}, {header.bits} bits", odd)
+        return content_of(self.table, self.facts.header(path), self.facts.values(path))
 
     def countable(self) -> list[int]:
         return list(range(len(self)))
@@ -163,6 +187,8 @@ class SyntheticSamples(DataSet):
     def read(self, index: int) -> Sample:
         if not 0 <= index < self.num:
             raise IndexError(f"scene {index} of {self.num}")
+        from segpipe.data.synthetic.scenes import paint_scene
+
         key = sample_key(self.seed, 0, index, f"scene/{self.split}")
         return paint_scene(generator(key), self.scene_size)
 
@@ -223,12 +249,26 @@ def open_samples(
     With `data.hold_out` the split "train" lacks that sequence, and any other split is the
     sequence itself, from "train" and from that split. Without `packed`, every sample is
     read from its own files, as whoever checks a run should.
-
-    Opening a split again is cheap: the folders are listed again only after a change.
     """
     if not packed:
         data = replace(data, pack="off")
     return _held_out(data, split) if data.hold_out else _open(data, split, seed)
+
+
+class Splits(NamedTuple):
+    """The data of a run, opened."""
+
+    train: DataSet
+    val: DataSet  # `data.split`
+
+
+def open_splits(config: Config, *, packed: bool = True) -> Splits:
+    """Both splits of a configuration, as `open_samples` does."""
+    data, seed = config.data, config.seed
+    train = open_samples(data, "train", seed, packed=packed)
+    if data.split == "train":
+        return Splits(train, train)
+    return Splits(train, open_samples(data, data.split, seed, packed=packed))
 
 
 def open_readable(data: DataConfig, split: str, seed: int) -> DataSet | None:
@@ -261,7 +301,11 @@ def _open_files(data: DataConfig, split: str) -> FileSamples:
     pairs, faults = scan(data, split)
     if faults:
         raise DataError(faults[0])
-    return file_samples(data, pairs)
+    samples = file_samples(data, pairs)
+    listing = pairing(data, split)
+    own_table = data.classes or data.name == "folder"
+    sources = [listing, table_path(data) if own_table else None]
+    return replace(samples, sources=tuple(str(path) for path in sources if path))
 
 
 def file_samples(data: DataConfig, pairs: list[Pair]) -> FileSamples:
@@ -288,30 +332,58 @@ def _open_mixture(data: DataConfig, split: str, seed: int) -> DataSet:
 
 def _held_out(data: DataConfig, split: str) -> DataSet:
     """The files on one side of `data.hold_out`; checks both sides, so that a run fails before it starts."""
-    other = data.split if split == "train" else split
-    opened = {each: _open_files(data, each) for each in dict.fromkeys(("train", other))}
-    sequence_of = {
-        pair: sequence(pair.name, data.sequence)
-        for samples in opened.values()
-        for pair in samples.pairs
-    }
-    held = sorted(pair for pair, name in sequence_of.items() if name == data.hold_out)
-    left = [
-        pair for pair in opened["train"].pairs if sequence_of[pair] != data.hold_out
-    ]
+    train = _open_files(data, "train")
+    other = _open_files(data, data.split if split == "train" else split)
+    pairs = sorted({*train.pairs, *other.pairs})
+    sequence_of = {pair: sequence(pair.name, data.sequence) for pair in pairs}
+    held = [pair for pair in pairs if sequence_of[pair] == data.hold_out]
+    left = [pair for pair in train.pairs if sequence_of[pair] != data.hold_out]
     if not held or not left:
         counts = Counter(sequence_of.values())
         shown = [f"{name}: {number}" for name, number in sorted(counts.items())[:12]]
         fault = "training would have no image left"
-        hint = ""
         if not held:
             fault = "no image is of that sequence"
-            hint = nearest(data.hold_out, sorted(counts))
         raise DataError(
             f"data.hold_out = {data.hold_out}, but {fault}. Images by sequence: "
-            f"{', '.join(shown)}.{hint}"
+            f"{', '.join(shown)}."
         )
-    return replace(opened["train"], pairs=tuple(left if split == "train" else held))
+    sources = tuple(dict.fromkeys((*train.sources, *other.sources)))
+    chosen = tuple(left if split == "train" else held)
+    return replace(train, pairs=chosen, sources=sources)
+
+
+def sequence(name: str, pattern: str = "") -> str:
+    """Sequence of the image `name`, a path below the split's folder without suffix (`Samples.name`).
+
+    The folder, if the name has one; otherwise what stands before the last number. A name without a number is a
+    sequence of its own:
+
+    `0016E5_08640` -> `0016E5`, `Seq05VD_f00030` -> `Seq05VD`, `lindau/lindau_000003_000019_leftImg8bit` -> `lindau`,
+    `lindau_000003_000019` -> `lindau_000003`, `frame0012` -> `frame`, `000012` -> `unnamed`, `kitchen` -> `kitchen`.
+
+    With `pattern`, a regular expression, its first group or else its whole match. Raises DataError for a name that it
+    does not match.
+    """
+    if not pattern:
+        return frame(name)[0]
+    found = re.search(pattern, name)
+    if found is None or not (text := found[1] if found.re.groups else found[0]):
+        raise DataError(
+            f"data.sequence = {pattern!r} does not match {name}. Change it, or leave it empty."
+        )
+    return text
+
+
+def frame(name: str) -> tuple[str, int | None]:
+    """Sequence of an image by the rule above and its number in it; None for a name without a number."""
+    path = PurePosixPath(name)
+    folder = "" if path.parent == PurePosixPath(".") else str(path.parent)
+    numbers = list(_NUMBER.finditer(path.name))
+    if not numbers:
+        return folder or path.name, None
+    before = _END.sub("", path.name[: numbers[-1].start()]) or numbers[-1][1]
+    return folder or before or "unnamed", int(numbers[-1][2])
 
 
 def sequences(samples: Samples, pattern: str = "") -> list[str]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from segpipe.errors import DataError, SegpipeError
 
 if TYPE_CHECKING:
-    from segpipe.data.slots import Block
+    from segpipe.data.ring import Block
 
 LOOK_S = 5.0  # between looks of an idle worker whether its trainer still lives
 
@@ -46,20 +46,6 @@ class Items(Protocol):
 
     def label(self, request: Any, row: int) -> str:
         """A sample of an item, for messages."""
-
-
-class Fresh:
-    """New memory for each item; page-locked if `pinned`."""
-
-    def __init__(self, pinned: bool = False) -> None:
-        self._pinned = pinned
-
-    def take(self, size: int) -> Tensor:
-        """As in `Room`."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-
-    def at(self, row: int) -> None:
-        """As in `Room`; nobody looks."""
 
 
 class DoesNotFit(Exception):

@@ -45,6 +45,7 @@ class CallLog:
         while _is_here(frame.f_code) and frame.f_back is not None:
             frame = frame.f_back
         kind, shape = ("", ()) if tensor is None else (str(tensor.dtype), tensor.shape)
+
         text, digest = _known(op, kind, shape, level, frame.f_code, frame.f_lineno)
         self.rolling = (self.rolling * _MULTIPLIER + digest) & _WORD
         self.count += 1
@@ -89,6 +90,7 @@ def diagnose(
             f"the last {RING} collectives are the same on all ranks, up to {_named(max(counts), calls)}: they differ "
             f"longer ago, data changed on the way, or a connection broke."
         )
+
     silent = [rank for rank in range(len(counts)) if rank not in calls]
     if silent:
         verdict += f" No answer from {_listed(silent)}: ended, stopped, or inside a call that holds the interpreter."

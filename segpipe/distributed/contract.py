@@ -143,6 +143,7 @@ class Contract:
             verdict = self._ask()
         if verdict is not None:
             raise verdict from None
+
         if not lost:
             text = f"rank {self._rank}: {type(error).__name__}: {error}"
             if not isinstance(error, SegpipeError):
@@ -214,8 +215,10 @@ class Contract:
             self._stacks.dump_unless_called_again(self._timeout_s / 2)
         hashes = [(call.number, call.rolling) for call in self.log.last()[-POSTED:]]
         store.set(self._keys[self._rank], json.dumps(hashes))
+
         for key, text in tuple(self._posts.items()):
             store.compare_set(key, "", text)
+
         turn = int(time.monotonic() / TURN_S) % self._world_size
         if store.check(["verdict"]):
             self._accept(**json.loads(store.get("verdict")))
@@ -248,10 +251,12 @@ class Contract:
                 self._stacks.dump(
                     "ranks called different collectives, or one is missing"
                 )
+
         answers = {}
         for rank in range(self._world_size):
             if store.check([f"calls/{rank}"]):
                 answers[rank] = dict(json.loads(store.get(f"calls/{rank}")))
+
         complete = len(answers) == self._world_size
         over = now - self._answered_at > ANSWERS_S
         if (complete or over) and self._rank == min(answers):
@@ -263,6 +268,7 @@ class Contract:
         for key in self._keys:
             hashes = _state(store.get(key)) if store.check([key]) else {}
             counts.append(max(hashes, default=0))
+
         text = diagnose(answers, counts, differ=store.get("alarm") == b"differ")
         if self._stacks is not None:
             text += f" The stacks of all ranks are in {self._stacks.path.parent}."
@@ -273,6 +279,7 @@ class Contract:
         error = CollectiveError(text)
         error.exit_code = exit_code
         error.told = True
+
         self._limit = time.monotonic() + GRACE_S
         self._verdict = error
         self._decided.set()

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from segpipe.distributed import environment
 from segpipe.distributed.contract import MARGIN_S, Contract, watch
@@ -178,7 +179,7 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
     timeout = timedelta(seconds=config.timeout_s + MARGIN_S)
     dist.init_process_group(
         "nccl" if nccl else "gloo",
-        store=dist.PrefixStore("torch", store),  # type: ignore[attr-defined]
+        store=PrefixStore("torch", store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -215,7 +216,7 @@ def leave(group: Group) -> None:
 
 def meet(
     same: Mapping[str, str], timeout_s: float, gpu: str = ""
-) -> tuple[dist.Store, list[Card]]:
+) -> tuple[Store, list[Card]]:
     """The store of this run and the cards of all ranks, once WORLD_SIZE ranks have connected to it.
 
     `same`: further values that must be equal on all ranks, by name; `gpu`: the name of this rank's GPU, which no other
@@ -245,10 +246,10 @@ def meet(
         ) from error
 
 
-def local_store() -> dist.TCPStore:
+def local_store() -> TCPStore:
     """A store that no other machine reaches, held by this process."""
     listener = _listen(0)
-    return dist.TCPStore(
+    return TCPStore(
         environment.LOOPBACK,
         listener.getsockname()[1],
         is_master=True,
@@ -266,12 +267,12 @@ def _address() -> str:
     return f"MASTER_ADDR:MASTER_PORT = {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
-def _open(rank: int, timeout_s: float, *, keeps: bool) -> dist.Store:
+def _open(rank: int, timeout_s: float, *, keeps: bool) -> Store:
     """The store, which a launcher's agent holds, or else rank 0: it `keeps` it."""
     try:
         port = int(os.environ["MASTER_PORT"])
         local = keeps and environment.on_loopback()
-        store = dist.TCPStore(
+        store = TCPStore(
             os.environ["MASTER_ADDR"],
             port,
             is_master=keeps,
@@ -287,11 +288,11 @@ def _open(rank: int, timeout_s: float, *, keeps: bool) -> dist.Store:
             f"{_address()} on rank {rank}, but {place} was needed: {reason}. Give all ranks the same values."
         ) from error
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"segpipe/{restart}", store)
+    return PrefixStore(f"segpipe/{restart}", store)
 
 
 def _exchange(
-    store: dist.Store, card: Card, world_size: int, timeout_s: float
+    store: Store, card: Card, world_size: int, timeout_s: float
 ) -> list[Card]:
     """Publish `card`, and wait for those of all ranks."""
     store.set(f"card/{store.add('cards', 1)}", json.dumps(card))

@@ -54,6 +54,7 @@ class FlatLayout:
                 (tensor.shape, torch.empty_like(tensor).stride(), offset)
             )
             self.bucket_of.append(len(self.buckets))
+
             offset += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
             if place == len(like) - 1 or (
                 bucket_size is not None and offset - start >= bucket_size
@@ -62,6 +63,7 @@ class FlatLayout:
                 self.members.append(range(first, place + 1))
                 start = offset
                 first = place + 1
+
         self.size = offset
         self.device = like[0].device
 
@@ -137,6 +139,7 @@ class TreeSum:
             left = self._sums.pop()
             left.add_(vector)
             vector, free = left, vector
+
         self._nodes[len(self._nodes) - taken :] = [node]
         self._sums.append(vector)
         self._next = min(self._next + (1 << height), self._leaves)
@@ -194,11 +197,14 @@ class RankSum:
         self._levels = group.levels(leaves)
         self._contract = group.contract
         self._world_size = group.world_size
+
         held = [subtrees(leaves, run) for run in group.runs(leaves)]
         self._counts = [len(nodes) for nodes in held]  # subtrees of each rank
         self._own = self._counts[group.rank]
+
         self._leaves = leaves
         self._heights = [node.height for nodes in held for node in nodes]
+
         if len(self._levels) > 1:  # every rank holds one, and all are of one height
             self._leaves = self._levels[0].size
             self._heights = [0] * self._leaves
@@ -232,29 +238,34 @@ class RankSum:
     def _sum(self, parts: Sequence[Tensor], into: Tensor) -> Iterator[dist.Work]:
         """Start one collective after the other; each must be complete before the next is asked for."""
         ranks = self._levels[0].size
+
         missing = -parts[0].numel() % self._world_size
         if missing:
             parts = [F.pad(part, (0, missing)) for part in parts]
             root = parts[-1]
         else:
             root = into
+
         chunk = parts[0].numel() // ranks
         sent = parts[0]
         if len(parts) > 1:
             chunks = [part.view(ranks, chunk) for part in parts]
             sent = torch.stack(chunks, dim=1).flatten()
+
         received = sent.new_empty(len(self._heights) * chunk)
         arriving = leaving = None
         if max(self._counts) > 1:
             arriving = [count * chunk for count in self._counts]
             leaving = [len(parts) * chunk] * ranks
         self._contract.enter("all_to_all", received)  # what is sent differs
+
         everyone = self._levels[0].ranks
         yield _started(
             dist.all_to_all_single(
                 received, sent, arriving, leaving, group=everyone, async_op=True
             )
         )
+
         yield from self._climb(root, received, self._heights, self._leaves)
         if missing:
             into.copy_(root[: into.numel()])
@@ -272,6 +283,7 @@ class RankSum:
         chunks = received.view(len(heights), -1).unbind()
         for chunk, height in zip(chunks, heights, strict=True):
             tree.push(chunk, height)
+
         root = tree.take()
         if level + 1 < len(self._levels):
             size, ranks = self._levels[level + 1]
@@ -282,6 +294,7 @@ class RankSum:
             )
             yield from self._climb(root, above, [0] * size, size, level + 1)
         self._contract.enter("all_gather", vector, level=level)
+
         ranks = self._levels[level].ranks
         yield _started(
             _all_gather(vector, root.contiguous(), group=ranks, async_op=True)

@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.determinism import flags
-from segpipe.ledger.reader import RankDivergence, RunLedger, common_rows
+from segpipe.ledger.reader import RankDivergence, RunLedger, common_rows, steps_of
 from segpipe.ledger.results import (
     input_differences,
     mapping_differences,
     missing_files,
     result_differences,
 )
-from segpipe.ledger.rows import PART, SHARD, STEP, Rows, differing, part_fields, slots
+from segpipe.ledger.rows import PART, SHARD, STEP, Rows, part_fields, slots, unequal
 from segpipe.settings.config import of_this_version
 
 EXIT_CODES = {"identical": 0, "identical_up_to": 2, "diverged": 5, "not_comparable": 2}
@@ -67,7 +67,7 @@ PARTS = "/parts"  # ends the names of fields of which single tensors were record
 Key: TypeAlias = tuple[int, str, int]  # kind, field, shard (-1: none)
 # What one run recorded of a step: one number per sample or tensor.
 Values: TypeAlias = dict[Key, NDArray[Any]]
-RowPairs: TypeAlias = dict[int, tuple[Rows, Rows]]  # rows of equal keys, by kind
+Pair: TypeAlias = tuple[Rows, Rows]  # rows of equal keys
 
 
 @dataclass(frozen=True)
@@ -122,32 +122,28 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
 
     Raises CheckpointError when a file with results cannot be read.
     """
-    runs = (a, b)
-    kinds = (SHARD, STEP, PART)
-    pairs = {kind: common_rows(a.rows[kind], b.rows[kind]) for kind in kinds}
+    pair = common_rows(a.rows, b.rows)
     limits = _limits(a, b)
-    facts = _facts(a, b, pairs, limits)
+    facts = _facts(a, b, pair, limits)
     if reason := _different_work(a, b):
         return not_comparable(reason, **facts)
     differences = []
-    if steps := [
-        step for kind, pair in pairs.items() for step in _first_step(kind, pair)
-    ]:
-        sides = ("in A", "in B")
-        differences.append(_explain(min(steps), pairs, runs, sides, facts))
-    differences += [
-        _explain_ranks(name, run, run.divergence, facts)
-        for name, run in zip("AB", runs, strict=True)
-        if run.divergence
-    ]
+    differs = unequal(*pair)
+    if differs.any():
+        step = int(pair[0]["step"][np.argmax(differs)])
+        differences.append(_explain(step, pair, a, ("in A", "in B"), facts))
+    for name, run in (("A", a), ("B", b)):
+        if run.divergence:
+            differences.append(_explain_ranks(name, run, run.divergence, facts))
     if differences:
         # Of two at the same place, ranks that diverged within a run are the cause.
         return min(reversed(differences), key=_place)
     if not facts["steps"]:
         spans = f"A has {_span(a)}, B has {_span(b)}"
         return not_comparable(f"no step is in both ledgers: {spans}.", **facts)
-    last = int(pairs[STEP][0]["step"][-1])
-    facts["fields"] = _fields(_values(last, pairs, 0), _values(last, pairs, 1))
+    last = int(steps_of(pair[0])[-1])
+    here, there = (_values(last, rows) for rows in pair)
+    facts["fields"] = _fields(here, there)
     sentence = f"identical in all {facts['steps']} common steps"
     if limits:
         sentence += f", but not everything could be compared: {'; '.join(limits)}"
@@ -157,19 +153,15 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
     return Comparison("identical_up_to" if limits else "identical", sentence, **facts)
 
 
-def _facts(
-    a: RunLedger, b: RunLedger, pairs: RowPairs, limits: list[str]
-) -> dict[str, Any]:
+def _facts(a: RunLedger, b: RunLedger, pair: Pair, limits: list[str]) -> dict[str, Any]:
     """What every verdict reports."""
-    # By their last row: a crash may leave shards of a step without it.
-    steps = pairs[STEP][0]["step"]
     one, two = a.first, b.first
     recipes = [of_this_version(header.recipe) for header in (one, two)]
     notes = [*limits, *missing_files(a.folder, b.folder)]
     notes += [f"A: {note}" for note in a.notes] + [f"B: {note}" for note in b.notes]
     return {
         "inputs": input_differences(a.folder, b.folder),
-        "steps": int((steps >= 0).sum()),
+        "steps": len(steps_of(pair[0])),
         "fingerprint": flags.differences(one.fingerprint, two.fingerprint),
         "recipe": mapping_differences(*recipes),
         "processes": (one.world_size, two.world_size),
@@ -187,8 +179,7 @@ def _limits(a: RunLedger, b: RunLedger) -> list[str]:
 
 
 def _span(run: RunLedger) -> str:
-    steps = run.rows[STEP]["step"]
-    steps = steps[steps >= 0]
+    steps = steps_of(run.rows)
     return f"steps {steps.min()} to {steps.max()}" if len(steps) else "no step"
 
 
@@ -210,38 +201,31 @@ def _different_work(a: RunLedger, b: RunLedger) -> str:
     return "; ".join(reasons)
 
 
-def _first_step(kind: int, pair: tuple[Rows, Rows]) -> list[int]:
-    """The first step at which rows of a kind differ; empty when none does."""
-    unequal = np.any([*differing(*pair, kind).values()], axis=0)
-    return [int(pair[0]["step"][np.argmax(unequal)])] if unequal.any() else []
-
-
 def _place(found: Comparison) -> tuple[int, int]:
     """Sorts differences by step and stage."""
     assert found.step is not None
     return found.step, STAGES.index(str(found.stage))
 
 
-def _values(step: int, pairs: RowPairs, side: int) -> Values:
-    """What one of two runs (0 or 1) recorded of a step."""
+def _values(step: int, rows: Rows) -> Values:
+    """What one of two runs recorded of a step."""
     found: Values = {}
-    for kind, rows in ((kind, pair[side]) for kind, pair in pairs.items()):
-        for row in rows[rows["step"] == step]:
-            shard = int(row["shard"])
-            if kind == PART:
-                name = part_fields(shard)[row["field"]] + PARTS
-                key = (SHARD if shard >= 0 else STEP, name, shard)
-                before = found.get(key, np.zeros(0, np.uint64))
-                found[key] = np.append(before, row["digest"][: row["present"]])
-                continue
-            if kind == SHARD:
-                # One number for both: equal only if epochs and samples are.
-                order = row["epoch"].astype(np.int64) << 32 | row["sample"]
-                found[kind, "order", shard] = order
-            places = slots(kind, len(row["sample"]))
-            for number, (name, slot) in enumerate(places.items()):
-                if row["present"] >> number & 1:
-                    found[kind, name, shard] = row["digest"][slot]
+    for row in rows[rows["step"] == step]:
+        kind, shard = int(row["kind"]), int(row["shard"])
+        if kind == PART:
+            name = part_fields(shard)[row["field"]] + PARTS
+            key = (SHARD if shard >= 0 else STEP, name, shard)
+            before = found.get(key, np.zeros(0, np.uint64))
+            found[key] = np.append(before, row["digest"][: row["present"]])
+            continue
+        if kind == SHARD:
+            # One number for both: equal only if epochs and samples are.
+            order = row["epoch"].astype(np.int64) << 32 | row["sample"]
+            found[kind, "order", shard] = order
+        places = slots(kind, len(row["sample"]))
+        for number, (name, slot) in enumerate(places.items()):
+            if row["present"] >> number & 1:
+                found[kind, name, shard] = row["digest"][slot]
     return found
 
 
@@ -274,13 +258,13 @@ def _fields(a: Values, b: Values) -> list[dict[str, str]]:
 
 def _explain(
     step: int,
-    pairs: RowPairs,
-    runs: tuple[RunLedger, RunLedger],
+    pair: Pair,
+    run: RunLedger,
     sides: tuple[str, str],
     facts: dict[str, Any],
 ) -> Comparison:
-    """The verdict on `sides` that differ at a step: the first field, and there the lowest shard."""
-    a, b = (_values(step, pairs, side) for side in (0, 1))
+    """The verdict on `sides` that differ at a step: the first field, there the lowest shard. `run` has the names."""
+    a, b = (_values(step, rows) for rows in pair)
     first = next(entry for entry in FIELDS if _shards(entry, a, b))
     shards = _shards(first, a, b) or []
     shard = shards[0]
@@ -294,13 +278,13 @@ def _explain(
     sample, file = None, None
     if first.stage in SAMPLE_STAGES and (SHARD, "order", shard) in a:
         sample = int(a[SHARD, "order", shard][place]) & LOW
-        file = runs[0].sample_name(sample)
+        file = run.sample_name(sample)
         words.append(f"sample {sample}" + (f" ({file})" if file else ""))
     sentence = f"{', '.join(words)}: {first.noun} {first.verb}"
     if wrong and (first.name in DTYPES or first.name == "order"):
         one, two = (_readable(first.name, each[key][place]) for each in (a, b))
         sentence += f" ({one} {sides[0]}, {two} {sides[1]})"
-    layer = _layer(first, shard, a, b, runs[0])
+    layer = _layer(first, shard, a, b, run)
     sentence += f", first seen in {layer}" if layer else ""
     if shards[1:]:
         sentence += f"; also in shards {', '.join(map(str, shards[1:]))}"
@@ -329,7 +313,7 @@ def _explain_ranks(
         for index in (diverged.usual, diverged.odd)
     )
     sides = (f"on {usual}", f"on {odd}")
-    found = _explain(diverged.step, diverged.pairs, (run, run), sides, facts)
+    found = _explain(diverged.step, diverged.pair, run, sides, facts)
     return replace(
         found,
         sentence=f"{found.sentence}: {odd} of {name} differs from {usual}",

@@ -11,18 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import segpipe
 from segpipe import plugins
 from segpipe.data import frequency
-from segpipe.data.mix import DataPart, all_parts
-from segpipe.data.pairs import pairing, scan
-from segpipe.data.plugin_samples import open_plugin
-from segpipe.data.readers import threaded
+from segpipe.data.data_set import DataSet, Input
+from segpipe.data.samples import open_samples
 from segpipe.errors import DataError, listed
 from segpipe.files import sha256, write_atomically
 from segpipe.ledger.results import changes, read_inputs
@@ -32,8 +30,6 @@ from segpipe.settings.groups import DataConfig
 
 Hashes = dict[str, str]  # path -> SHA-256
 Sizes = dict[str, int | None]  # path -> bytes; None: of no file that is there yet
-Read = Callable[[], str]  # reads a sample; its SHA-256
-STATS = 256  # files that a thread asks for their sizes at once
 SOURCES = Path(segpipe.__file__).parent
 SOURCE_SUFFIXES = (".py", ".c", ".json", ".j2")
 
@@ -45,9 +41,9 @@ def combined(hashes: Mapping[str, str]) -> str:
 
 
 def record(
-    config: Config, splits: Iterable[str], *, fresh: bool = False, ledger: bool = True
+    config: Config, sets: Iterable[DataSet], *, fresh: bool = False, ledger: bool = True
 ) -> None:
-    """Write inputs.json into the run folder; when a resumed run already has it, compare the data with it.
+    """Write inputs.json into the run folder; when a resumed run already has it, compare the data `sets` with it.
 
     `fresh`: the run starts at step 0. What an attempt that ended before its first checkpoint has recorded is deleted,
     with its ledger: data and code may be others now. Without `ledger`, contents are not hashed.
@@ -58,12 +54,13 @@ def record(
     if fresh:
         for left in (path, *(config.run_dir / FOLDER).glob("rank*")):
             left.unlink(missing_ok=True)
+    found = _inputs(sets)
     if not path.is_file():
-        text = json.dumps(_content(config, splits, hashed=hashed), indent=1)
+        text = json.dumps(_content(config, found, hashed=hashed), indent=1)
         write_atomically(path, f"{text}\n".encode())
         return
     before = read_inputs(path)
-    changed = changed_files(before["data"], config.data, splits, contents=hashed)
+    changed = _changed(before["data"], found, contents=hashed)
     if "pixels" in before and before["pixels"] != _pixel_counts(config):
         changed.append(f"{config.run_dir / frequency.FILE_NAME} was altered")
     if changed:
@@ -73,17 +70,19 @@ def record(
         )
 
 
-def _content(config: Config, splits: Iterable[str], *, hashed: bool) -> dict[str, Any]:
-    data, model = config.data, config.model
-    files = data_hashes(data, splits) if hashed else {}
+def _content(
+    config: Config, found: Mapping[str, Input], *, hashed: bool
+) -> dict[str, Any]:
+    model = config.model
+    files = _hashes(found) if hashed else {}
     sources = source_hashes()
     content: dict[str, Any] = {
         "data": {
-            "name": data.name,
+            "name": config.data.name,
             "hashed": hashed,
             "sha256": combined(files),
             "files": files,
-            "sizes": data_sizes(data, splits),
+            "sizes": _sizes(found),
         },
         "code": {
             "segpipe": segpipe.__version__,
@@ -105,58 +104,27 @@ def _pixel_counts(config: Config) -> str:
     counts = frequency.load(config.run_dir / frequency.FILE_NAME)
     if counts is None:
         return ""
-    return hashlib.sha256(
-        counts.pixels.tobytes() + counts.indices.tobytes()
-    ).hexdigest()
+    content = counts.pixels.tobytes() + counts.indices.tobytes()
+    return hashlib.sha256(content).hexdigest()
 
 
-def changed_files(
-    recorded: Mapping[str, Any],
-    data: DataConfig,
-    splits: Iterable[str],
-    *,
-    contents: bool = True,
-) -> list[str]:
-    """What changed in the data set since it was recorded: names and sizes, then contents where they were hashed.
-
-    Raises DataError when images and masks are not paired.
-    """
-    splits = tuple(splits)
-    sizes, hashes = recorded.get("sizes"), recorded["files"]
-    changed = _resized(sizes, data_sizes(data, splits)) if sizes else []
-    if not changed and contents and hashes:
-        changed = changes(hashes, data_hashes(data, splits))
-    return changed
+def changed_files(recorded: Mapping[str, Any], sets: Iterable[DataSet]) -> list[str]:
+    """What changed in data sets since they were recorded: names and sizes, then contents where they were hashed."""
+    return _changed(recorded, _inputs(sets), contents=True)
 
 
-def data_hashes(data: DataConfig, splits: Iterable[str]) -> Hashes:
-    """SHA-256 of the class table and the files of splits, by path below `data.root`; empty for synthetic data.
+def data_hashes(sets: Iterable[DataSet]) -> Hashes:
+    """SHA-256 of class tables, lists and files of data sets, by path below `data.root`; empty for synthetic data.
 
     Of a mixture, by data.mix[n] and the path below the root of that entry; of samples of a user's class that names no
-    files, of what it reads. Raises DataError when images and masks are not paired.
+    files, of what it reads.
     """
-    found = _inputs(data, splits)
-    contents = {
-        name: source() for name, source in found.items() if not isinstance(source, Path)
-    }
-    paths = {name: source for name, source in found.items() if isinstance(source, Path)}
-    return dict(sorted({**_hashed(paths), **contents}.items()))
+    return _hashes(_inputs(sets))
 
 
-def data_sizes(data: DataConfig, splits: Iterable[str]) -> Sizes:
-    """Sizes of what `data_hashes` reads, by the same names. Raises DataError when images and masks are not paired."""
-    found = sorted(_inputs(data, splits).items())
-    parts = [found[first : first + STATS] for first in range(0, len(found), STATS)]
-    return {name: size for sizes in threaded(_sizes, parts) for name, size in sizes}
-
-
-def _resized(before: Sizes, now: Sizes) -> list[str]:
-    """Changed names and sizes; a size that is not known is not compared."""
-    known = dict(now)
-    for name in before.keys() & now.keys():
-        if None in (before[name], now[name]):
-            known[name] = before[name]
-    return changes(before, known)
+def data_sizes(sets: Iterable[DataSet]) -> Sizes:
+    """Sizes of what `data_hashes` reads, by the same names."""
+    return _sizes(_inputs(sets))
 
 
 def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
@@ -170,108 +138,79 @@ def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
     hashes, sizes = recorded["files"], recorded.get("sizes") or {}
     if not (names := hashes.keys() | sizes.keys()):
         return ""
-    splits = {"train", data.split} if data.hold_out else {data.split}
-    now = data_sizes(data, splits)
+    now = _inputs([open_samples(data, data.split, 0, packed=False)])
     known = names & now.keys()
-    if (
-        data.split in ("train", trained.split)
-        and data.name == trained.name
-        and (known or data.root == trained.root)
-    ):
-        known = now.keys() | _missing(
-            names - now.keys(), data, {"train", trained.split} - splits
-        )
-    changed = _resized(_only(sizes, known), _only(now, known)) if sizes else []
-    if not changed and data.hash and hashes:
-        changed = changes(_only(hashes, known), _only(data_hashes(data, splits), known))
-    return (
-        f"the labelled images changed since the run: {listed(changed, 3)}"
-        if changed
-        else ""
-    )
+    same_set = data.name == trained.name and (known or data.root == trained.root)
+    if same_set and data.split in ("train", trained.split):
+        root = Path(data.root)
+        gone = [name for name in names if not (root / name).exists()]
+        # A folder that is not here at all is no change.
+        known = {*now, *(name for name in gone if (root / name).parent.is_dir())}
+    of_run = {"sizes": _only(sizes, known), "files": _only(hashes, known)}
+    changed = _changed(of_run, _only(now, known), contents=data.hash)
+    if not changed:
+        return ""
+    return f"the labelled images changed since the run: {listed(changed, 3)}"
 
 
-def _missing(names: set[str], data: DataConfig, others: set[str]) -> set[str]:
-    """Those of the names that no file of the `others`, the run's other splits, has; none if these are not here."""
-    try:
-        return names - _inputs(data, others).keys()
-    except DataError:
-        return set()
+def _changed(
+    recorded: Mapping[str, Any], found: Mapping[str, Input], *, contents: bool
+) -> list[str]:
+    """Changed names and sizes, then contents; a size that is not known is not compared."""
+    before, hashes = recorded.get("sizes") or {}, recorded["files"]
+    changed: list[str] = []
+    if before:
+        now = _sizes(found)
+        for name in before.keys() & now.keys():
+            if before[name] is None or now[name] is None:
+                now[name] = before[name]
+        changed = changes(before, now)
+    if not changed and contents and hashes:
+        changed = changes(hashes, _hashes(found))
+    return changed
 
 
 def _only(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: values[name] for name in values if name in names}
 
 
-def _sizes(found: Sequence[tuple[str, Path | Read]]) -> list[tuple[str, int | None]]:
-    return [(name, _size(source)) for name, source in found]
+def _inputs(sets: Iterable[DataSet]) -> dict[str, Input]:
+    """What data sets are made from, sorted by name."""
+    found: dict[str, Input] = {}
+    for one in sets:
+        found |= one.inputs()
+    return dict(sorted(found.items()))
 
 
-def _size(source: Path | Read) -> int | None:
+def _sizes(found: Mapping[str, Input]) -> Sizes:
+    return {
+        name: _size(source) if isinstance(source, Path) else None
+        for name, source in found.items()
+    }
+
+
+def _size(path: Path) -> int | None:
     try:
-        return os.stat(source).st_size if isinstance(source, Path) else None
+        return os.stat(path).st_size
     except OSError:  # of a user's class that fetches its files later
         return None
 
 
-def _inputs(data: DataConfig, splits: Iterable[str]) -> dict[str, Path | Read]:
-    """By name below `data.root`, each file, or what reads a sample of a user's class that names none."""
-    found: dict[str, Path | Read] = {}
-    for part in all_parts(data, splits):
-        prefix = f"{part.key}{'/' * bool(part.key)}"
-        read = _plugin_inputs(part) if plugins.is_path(part.data.name) else _paths(part)
-        found |= {f"{prefix}{name}": source for name, source in read.items()}
-    return found
-
-
-def _paths(part: DataPart) -> Mapping[str, Path | Read]:
-    """The files of one data set by their path below its root."""
-    data = part.data
-    if data.name == "synthetic":
-        return {}
-    paths = set(_files(data, part.split))
-    if data.classes or data.name == "folder":
-        paths.add(data.classes or str(Path(data.root) / "classes.yaml"))
-    paths |= {str(table)} if (table := pairing(data, part.split)) else set()
-    below = f"{Path(data.root)}/"  # relpath takes 20 times as long
+def _hashes(found: Mapping[str, Input]) -> Hashes:
+    """SHA-256 of each file, by threads, since hashing releases Python's lock; of samples, one after another."""
+    paths = {name: source for name, source in found.items() if isinstance(source, Path)}
+    with ThreadPoolExecutor() as pool:
+        digests: Sequence[str] = list(pool.map(sha256, paths.values()))
+    hashes = dict(zip(paths, digests, strict=True))
     return {
-        path[len(below) :]
-        if path.startswith(below)
-        else Path(os.path.relpath(path, data.root)).as_posix(): Path(path)
-        for path in paths
+        name: hashes[name] if isinstance(source, Path) else source()
+        for name, source in found.items()
     }
-
-
-def _plugin_inputs(part: DataPart) -> dict[str, Path | Read]:
-    """The files that the samples of a user's class name, and what reads a sample where it names none."""
-    samples, root = open_plugin(part.data, part.split), part.data.root or "."
-    found: dict[str, Path | Read] = {}
-    for index in range(len(samples)):
-        files = samples.files(index)
-        found |= {Path(os.path.relpath(path, root)).as_posix(): path for path in files}
-        if not files:
-            found[f"{part.split}/{samples.name(index)}"] = partial(
-                samples.sha256, index
-            )
-    return found
-
-
-def _files(data: DataConfig, split: str) -> Iterable[str]:
-    pairs, faults = scan(data, split)
-    if faults:
-        raise DataError(faults[0])
-    return (path for pair in pairs for path in (pair.image, pair.mask))
 
 
 def source_hashes() -> Hashes:
     """SHA-256 of every source file of segpipe by path, digest.c, schemas and templates included."""
     paths = [path for path in SOURCES.rglob("*") if path.suffix in SOURCE_SUFFIXES]
-    return _hashed({path.relative_to(SOURCES).as_posix(): path for path in paths})
-
-
-def _hashed(paths: Mapping[str, Path]) -> Hashes:
-    """By name, sorted; hashing releases the GIL."""
-    names = sorted(paths)
-    return dict(
-        zip(names, threaded(sha256, (paths[name] for name in names)), strict=True)
+    return _hashes(
+        {path.relative_to(SOURCES).as_posix(): path for path in sorted(paths)}
     )

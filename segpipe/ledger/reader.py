@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,6 @@ from segpipe.determinism import flags
 from segpipe.errors import CheckpointError
 from segpipe.ledger.rows import (
     FOLDER,
-    PART,
     SHARD,
     STEP,
     LedgerSession,
@@ -24,6 +23,7 @@ from segpipe.ledger.rows import (
     ledger_files,
     read_file,
     row_keys,
+    unequal,
 )
 
 NO_STEP = np.iinfo(np.int64).max
@@ -31,7 +31,7 @@ MOST_CHANGES = 3  # environments listed
 
 
 class _Merged(NamedTuple):
-    """Rows of one kind from all files."""
+    """Rows from all files."""
 
     rows: Rows  # by key; of equal keys the earliest session and the lowest rank come first
     keys: NDArray[np.int64]
@@ -49,8 +49,8 @@ class RankDivergence(NamedTuple):
     usual: int
     # Of one that does not; without a majority, that of the higher rank.
     odd: int
-    # By kind: rows of that step that both have, of `usual` and of `odd`.
-    pairs: dict[int, tuple[Rows, Rows]]
+    # Rows of that step that both have, of `usual` and of `odd`.
+    pair: tuple[Rows, Rows]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RunLedger:
 
     folder: Path
     headers: tuple[SessionHeader, ...]  # by session and rank
-    rows: dict[int, Rows]  # by kind, one row per key, in key order
+    rows: Rows  # of all kinds, one per key, in key order
     # Contradictions and gaps, which neither a crash nor another machine explains.
     faults: tuple[str, ...]
     notes: tuple[str, ...]  # torn tails and changed environments
@@ -73,8 +73,7 @@ class RunLedger:
     @property
     def num_updates(self) -> int:
         """Updates from the start of the run to the last one recorded."""
-        steps = self.rows[STEP]["step"]
-        return int(steps.max()) + 1 if len(steps) else 0
+        return int(steps_of(self.rows).max(initial=-1)) + 1
 
     @property
     def sample_names(self) -> list[str]:
@@ -108,25 +107,28 @@ def read_run(run_folder: Path) -> RunLedger:
         )
     sessions, notes = _load(paths)
     _check_one_run(run_folder, sessions)
-    rows: dict[int, Rows] = {}
-    valid: dict[int, _Merged] = {}
-    faults = [*_missing_ranks(sessions)]
-    for kind in (SHARD, STEP, PART):
-        valid[kind], void = _split(sessions, kind)
-        first = valid[kind].at(np.unique(valid[kind].keys, return_index=True)[1])
-        rows[kind] = first.rows
-        faults += _resume_faults(first, void, kind)
+    valid, void = _split(sessions)
+    merged = valid.at(np.unique(valid.keys, return_index=True)[1])
+    faults = [*_missing_ranks(sessions), *_resume_faults(merged, void)]
     headers = tuple(found.header for found in sessions)
-    divergence = _first_divergence(valid)
-    if divergence:
-        odd, usual = (
-            f"rank {headers[index].rank} in session {headers[index].session}"
-            for index in (divergence.odd, divergence.usual)
+    diverged = _first_divergence(valid)
+    if diverged:
+        odd, usual = headers[diverged.odd], headers[diverged.usual]
+        faults.append(
+            f"step {diverged.step}: rank {odd.rank} in session {odd.session} differs from rank {usual.rank} in "
+            f"session {usual.session}"
         )
-        faults.append(f"step {divergence.step}: {odd} differs from {usual}")
-    faults += _gaps(rows, headers[0].shards)
+    faults += _gaps(merged.rows, headers[0].shards)
     notes += _environment_changes(headers)
-    return RunLedger(run_folder, headers, rows, tuple(faults), tuple(notes), divergence)
+    return RunLedger(
+        run_folder, headers, merged.rows, tuple(faults), tuple(notes), diverged
+    )
+
+
+def steps_of(rows: Rows) -> NDArray[np.int64]:
+    """Updates that the rows finish, int64 (n,): a crash may leave shards of one without its last row."""
+    steps: NDArray[np.int64] = rows["step"][rows["kind"] == STEP]
+    return steps[steps >= 0]
 
 
 def _load(paths: Sequence[Path]) -> tuple[list[LedgerSession], list[str]]:
@@ -168,43 +170,35 @@ def _missing_ranks(sessions: Sequence[LedgerSession]) -> Iterator[str]:
             yield f"the file of rank {rank} of {first.world_size} lacks session {number}"
 
 
-def _split(sessions: Sequence[LedgerSession], kind: int) -> tuple[_Merged, _Merged]:
-    """Valid rows of a kind, and those that a later session made void."""
+def _split(sessions: Sequence[LedgerSession]) -> tuple[_Merged, _Merged]:
+    """Valid rows, and those that a later session made void."""
     headers = [found.header for found in sessions]
     # Of each session, the first step that a later one trained again.
     limits = []
     for header in headers:
         later = [each.first_step for each in headers if each.session > header.session]
         limits.append(min(later, default=NO_STEP))
-    parts = [found.rows[found.rows["kind"] == kind] for found in sessions]
-    lengths = [len(part) for part in parts]
-    rows = np.concatenate(parts)
+    lengths = [len(found.rows) for found in sessions]
+    rows = np.concatenate([found.rows for found in sessions])
     keys = row_keys(rows)
     order = np.argsort(keys, kind="stable")
-    merged = _Merged(rows, keys, np.repeat(np.arange(len(parts)), lengths)).at(order)
+    merged = _Merged(rows, keys, np.repeat(np.arange(len(sessions)), lengths)).at(order)
     valid = merged.rows["step"] < np.repeat(limits, lengths)[order]
     return merged.at(valid), merged.at(~valid)
 
 
-def _unequal(a: Rows, b: Rows, kind: int) -> NDArray[np.bool_]:
-    """Which rows of `a` and `b`, of equal keys, differ in any field."""
-    found: NDArray[np.bool_] = np.any([*differing(a, b, kind).values()], axis=0)
-    return found
-
-
-def _resume_faults(valid: _Merged, void: _Merged, kind: int) -> list[str]:
+def _resume_faults(valid: _Merged, void: _Merged) -> list[str]:
     """Fault for steps that were computed twice with different outcomes."""
     _, now, before = np.intersect1d(valid.keys, void.keys, return_indices=True)
-    fields = differing(valid.rows[now], void.rows[before], kind)
-    wrong = np.flatnonzero(np.any([*fields.values()], axis=0))
+    wrong = np.flatnonzero(unequal(valid.rows[now], void.rows[before]))
     if not len(wrong):
         return []
-    row = valid.rows[now[wrong[0]]]
-    shard = f", shard {row['shard']}" if row["shard"] >= 0 else ""
-    names = ", ".join(name for name, unequal in fields.items() if unequal[wrong[0]])
-    many = f"{len(wrong)} of {len(now)} rows"
+    one, two = valid.rows[now[wrong[:1]]], void.rows[before[wrong[:1]]]
+    shard = f", shard {one['shard'][0]}" if one["shard"][0] >= 0 else ""
+    names = [name for name, differs in differing(one, two).items() if differs[0]]
     return [
-        f"step {row['step']}{shard}: {names} changed when recomputed after a resume ({many})"
+        f"step {one['step'][0]}{shard}: {', '.join(names)} changed when recomputed after a resume "
+        f"({len(wrong)} of {len(now)} rows)"
     ]
 
 
@@ -223,52 +217,45 @@ def _environment_changes(headers: Sequence[SessionHeader]) -> list[str]:
     return found[:MOST_CHANGES]
 
 
-def _gaps(rows: dict[int, Rows], shards: int) -> list[str]:
+def _gaps(rows: Rows, shards: int) -> list[str]:
     """Faults for steps between the first and the last, and shards of them, that no file has."""
-    steps, counts = np.unique(rows[SHARD]["step"], return_counts=True)
+    of_shards = rows["step"][rows["kind"] == SHARD]
+    steps, counts = np.unique(of_shards, return_counts=True)
     found = []
     if len(partial := steps[counts < shards]):
         found.append(
             f"shards are missing in step {partial[0]} ({len(partial)} such steps)"
         )
-    for what, present in (("shard", steps), ("step", np.unique(rows[STEP]["step"]))):
-        if len(holes := np.flatnonzero(np.diff(present) > 1)):
+    for what, present in (("shard", steps), ("step", steps_of(rows))):
+        holes = np.flatnonzero(np.diff(present) > 1)
+        if len(holes):
             before, after = present[holes[0]], present[holes[0] + 1]
             found.append(f"no {what} rows between step {before} and step {after}")
     return found
 
 
-def _first_divergence(by_kind: Mapping[int, _Merged]) -> RankDivergence | None:
+def _first_divergence(merged: _Merged) -> RankDivergence | None:
     """The first step at which a row differs from the first row of its key."""
-    found = []
-    for kind, merged in by_kind.items():
-        leaders = np.searchsorted(merged.keys, merged.keys)
-        wrong = np.flatnonzero(_unequal(merged.rows, merged.rows[leaders], kind))
-        if len(wrong):
-            step, key = merged.rows["step"][wrong[0]], merged.keys[wrong[0]]
-            found.append((int(step), kind, int(key)))
-    if not found:
+    leaders = np.searchsorted(merged.keys, merged.keys)
+    wrong = np.flatnonzero(unequal(merged.rows, merged.rows[leaders]))
+    if not len(wrong):
         return None
-    step, kind, key = min(found)
-    usual, odd = _sides(by_kind[kind], kind, key)
-    pairs = {}
-    for each, merged in by_kind.items():
-        rows = merged.at(merged.rows["step"] == step)
-        one, two = (rows.rows[rows.origin == origin] for origin in (usual, odd))
-        pairs[each] = common_rows(one, two)
-    return RankDivergence(step, usual, odd, pairs)
+    step = int(merged.rows["step"][wrong[0]])
+    usual, odd = _sides(merged.at(merged.keys == merged.keys[wrong[0]]))
+    there = merged.at(merged.rows["step"] == step)
+    one, two = (there.rows[there.origin == origin] for origin in (usual, odd))
+    return RankDivergence(step, usual, odd, common_rows(one, two))
 
 
-def _sides(merged: _Merged, kind: int, key: int) -> tuple[int, int]:
-    """Sessions (usual, odd): one that has the majority's row of a key, and the first that does not."""
-    found = merged.at(merged.keys == key)
-    unequal = _unequal(found.rows, np.repeat(found.rows[:1], len(found.rows)), kind)
-    leader, other = int(found.origin[0]), int(found.origin[np.argmax(unequal)])
-    return (other, leader) if 2 * unequal.sum() > len(unequal) else (leader, other)
+def _sides(found: _Merged) -> tuple[int, int]:
+    """Of rows of one key, sessions (usual, odd): one that has the majority's row, and the first that does not."""
+    differs = unequal(found.rows, np.repeat(found.rows[:1], len(found.rows)))
+    leader, other = int(found.origin[0]), int(found.origin[np.argmax(differs)])
+    return (other, leader) if 2 * differs.sum() > len(differs) else (leader, other)
 
 
 def common_rows(a: Rows, b: Rows) -> tuple[Rows, Rows]:
-    """Rows of one kind whose keys both have, in key order."""
+    """Rows whose keys both have, in key order."""
     keys = row_keys(a), row_keys(b)
     if np.array_equal(*keys):
         return a, b

@@ -1,25 +1,22 @@
-"""What two runs show besides their ledgers: scores of validations, final digests, and the files that they read."""
+"""What two runs show besides their ledgers: final scores and digests, and the files that they read."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from segpipe.errors import CheckpointError, listed
 from segpipe.ledger.rows import INPUTS
 
-RESULT, METRICS = "result.json", "metrics.jsonl"
+RESULT = "result.json"
 # Of result.json: how, where and how fast it was trained. All else must be equal, above all `weights_digest`, which
 # covers every buffer of the network, also those that no ledger row holds.
 NO_RESULT = (
     "name", "images_per_second", "train_seconds", "world_size", "config_hash", "segpipe", "mode", "versions",
     "switches", "git", "weights",
 )  # fmt: skip
-NO_METRIC = ("time_s", "images_per_second")  # of a line of metrics.jsonl
-COMPARED = ("train", "validation")  # kinds of its lines
 LONGEST_VALUE = 200  # characters in a phrase
 
 
@@ -45,11 +42,25 @@ def changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str
 
 
 def result_differences(a: Path, b: Path) -> list[str]:
-    """Phrases on unequal numbers in metrics.jsonl and result.json; empty where one run lacks the file.
+    """Phrases on unequal entries of result.json; empty where one run lacks it, or did other updates.
 
     Raises CheckpointError for a file that cannot be read.
     """
-    return [*_metrics(a, b), *_finals(a, b)]
+    if not _both_have(RESULT, a, b):
+        return []
+    one, two = (_read(folder / RESULT) for folder in (a, b))
+    if one.get("steps") != two.get("steps"):
+        return []
+    same_release = one.get("segpipe") == two.get("segpipe")
+    found = []
+    for name in {**one, **two}:
+        if name in NO_RESULT or not (same_release or (name in one and name in two)):
+            continue  # releases add names
+        # As JSON has them, NaN equals NaN.
+        if json.dumps(one.get(name)) != json.dumps(two.get(name)):
+            here, there = _brief(one, name), _brief(two, name)
+            found.append(f"{name} in {RESULT} is {here} in A and {there} in B")
+    return found
 
 
 def input_differences(a: Path, b: Path) -> str:
@@ -81,60 +92,9 @@ def _both_have(name: str, a: Path, b: Path) -> bool:
     return (a / name).is_file() and (b / name).is_file()
 
 
-def _metrics(a: Path, b: Path) -> Iterator[str]:
-    if not _both_have(METRICS, a, b):
-        return
-    here, there = _lines(a), _lines(b)
-    for step, kind, precision in sorted(here.keys() & there.keys()):
-        one, two = here[step, kind, precision], there[step, kind, precision]
-        if names := _unequal(one, two, NO_METRIC):
-            first = "miou" if "miou" in names else names[0]
-            where = f"of step {step} in {METRICS}"
-            if precision:
-                where = f"of the validation at step {step} ({precision})"
-            yield f"{first} {where} is {one.get(first)} in A and {two.get(first)} in B"
-
-
-def _finals(a: Path, b: Path) -> Iterator[str]:
-    if not _both_have(RESULT, a, b):
-        return
-    one, two = (_read(folder / RESULT) for folder in (a, b))
-    if one.get("steps") != two.get("steps"):
-        return
-    same_release = one.get("segpipe") == two.get("segpipe")  # releases add names
-    for name in _unequal(one, two, NO_RESULT):
-        if same_release or (name in one and name in two):
-            here, there = _brief(one, name), _brief(two, name)
-            yield f"{name} in {RESULT} is {here} in A and {there} in B"
-
-
-def _unequal(
-    one: Mapping[str, Any], two: Mapping[str, Any], left_out: Collection[str]
-) -> list[str]:
-    """Names of unequal values, as JSON has them: NaN equals NaN."""
-    return [
-        name
-        for name in {**one, **two}
-        if name not in left_out
-        and json.dumps(one.get(name)) != json.dumps(two.get(name))
-    ]
-
-
 def _brief(content: Mapping[str, Any], name: str) -> str:
     text = str(content.get(name, "missing"))
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
-
-
-def _lines(folder: Path) -> dict[tuple[int, str, str], dict[str, Any]]:
-    """The last line of each step, kind and precision; one that a crash left torn is skipped."""
-    found = {}
-    for text in (folder / METRICS).read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError, TypeError):
-            line = dict(json.loads(text))
-            if line.get("kind") in COMPARED and "step" in line:
-                precision = str(line.get("precision", ""))
-                found[int(line["step"]), str(line["kind"]), precision] = line
-    return found
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -40,8 +40,8 @@ STEP_FIELDS = (
     "statistics",
     "ema",
 )
-# Keys count up by part, field, shard and step; a shard of -1 comes before 0. Enough for 150,000 tensors, 2^27 steps.
-MOST_PARTS, MOST_FIELDS, MOST_SHARDS = 1 << 14, 1 << 5, 1 << 17
+# Keys count up by part, field, kind, shard and step; a shard of -1 comes before 0. Room for 32,000 tensors, 2^27 steps.
+MOST_PARTS, MOST_FIELDS, MOST_KINDS, MOST_SHARDS = 1 << 12, 1 << 5, 1 << 2, 1 << 17
 
 Rows: TypeAlias = NDArray[Any]  # structured, of `row_type`
 _HEAD, _CRC = Struct("<8sIII"), Struct("<I")
@@ -102,30 +102,42 @@ def slots(kind: int, samples: int) -> dict[str, slice]:
 
 
 def row_keys(rows: Rows) -> NDArray[np.int64]:
-    """Keys of rows of one kind, int64, that sort by step, shard, field and part."""
+    """Keys of rows, int64, that sort by step, shard, kind, field and part."""
     keys: NDArray[np.int64] = rows["step"] + 1
     keys = keys * MOST_SHARDS + rows["shard"] + 1
-    keys = keys * MOST_FIELDS + np.where(rows["kind"] == PART, rows["field"], 0)
+    keys = keys * MOST_KINDS + rows["kind"]
+    keys = keys * MOST_FIELDS + rows["field"]
     keys = keys * MOST_PARTS + rows["part"]
     return keys
 
 
-def differing(a: Rows, b: Rows, kind: int) -> dict[str, NDArray[np.bool_]]:
-    """For each field, which rows of `a` and `b`, of equal keys, differ; only fields that both have are compared.
+def unequal(a: Rows, b: Rows) -> NDArray[np.bool_]:
+    """Which rows of `a` and `b`, of equal keys, differ in a field that both have."""
+    found = np.zeros(len(a), np.bool_)
+    for kind in (SHARD, STEP, PART):
+        chosen = np.flatnonzero(a["kind"] == kind)
+        if len(chosen):
+            fields = differing(a[chosen], b[chosen])
+            found[chosen] = np.any([*fields.values()], axis=0)
+    return found
+
+
+def differing(a: Rows, b: Rows) -> dict[str, NDArray[np.bool_]]:
+    """For each field, which rows of `a` and `b`, of equal keys and one kind, differ; only fields that both have count.
 
     Shard rows also have the field "order": the samples and their epochs. Part rows have the one field "part".
     """
+    kind = int(a["kind"][0])
     if kind == PART:
         return {"part": (a["digest"] != b["digest"]).any(axis=1)}
     found = {}
     if kind == SHARD:
-        found["order"] = (
-            (a["sample"] != b["sample"]) | (a["epoch"] != b["epoch"])
-        ).any(axis=1)
+        other = (a["sample"] != b["sample"]) | (a["epoch"] != b["epoch"])
+        found["order"] = other.any(axis=1)
     both = a["present"] & b["present"]
     for number, (name, slot) in enumerate(slots(kind, a["sample"].shape[1]).items()):
-        unequal = (a["digest"][:, slot] != b["digest"][:, slot]).any(axis=1)
-        found[name] = unequal & ((both >> number) & 1).astype(bool)
+        other = (a["digest"][:, slot] != b["digest"][:, slot]).any(axis=1)
+        found[name] = other & ((both >> number) & 1).astype(bool)
     return found
 
 

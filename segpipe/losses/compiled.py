@@ -95,13 +95,11 @@ def classes_and_counts(head: ClassHead) -> tuple[Tensor, Tensor]:
 
 def _span(first: tuple[int, ...], num_in: int) -> int:
     """Most columns of the logits that a task touches."""
-    lasts = (
-        min(start + WIDTH, len(first)) - 1 for start in range(0, len(first), WIDTH)
-    )
-    return max(
-        min(first[last] + 1, num_in - 1) - first[last // WIDTH * WIDTH] + 1
-        for last in lasts
-    )
+    widest = 0
+    for start in range(0, len(first), WIDTH):
+        last = first[min(start + WIDTH, len(first)) - 1]
+        widest = max(widest, min(last + 1, num_in - 1) - first[start] + 1)
+    return widest
 
 
 def _given(head: ClassHead, **others: Any) -> _Pass:
@@ -120,15 +118,9 @@ def _given(head: ClassHead, **others: Any) -> _Pass:
             assert value.is_contiguous(), name
             assert value.device.type == "cpu", name
             tensors[name] = value.data_ptr()
-    batch, classes, rows_in, cols_in = head.logits.shape
     assert head.logits.dtype == torch.float32
-    shape = dict(
-        zip(
-            NUMBERS,
-            (batch, classes, rows_in, cols_in, *head.target.shape[1:]),
-            strict=False,
-        )
-    )
+    lengths = (*head.logits.shape, *head.target.shape[1:])
+    shape = dict(zip(NUMBERS, lengths, strict=False))  # but for `span`
     return _Pass(**tensors, **shape, ignore_index=head.ignore_index)
 
 

@@ -24,15 +24,16 @@ def detail_target(target: Tensor, *, ignore_index: int) -> Tensor:
     valid = (target != ignore_index).unsqueeze(1).float()
     labels = target.unsqueeze(1).float() * valid
     window = labels.new_ones(1, 1, 3, 3)
-    found = torch.zeros_like(valid, dtype=torch.bool)
+    found = torch.zeros_like(valid)
     for stride in STRIDES:
-        neighbors = F.conv2d(labels, window, stride=stride, padding=1)
+        # The published kernel, 8 times the center less its neighbors, without those that are ignored.
+        around = F.conv2d(labels, window, stride=stride, padding=1)
         counted = F.conv2d(valid, window, stride=stride, padding=1)
         center = labels[:, :, ::stride, ::stride]
-        edge = (counted * center - neighbors) * valid[:, :, ::stride, ::stride]
-        sharp = (edge > THRESHOLD).float()
-        found |= F.interpolate(sharp, found.shape[2:]) > 0
-    return found.float() * valid
+        contrast = counted * center - around
+        edge = (contrast > THRESHOLD) & (valid[:, :, ::stride, ::stride] > 0)
+        found += F.interpolate(edge.float(), found.shape[2:])
+    return (found > 0).float() * valid
 
 
 def detail_sum(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
@@ -43,8 +44,11 @@ def detail_sum(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
     valid = (target != ignore_index).unsqueeze(1)
     edge = detail_target(target, ignore_index=ignore_index).to(logits.dtype)
     entropy = F.binary_cross_entropy_with_logits(logits, edge, reduction="none")
+
+    pixels = (1, 2, 3)
     probability = logits.sigmoid() * valid.to(logits.dtype)
-    common = (probability * edge).sum((1, 2, 3))
-    sizes = probability.sum((1, 2, 3)) + edge.sum((1, 2, 3))
+    common = (probability * edge).sum(pixels)
+    sizes = probability.sum(pixels) + edge.sum(pixels)
+    # The ones keep an image without edges finite; one without labels has Dice 0.
     dice = 1 - (2 * common + 1) / (sizes + 1)
     return torch.where(valid, entropy, 0.0).sum() + dice.mean() * valid.sum()

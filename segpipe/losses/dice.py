@@ -18,13 +18,15 @@ def dice_sum(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
     valid = (target != ignore_index).unsqueeze(1)
     # On a CPU, torch.where takes ten times as long as this product.
     probability = logits.softmax(1) * valid.float()
-    classes = torch.arange(
-        logits.shape[1], device=target.device, dtype=target.dtype
-    ).view(1, -1, 1, 1)
-    one_hot = (target.unsqueeze(1) == classes).float()
-    common = (probability * one_hot).sum((0, 2, 3))
-    size = one_hot.sum((0, 2, 3))
-    loss = 1.0 - 2.0 * common / (probability.sum((0, 2, 3)) + size).clamp_min(1e-6)
+    ids = torch.arange(logits.shape[1], device=target.device, dtype=target.dtype)
+    one_hot = (target.unsqueeze(1) == ids.view(1, -1, 1, 1)).float()
+
+    pixels = (0, 2, 3)
+    common = (probability * one_hot).sum(pixels)
+    size = one_hot.sum(pixels)
+    both = (probability.sum(pixels) + size).clamp_min(1e-6)
+    loss = 1.0 - 2.0 * common / both
+
     present = size > 0
     mean = torch.where(present, loss, 0.0).sum() / present.sum().clamp_min(1)
     return mean * valid.sum()
@@ -33,12 +35,18 @@ def dice_sum(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
 def dice_of_sums(
     sums: Tensor, factor: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The loss times `factor` from `LossPass.sums`, and its slopes as a pass takes them."""
+    """The loss times `factor` from `LossPass.sums`, and its slopes as a pass takes them.
+
+    With c = |P T|, p = |P| and t = |T|, the loss is 1 - 2 c / (p + t). A pixel's probability enters p, with the slope
+    2 c / (p + t)^2, and at its own class c too, with -2 / (p + t).
+
+    Shapes: sums float64 (3, C) -> 0-d, and two of `dtype` (C,).
+    """
     common, probability, size = sums
     present = size > 0
     share = factor * present / present.sum().clamp_min(1)
     both = (probability + size).clamp_min(1e-6)
     loss = (share * (1.0 - 2.0 * common / both)).sum()
-    everywhere = (share * 2.0 * common / both**2).to(dtype)
-    on_target = (share * -2.0 / both).to(dtype)
-    return loss, (everywhere, on_target)
+    everywhere = share * 2.0 * common / both**2
+    on_target = share * -2.0 / both
+    return loss, (everywhere.to(dtype), on_target.to(dtype))

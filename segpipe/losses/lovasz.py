@@ -16,19 +16,20 @@ def lovasz_sum(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
     Shapes: logits float (B, C, H, W), target uint8 (B, H, W) -> 0-d.
     """
     valid = (target != ignore_index).flatten()
+    ids = target.flatten()
     probability = logits.softmax(1).movedim(1, 0).flatten(1)
     losses, present = [], []
     for number, scores in enumerate(probability.unbind()):
-        own = target.flatten() == number
+        own = ids == number
         errors = torch.where(own, 1 - scores, scores)
         slopes = _jaccard_slopes(errors.detach(), own, valid)
         losses.append((errors * slopes.to(errors.dtype)).sum())
         present.append(own.any())
-    counts = torch.stack(present)
-    mean = torch.where(counts, torch.stack(losses), 0.0).sum() / counts.sum().clamp_min(
-        1
-    )
-    return mean * valid.sum()
+
+    # A class without a pixel has a loss, but it says nothing of the IoU.
+    counted = torch.stack(present)
+    total = torch.where(counted, torch.stack(losses), 0.0).sum()
+    return total / counted.sum().clamp_min(1) * valid.sum()
 
 
 def _jaccard_slopes(errors: Tensor, own: Tensor, valid: Tensor) -> Tensor:
@@ -38,11 +39,17 @@ def _jaccard_slopes(errors: Tensor, own: Tensor, valid: Tensor) -> Tensor:
 
     Shapes: all (N,).
     """
+    # Ignored pixels come last, where they move no count of the others.
     order = torch.where(valid, errors, -1.0).argsort(descending=True, stable=True)
     hits = own[order].long()
     size = hits.sum()
-    left = size - hits.cumsum(0)  # of the intersection
+
+    # If the largest n errors were misses: what is left of the intersection, and the union.
+    left = size - hits.cumsum(0)
     union = size + (1 - hits).cumsum(0)
     loss = 1 - left.double() / union
     slopes = torch.diff(loss, prepend=loss.new_zeros(1))
-    return torch.where(valid, slopes[order.argsort(stable=True)], 0.0)
+
+    # Back to the order of the pixels, by gathering: writing to `order` needs a sort on a GPU too.
+    places = order.argsort(stable=True)
+    return torch.where(valid, slopes[places], 0.0)

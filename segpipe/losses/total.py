@@ -264,7 +264,8 @@ class _Shard:
 
     def _sure_edges(self, name: str) -> Tensor | None:
         """Where the boundary head is sure of an edge, bool (B, H, W); None if that is no part of this head's loss."""
-        if name != "main" or "boundary" not in self.heads:
+        band = "boundary" in self.heads and self.config.boundary == "band"
+        if name != "main" or not band:
             return None
         edge = self._at_target(self.heads["boundary"].detach(), self._stride(name))
         return torch.sigmoid(edge).squeeze(1) > EDGE_CONFIDENCE

@@ -30,7 +30,7 @@ def stdc2(num_classes: int) -> "STDC":
 class STDC(SegmentationNet):
     """STDC-Seg with `blocks` at strides 8, 16 and 32. The head "boundary" is the published detail head, at stride 8.
 
-    Here the loss of boundary heads supervises it, not the Laplacian pyramid of the paper. Published files also hold
+    With `loss.boundary=detail` the Laplacian pyramid of the paper supervises it. Published files also hold
     parts that segmentation does not use: the ImageNet classifier, and detail heads at other strides.
     """
 
@@ -99,7 +99,7 @@ class STDCEncoder(nn.Module):
         return stride8, stride16, self.stage32(stride16)
 
 
-class Block(nn.Module):
+class STDCModule(nn.Module):
     """Four convolutions in a row, all of whose outputs are concatenated: 1/2, 1/4, 1/8 and 1/8 of the channels."""
 
     def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
@@ -168,8 +168,8 @@ def seg_head(num_in: int, planes: int, num_out: int) -> nn.Sequential:
 
 
 def _stage(num_in: int, num_out: int, num_blocks: int) -> nn.Sequential:
-    first = Block(num_in, num_out, stride=2)
-    later = (Block(num_out, num_out, stride=1) for _ in range(num_blocks - 1))
+    first = STDCModule(num_in, num_out, stride=2)
+    later = (STDCModule(num_out, num_out, stride=1) for _ in range(num_blocks - 1))
     return nn.Sequential(first, *later)
 
 

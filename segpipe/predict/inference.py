@@ -119,11 +119,8 @@ def segment(
 
     Shapes: image uint8 (B, H, W, 3) on the device of the model -> uint8 (B, H, W).
     """
-    if (
-        _is_whole(image, how)
-        and len(how.views) == 1
-        and min(image.shape[1:3]) >= SMALLEST
-    ):
+    is_large = min(image.shape[1:3]) >= SMALLEST
+    if is_large and _is_whole(image, how) and len(how.views) == 1:
         return predict(model, preprocess, image, precision=how.precision)
     return answers(model, preprocess, image, how)[0]
 
@@ -184,10 +181,8 @@ def _in_tiles(
     assert how.tile
     size = image.shape[:2]
     height, width = (min(pair) for pair in zip(how.tile, size, strict=True))
-    tops, lefts = (
-        starts(size[0], height, how.overlap),
-        starts(size[1], width, how.overlap),
-    )
+    tops = starts(size[0], height, how.overlap)
+    lefts = starts(size[1], width, how.overlap)
     weights = torch.outer(ramp(height, how.overlap), ramp(width, how.overlap))
     weights = weights.float().to(image.device)
     ids = torch.empty(size, dtype=torch.uint8, device=image.device)
@@ -237,7 +232,7 @@ def _probabilities(
     """Sum over the views of the probabilities of the classes, float32 (B, C, H, W)."""
     size = (image.shape[1], image.shape[2])
     normalised = preprocess(image)
-    views = []
+    total: Tensor | None = None
     for scale, flip in how.views:
         view = normalised
         if scale != 1.0:
@@ -245,8 +240,10 @@ def _probabilities(
             view = bilinear(normalised, (sides[0], sides[1]))
         logits = _logits(model, view.flip(3) if flip else view, size, how)
         shares = logits.softmax(1)
-        views.append(shares.flip(3) if flip else shares)
-    return sum(views[1:], views[0])
+        shares = shares.flip(3) if flip else shares
+        total = shares if total is None else total + shares
+    assert total is not None
+    return total
 
 
 def _logits(model: SegmentationNet, view: Tensor, size: Size, how: Inference) -> Tensor:

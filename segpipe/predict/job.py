@@ -22,36 +22,28 @@ from segpipe.data.folders import SUFFIXES as IMAGES
 from segpipe.data.readers import read_image
 from segpipe.errors import ConfigError, DataError, Interrupted, listed
 from segpipe.files import files_below, sha256, to_json
-from segpipe.predict.outputs import FORMAT, Outputs, Stamp, put, read_stamp, unwritable
+from segpipe.predict.outputs import (
+    FORMAT,
+    VIDEOS,
+    Input,
+    Outputs,
+    Stamp,
+    put,
+    read_stamp,
+    unwritable,
+)
 
 if TYPE_CHECKING:
     from segpipe.predict.predictor import Pixels
 
 SUMMARY = "predictions.json"
 READERS, AHEAD = 4, 8  # threads that read images, and images that wait in memory
-VIDEOS = (
-    *(".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm"),
-    *(".mpg", ".mpeg", ".mjpeg", ".ts", ".wmv"),
-)
 FALLBACK_FPS = 25.0
 # A header may promise that many frames too many without any damage.
 MISSING_SHARE, MISSING_FRAMES = 0.01, 2
 CODEC = "mp4v"  # MPEG-4 part 2, which every build of OpenCV can write
 # No messages of FFmpeg about a damaged file; ours names the file.
 os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
-
-
-class Input(NamedTuple):
-    """An image or a video."""
-
-    path: Path
-    place: str  # relative to the folder that was given, with suffix
-    name: str  # of its outputs: `place` without suffix, unless two sources share that
-
-    @property
-    def is_video(self) -> bool:
-        """Whether its suffix is that of a video."""
-        return self.path.suffix.lower() in VIDEOS
 
 
 def find(given: str, out: Path) -> tuple[list[Input], str]:
@@ -252,9 +244,7 @@ class PredictJob:
 
     def _read(self, source: Input) -> tuple[str, Pixels]:
         upright = self._outputs.upright
-        pixels = read_image(
-            str(source.path), lambda header: header.orientation if upright else 1
-        )
+        pixels = read_image(str(source.path), exif="apply" if upright else "ignore")
         return sha256(source.path), pixels
 
     def _predict_video(self, source: Input, clip: Clip) -> Stamp:

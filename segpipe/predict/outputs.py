@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +23,30 @@ from segpipe import files
 from segpipe.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from segpipe.predict.job import Input
     from segpipe.predict.predictor import Pixels, Predictor
 
 FORMAT = "segpipe-predictions/3"
+VIDEOS = (
+    *(".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm"),
+    *(".mpg", ".mpeg", ".mjpeg", ".ts", ".wmv"),
+)
 JPEG_LIMIT = 65500  # pixels along a side
 FONT_SIZE, ROW, MARGIN = 14, 20, 8  # pixels
 Palette = Sequence[tuple[int, int, int]]
 Stamp = dict[str, Any]
+
+
+class Input(NamedTuple):
+    """An image or a video."""
+
+    path: Path
+    place: str  # relative to the folder that was given, with suffix
+    name: str  # of its outputs: `place` without suffix, unless two sources share that
+
+    @property
+    def is_video(self) -> bool:
+        """Whether its suffix is that of a video."""
+        return self.path.suffix.lower() in VIDEOS
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def of_network(
         ids_of,
         classes.names,
         classes.palette,
-        {"weights_digest": trained.weights_digest, "step": trained.step},
+        {"ema_digest": trained.ema_digest, "step": trained.step},
         {**how.described, "precision": how.precision, "ids": ids},
         raw_ids=raw_ids(classes.train_ids, classes.num_classes) if raw else None,
     )
@@ -161,7 +161,7 @@ def of_exported(
         tuple(entry["name"] for entry in classes),
         tuple(tuple(entry["color"]) for entry in classes),
         {
-            "weights_digest": artifact.manifest["source"]["weights_digest"],
+            "ema_digest": artifact.manifest["source"]["ema_digest"],
             "artifact": artifact.model_id,
             "manifest_sha256": sha256(folder / MANIFEST),
         },

@@ -77,7 +77,7 @@ def _check_earlier_run(config: Config) -> None:
     if (
         config.run.exists == "resume"
         and not _has_checkpoint(folder)
-        and (progress := _progress_without(folder))
+        and (progress := _progress_without(config))
     ):
         raise ConfigError(
             f"run.exists = resume, but {folder} holds no checkpoint, although {progress}. Put a copy of last.pt or of "
@@ -157,38 +157,20 @@ def _progress(folder: Path) -> str:
     )
 
 
-def _progress_without(folder: Path) -> str:
+def _progress_without(config: Config) -> str:
     """What shows that a checkpoint was there and is lost; empty if the run may as well start at step 0.
 
     A run that was killed before its first checkpoint starts again, as a cluster's next attempt must.
     """
-    if (folder / "result.json").exists():
+    if (config.run_dir / "result.json").exists():
         return "it has a result.json"
-    steps = [
-        entry["step"]
-        for entry in read_metrics(folder / FILE_NAME)
-        if isinstance(entry["step"], int)
-    ]
-    return (
-        f"{FILE_NAME} reaches step {max(steps)}"
-        if max(steps, default=0) > _first_save(folder)
-        else ""
+    every = (
+        config.checkpoint.every,
+        config.checkpoint.keep_every,
+        config.train.validate_every,
+        config.train.steps,
     )
-
-
-def _first_save(folder: Path) -> float:
-    """Step of the first checkpoint by config.json; 0 if it is not readable."""
-    try:
-        config = saved_config(folder)
-    except ConfigError:
-        return 0
-    every = [
-        n
-        for n in (
-            config.checkpoint.every,
-            config.checkpoint.keep_every,
-            config.train.validate_every,
-        )
-        if n
-    ]
-    return min([*every, config.train.steps])
+    entries = read_metrics(config.run_dir / FILE_NAME)
+    reached = max((entry["step"] for entry in entries), default=0)
+    is_lost = reached > min(step for step in every if step)
+    return f"{FILE_NAME} reaches step {reached}" if is_lost else ""

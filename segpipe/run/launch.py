@@ -36,22 +36,18 @@ from segpipe.errors import (
 )
 from segpipe.files import not_written
 from segpipe.run import lock
+from segpipe.run.callbacks import Tracker, open_tracker
 from segpipe.run.console import TrainView
 from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
 from segpipe.run.trackers import check_tracking
-from segpipe.run.tracking import (
-    Tracker,
-    failure,
-    note_failure,
-    note_lost,
-    open_tracker,
-)
+from segpipe.run.tracking import failure, note_failure, note_lost
 from segpipe.settings.check import check
 from segpipe.settings.config import Config, config_hash
 from segpipe.train.start import check_pins, pin_weights
 from segpipe.train.stop import Stopped, interrupts_deferred_by_children, stops_raised
 
 if TYPE_CHECKING:
+    from segpipe.data.samples import Splits
     from segpipe.distributed.group import Group
     from segpipe.train.training import Run
     from segpipe.train.validate import Validation
@@ -73,26 +69,21 @@ COMMON_ERRORS = (
 def launch(config: Config, *, finish: Finish | None = None) -> int:
     """Train with this configuration; returns the exit code of the command.
 
-    `finish` runs on rank 0 after the training.
+    `finish` runs on rank 0 after the training. Raises SegpipeError when the run is refused before its processes start.
     """
     if environment.under_launcher():
         return work(config, finish=finish)
     try:
         environment.check_tasks()
         check(config, world_size=1)  # what takes no import of torch comes first
-        flags.set_environment(
-            config.compute.threads, config.compute.mode
-        )  # before anything imports torch
-        config = with_steps(config)
-        world_size = _world_size(config)
-        prepare(config, world_size)
-    except SegpipeError as error:
-        return _report(error)
+        # Before anything imports torch.
+        flags.set_environment(config.compute.threads, config.compute.mode)
+        config, world_size, splits = _prepared(config)
     except KeyboardInterrupt:
         print("stopped before the first step; nothing was written.", file=sys.stderr)
         return Interrupted.exit_code
     if world_size == 1:
-        return work(config, finish=finish, prepared=True)
+        return work(config, finish=finish, prepared=True, splits=splits)
     return _spawn(config, world_size, finish)
 
 
@@ -101,10 +92,23 @@ def launch_apart(config: Config, *, finish: Finish | None = None) -> int:
 
     Returns the exit code. Raises SegpipeError when the run is refused before its processes start.
     """
-    config = with_steps(config)
-    world_size = _world_size(config)
-    prepare(config, world_size)
+    config, world_size, _ = _prepared(config)
     return _spawn(config, world_size, finish)
+
+
+def _prepared(config: Config) -> tuple[Config, int, Splits]:
+    """The configuration with its steps, the number of processes, and the data, after `prepare`."""
+    splits = _opened_for_steps(config)
+    config = with_steps(config, splits)
+    world_size = _world_size(config)
+    return config, world_size, prepare(config, world_size, splits)
+
+
+def _opened_for_steps(config: Config) -> Splits | None:
+    """The data, if its length is needed before it is checked."""
+    from segpipe.data.samples import open_splits
+
+    return open_splits(config) if config.train.epochs else None
 
 
 def _world_size(config: Config) -> int:
@@ -125,28 +129,28 @@ def _world_size(config: Config) -> int:
     return max(gpus, 1) if number == "auto" else int(number)
 
 
-def with_steps(config: Config) -> Config:
+def with_steps(config: Config, splits: Splits | None = None) -> Config:
     """`config` with the number of updates that `train.epochs` stands for; checkpoints and ranks see nothing else."""
     if not config.train.epochs:
         return config
     check(config, world_size=1)
-    from segpipe.data.samples import open_samples
-
-    images = config.train.epochs * len(open_samples(config.data, "train", config.seed))
-    return replace(
-        config,
-        train=replace(
-            config.train, steps=math.ceil(images / config.global_batch), epochs=0
-        ),
-    )
+    splits = splits or _opened_for_steps(config)
+    assert splits is not None
+    images = config.train.epochs * len(splits.train)
+    steps = math.ceil(images / config.global_batch)
+    return replace(config, train=replace(config.train, steps=steps, epochs=0))
 
 
-def prepare(config: Config, world_size: int) -> None:
-    """Check everything that can be checked before the first process starts, then claim the run's folder."""
+def prepare(config: Config, world_size: int, splits: Splits | None = None) -> Splits:
+    """Check everything that can be checked before the first process starts, then claim the run's folder.
+
+    Returns the data, opened here unless `splits` has it.
+    """
     check(config, world_size=world_size)
     pin_weights(config)
-    examine(config)
+    splits = examine(config, splits)
     claim_folder(config)
+    return splits
 
 
 def check_job(config: Config) -> None:
@@ -159,54 +163,34 @@ def check_job(config: Config) -> None:
     check_folder(config)
 
 
-def examine(config: Config) -> None:
-    """Check all that a run needs beside its settings and its folder: tracker, data set, augmentation, export folder."""
+def examine(config: Config, splits: Splits | None = None) -> Splits:
+    """Check all that a run needs beside its settings and its folder; returns the data as it was opened."""
     from segpipe.checks import purity
     from segpipe.checks.data_contract import check_data
     from segpipe.checks.network_contract import check_network
     from segpipe.data.augment import Augmenter
-    from segpipe.data.frequency import check_given_weights
-    from segpipe.data.overlap import check_overlap
-    from segpipe.data.problems import verify
-    from segpipe.data.samples import (
-        check_labelled,
-        image_files,
-        open_samples,
-        sequences,
-    )
-    from segpipe.run.preflight import check_crop, check_workers
+    from segpipe.data.samples import open_splits
+    from segpipe.export.artifact.place import check_place
+    from segpipe.run.preflight import check_splits, worker_problems
 
     check_tracking(config)
     if config.import_paths or config.model.args:
         from segpipe.checks.loss_contract import check_plugins
 
         check_plugins(config)
-    verify(config.data, ["train", config.data.split])
-    validation = open_samples(config.data, config.data.split, config.seed)
-    samples = open_samples(config.data, "train", config.seed)
+    splits = splits or open_splits(config)
+    check_splits(config, splits)
     check_data(config)
-    if config.data.split != "train" and not config.data.allow_overlap:
-        check_overlap(image_files(samples), image_files(validation), config.data.split)
-    for opened in (samples, validation):
-        sequences(
-            opened, config.data.sequence
-        )  # the scores are told by sequence, after the training
-    check_crop(config, samples)
-    check_labelled(samples)
-    if isinstance(config.loss.class_weights, list):
-        check_given_weights(config.loss.class_weights, samples.classes.names)
-    check_network(config, samples.classes)
-    check_workers(config, samples)
-    if config.compute.mode != "off" and (
-        skipped := purity.quick(Augmenter(config.augment), samples)
-    ):
-        Console(stderr=True, emoji=False).print(
-            skipped, markup=False, highlight=False, soft_wrap=True
-        )
+    check_network(config, splits.train.classes)
+    for problem in worker_problems(config, splits.train):
+        raise ConfigError(problem)
+    if config.compute.mode != "off":
+        skipped = purity.quick(Augmenter(config.augment), splits.train)
+        if skipped:
+            print(skipped, file=sys.stderr)
     if config.export.enabled and config.export.dir:
-        from segpipe.export.artifact.place import check_place
-
         check_place(Path(config.export.dir))  # now, not after hours of training
+    return splits
 
 
 def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
@@ -299,16 +283,20 @@ def _child(
 
 
 def work(
-    config: Config, *, finish: Finish | None = None, prepared: bool = False
+    config: Config,
+    *,
+    finish: Finish | None = None,
+    prepared: bool = False,
+    splits: Splits | None = None,
 ) -> int:
     """Train as one process of the run, and on rank 0 call `finish`; returns the exit code.
 
-    `prepared` means that a parent process has called `prepare` already.
+    `prepared`: `prepare` was called already, here, with what it returned as `splits`, or in a parent process.
     """
     # The user of this process's parent named them.
     plugins.trust(path for _, path in config.import_paths)
     try:
-        return _work(config, finish, prepared)
+        return _work(config, finish, prepared, splits)
     except SegpipeError as error:
         return _report(error, rank=environment.rank())
     except KeyboardInterrupt:
@@ -323,15 +311,18 @@ def work(
         return _outlive(error)
 
 
-def _work(config: Config, finish: Finish | None, prepared: bool) -> int:
+def _work(
+    config: Config, finish: Finish | None, prepared: bool, splits: Splits | None
+) -> int:
+    threads, mode = config.compute.threads, config.compute.mode
     if not prepared:
         check(config, world_size=1)  # what takes no import of torch comes first
-    threads = config.compute.threads
-    mode = config.compute.mode
     flags.set_environment(environment.local_world_size() * threads, mode)
     from segpipe.distributed import group as processes
 
-    config = with_steps(config)
+    if not prepared:
+        splits = _opened_for_steps(config)
+        config = with_steps(config, splits)
     flags.apply(threads, mode)  # before the group: NCCL reads its variables there
     group = processes.join(config.compute, {"configuration": config_hash(config)})
     try:
@@ -339,23 +330,31 @@ def _work(config: Config, finish: Finish | None, prepared: bool) -> int:
         with contextlib.ExitStack() as held:
             with _failure_told(group):
                 if not prepared:
-                    _prepare_together(config, group)
+                    splits = _prepare_together(config, group, splits)
                 group.together(lambda: _own(config, group, held))
             with _failure_told(group, config):
-                return _train(config, group, finish)
+                return _train(config, group, finish, splits)
     finally:
         processes.leave(group)
 
 
-def _prepare_together(config: Config, group: Group) -> None:
+def _prepare_together(
+    config: Config, group: Group, splits: Splits | None
+) -> Splits | None:
     """`prepare` on rank 0 of a run that a launcher started; the others pin the same weights."""
     _check_launcher(config)
-    group.together(
-        lambda: (
-            prepare(config, group.world_size) if group.is_main else pin_weights(config)
-        )
-    )
+
+    opened: list[Splits] = []
+
+    def prepare_here() -> None:
+        if group.is_main:
+            opened.append(prepare(config, group.world_size, splits))
+        else:
+            pin_weights(config)
+
+    group.together(prepare_here)
     check_pins(config, group)
+    return opened[0] if opened else splits
 
 
 @contextlib.contextmanager
@@ -424,13 +423,20 @@ def _outlive(error: RuntimeError) -> int:
     return 1
 
 
-def _train(config: Config, group: Group, finish: Finish | None) -> int:
+def _train(
+    config: Config, group: Group, finish: Finish | None, splits: Splits | None
+) -> int:
     from segpipe.distributed import group as processes
 
     console = Console(emoji=False)  # a path may hold :car:
     git = _commit() if group.is_main else None
     run, validation, result = train(
-        config, group, console, git=git, ends_later=finish is not None
+        config,
+        group,
+        console,
+        splits=splits,
+        git=git,
+        ends_later=finish is not None,
     )
     processes.leave(group)  # the other ranks need not wait for what rank 0 does next
     if group.is_main and finish is not None:
@@ -449,6 +455,7 @@ def train(
     group: Group,
     console: Console,
     *,
+    splits: Splits | None = None,
     git: dict[str, Any] | None = None,
     ends_later: bool = False,
 ) -> tuple[Run, Validation, dict[str, Any]]:
@@ -470,7 +477,7 @@ def train(
             config, config.run_dir, step, rank=group.rank, ends_later=ends_later
         )
 
-    return engine.train(config, group, open_outputs, git=git)
+    return engine.train(config, group, open_outputs, splits=splits, git=git)
 
 
 def _commit() -> dict[str, Any] | None:

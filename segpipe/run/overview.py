@@ -1,4 +1,4 @@
-"""Runs, read from their folders and compared: in which settings they differ, groups of them, and a page with curves."""
+"""Runs, read from their folders and compared: tables, groups that repeat a recipe, and a page with curves."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.cells import cell_len
+from rich.table import Table
+
 from segpipe.errors import ConfigError, Interrupted
-from segpipe.run.pages import COLORS, Chart, Line, points_of, write_page
+from segpipe.run.console import percent
+from segpipe.run.pages import COLORS, Chart, Curve, points_of, write_page
 from segpipe.run.tracking import FILE_NAME, failure, read_metrics
 from segpipe.settings.config import FREE_KEYS, flat, saved_config
+from segpipe.settings.setting import shown
 
 DESCENDING = ("date", "miou", "steps")
+SETTINGS_SHOWN = 6  # columns of a table; the page and --json have all
 _FIGURES = (
     ("validation", "miou", "Validation mIoU, %"),
     ("train", "loss", "Training loss"),
@@ -42,26 +48,16 @@ class Row:
 
 @dataclass(frozen=True)
 class RecipeGroup:
-    """Runs of one recipe, up to the setting by which they are grouped."""
+    """Runs of one recipe, one for each value of the setting `by`."""
 
     settings: dict[str, Any]
     rows: Sequence[Row]
-    by: str = ""  # the setting in which the runs differ
-
-    @property
-    def distinct(self) -> list[Row]:
-        """One run for each value of `by`, a finished one if there is one: a repeated run is no second sample."""
-        found: dict[str, Row] = {}
-        for row in self.rows:
-            value = _text(row.settings.get(self.by))
-            if value not in found or found[value].miou is None:
-                found[value] = row
-        return list(found.values())
+    by: str = ""
 
     @property
     def scores(self) -> list[float]:
-        """mIoU of the finished runs, one for each value of `by`."""
-        return [row.miou for row in self.distinct if row.miou is not None]
+        """mIoU of the finished runs."""
+        return [row.miou for row in self.rows if row.miou is not None]
 
     @property
     def mean(self) -> float | None:
@@ -77,13 +73,10 @@ def find_runs(root: Path, patterns: Sequence[str] = ()) -> list[Row]:
     if not patterns:
         if not root.is_dir():
             raise ConfigError(
-                f"root = {root} is not a folder. Set root to the folder that holds the "
-                f"runs."
+                f"root = {root} is not a folder. Set root to the folder that holds the runs."
             )
-        return [
-            read_row(folder, str(folder.relative_to(root))) for folder in _folders(root)
-        ]
-    found: dict[Path, Row] = {}
+        return [read_row(each, str(each.relative_to(root))) for each in _folders(root)]
+    rows: dict[Path, Row] = {}
     for pattern in patterns:
         path = Path(pattern)
         anchor = Path(path.anchor or ".")
@@ -93,12 +86,10 @@ def find_runs(root: Path, patterns: Sequence[str] = ()) -> list[Row]:
         folders = [folder for match in matches for folder in _folders(match)]
         if not folders:
             raise ConfigError(
-                f"runs = {pattern}: no run is there. Name run folders, or match them: "
-                f"'runs=[runs/lr*]'."
+                f"runs = {pattern}: no run is there. Name run folders, or match them: 'runs=[runs/lr*]'."
             )
-        for folder in folders:
-            found.setdefault(folder, read_row(folder, str(folder)))
-    return list(found.values())
+        rows |= {folder: read_row(folder, str(folder)) for folder in folders}
+    return list(rows.values())
 
 
 def _folders(top: Path) -> Iterator[Path]:
@@ -107,46 +98,40 @@ def _folders(top: Path) -> Iterator[Path]:
 
 def read_row(folder: Path, name: str) -> Row:
     """The run in `folder`; a file that cannot be read is named in `state`."""
-    config = None
     known: dict[str, Any] = {}
-    metrics = read_metrics(folder / FILE_NAME)
-    steps = metrics[-1]["step"] if metrics else 0
-    fault = ""
-    try:
-        known = _result(folder / "result.json")
-    except (OSError, ValueError, TypeError, LookupError):
-        fault = "result.json is damaged"
+    total: Any = None
+    damaged = ""
     try:
         config = saved_config(folder)
-        recipe = flat(config).items()
-        known["model"], known["data"] = config.model.name, config.data.name
-        known["settings"] = {
-            key: value for key, value in recipe if key not in FREE_KEYS
-        }
+        settings = {k: v for k, v in flat(config).items() if k not in FREE_KEYS}
+        known |= {"model": config.model.name, "data": config.data.name}
+        known["settings"] = settings
+        total = config.train.steps
     except ConfigError:
-        fault = "config.json is damaged"
-    if not known.get("digest"):
-        total = config.train.steps if config else None
-        known |= {"steps": steps, "state": f"unfinished, step {steps} of {total}"}
+        damaged = "config.json is damaged"
+    try:
+        result = json.loads((folder / "result.json").read_bytes())
+        score = result["miou"]
+        known |= {
+            "miou": None if score is None else float(score),
+            "steps": int(result["steps"]),
+            "digest": str(result["ema_digest"]),
+        }
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, LookupError):
+        damaged = damaged or "result.json is damaged"
+    if "digest" not in known:
+        metrics = read_metrics(folder / FILE_NAME)
+        known["steps"] = metrics[-1]["step"] if metrics else 0
+        known["state"] = f"unfinished, step {known['steps']} of {total}"
     code, reason = failure(folder)
     if reason:
-        was_stopped = code == Interrupted.exit_code
-        known["state"] = "interrupted" if was_stopped else "failed"
-    if fault:
-        known["state"] = fault
+        stopped = code == Interrupted.exit_code
+        known["state"] = "interrupted" if stopped else "failed"
+    if damaged:
+        known["state"] = damaged
     return Row(name, folder, date=_date(folder), reason=reason, **known)
-
-
-def _result(path: Path) -> dict[str, Any]:
-    """mIoU, updates and digest; empty if the run has not finished. Raises ValueError and others for a damaged file."""
-    if not path.exists():
-        return {}
-    found = json.loads(path.read_bytes())
-    return {
-        "miou": None if found["miou"] is None else float(found["miou"]),
-        "steps": int(found["steps"]),
-        "digest": str(found["ema_digest"]),
-    }
 
 
 def _date(folder: Path) -> str:
@@ -168,36 +153,100 @@ def differing(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Settings in which recipes differ, in the order of the settings page."""
     known = [recipe for recipe in recipes if recipe]
     keys = known[0] if known else {}
-    return [
-        key for key in keys if len({_text(recipe.get(key)) for recipe in known}) > 1
-    ]
+    return [key for key in keys if len({_text(each.get(key)) for each in known}) > 1]
 
 
 def grouped(rows: Sequence[Row], by: str) -> list[RecipeGroup]:
-    """Groups of the runs that differ in setting `by` alone, the best mean first."""
-    members: dict[str, list[Row]] = {}
-    recipes: dict[str, dict[str, Any]] = {}
-    for row in rows:
+    """Groups of the runs that differ in setting `by` alone, the best mean first.
+
+    Of runs with one value of `by`, a finished one counts: a repeated run is no second sample.
+    """
+    groups: dict[str, RecipeGroup] = {}
+    for row in sorted(rows, key=lambda row: row.miou is None):
         if row.settings:
             rest = {key: value for key, value in row.settings.items() if key != by}
-            recipes[_text(rest)] = rest
-            members.setdefault(_text(rest), []).append(row)
-    groups = []
-    for text, found in members.items():
-        found.sort(key=lambda row: _text(row.settings[by]))
-        groups.append(RecipeGroup(recipes[text], found, by))
-    return sorted(groups, key=lambda group: (group.mean is None, -(group.mean or 0.0)))
+            group = groups.setdefault(_text(rest), RecipeGroup(rest, [], by))
+            if all(row.settings[by] != other.settings[by] for other in group.rows):
+                members = sorted(
+                    [*group.rows, row], key=lambda row: _text(row.settings[by])
+                )
+                groups[_text(rest)] = RecipeGroup(rest, members, by)
+    return sorted(groups.values(), key=lambda group: -(group.mean or -1.0))
 
 
 def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
+def run_table(rows: Sequence[Row], width: int) -> Table:
+    """A line for each run, with the settings in which they differ as far as `width` characters reach."""
+    columns: dict[str, list[Any]] = {
+        "name": [row.name for row in rows],
+        "mIoU %": [_percent(row.miou) for row in rows],
+        "steps": [row.steps for row in rows],
+        "state": [row.state for row in rows],
+    }
+    keys = differing([row.settings for row in rows])
+    for key in keys:
+        columns[key] = [
+            shown(row.settings[key]) if row.settings else None for row in rows
+        ]
+    columns["date"] = [row.date for row in rows]
+    columns["digest"] = [row.digest and row.digest[:12] for row in rows]
+    return _table(columns, 4, keys, width)
+
+
+def group_table(groups: Sequence[RecipeGroup], width: int) -> Table:
+    """A line for each recipe: mean and range over its runs."""
+    columns: dict[str, list[Any]] = {
+        groups[0].by if groups else "": [
+            ",".join(shown(row.settings[group.by]) for row in group.rows)
+            for group in groups
+        ],
+        "finished": [f"{len(each.scores)} of {len(each.rows)}" for each in groups],
+        "mean mIoU %": [_percent(group.mean) for group in groups],
+        "lowest": [_percent(min(group.scores, default=None)) for group in groups],
+        "highest": [_percent(max(group.scores, default=None)) for group in groups],
+    }
+    keys = differing([group.settings for group in groups])
+    for key in keys:
+        columns[key] = [shown(group.settings[key]) for group in groups]
+    return _table(columns, 5, keys, width)
+
+
+def _percent(value: float | None) -> str | None:
+    return None if value is None else percent(value, 2)
+
+
+def _table(
+    columns: Mapping[str, Sequence[Any]], needed: int, keys: Sequence[str], width: int
+) -> Table:
+    """A table of the first `needed` columns and of the others that fit; the first one folds."""
+    table = Table(caption_justify="left")
+    chosen: list[list[str]] = []
+    left = width - 1
+    settings = 0
+    for title, values in columns.items():
+        cells = ["-" if value is None else str(value) for value in values]
+        room = 3 + max(map(cell_len, [title, *cells]))
+        if not chosen:
+            room = min(room, max(24, width // 3))
+        is_many = title in keys and settings >= SETTINGS_SHOWN
+        if len(chosen) < needed or (room <= left and not is_many):
+            table.add_column(title, no_wrap=bool(chosen), overflow="fold")
+            chosen.append(cells)
+            settings += title in keys
+            left -= room
+    for row in zip(*chosen, strict=True):
+        table.add_row(*row)
+    titles = [column.header for column in table.columns]
+    if rest := [key for key in keys if key not in titles]:
+        table.caption = f"They also differ in: {', '.join(rest)}."
+    return table
+
+
 def write_overview(
-    path: Path,
-    rows: Sequence[Row],
-    groups: Sequence[RecipeGroup] = (),
-    by: str = "",
+    path: Path, rows: Sequence[Row], groups: Sequence[RecipeGroup] = (), by: str = ""
 ) -> Path:
     """Write the page for runs, or for groups of runs that differ in setting `by` alone: a table, and their curves."""
     if not by:
@@ -232,7 +281,7 @@ def _charts(
     charts = []
     for kind, key, title in _FIGURES:
         lines = [
-            Line(points, *style)
+            Curve(points, *style)
             for style, history in histories
             if (points := points_of(history, kind, key))
         ]

@@ -105,7 +105,7 @@ def jpeg_url(image: NDArray[np.uint8], quality: int = 85) -> str:
 
 
 @dataclass(frozen=True)
-class Axis:
+class PlotAxis:
     """Values from `low` to `high`, drawn from `start` to `end`."""
 
     low: float
@@ -129,7 +129,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """A curve of a chart."""
 
     points: Points
@@ -142,25 +142,25 @@ class Chart:
     """Curves of y over x, at least down to 0; `chart` of macros.html.j2 draws it."""
 
     label: str
-    lines: Sequence[Line]
+    lines: Sequence[Curve]
     dots: bool = False  # at every point
     marks: Sequence[float] = ()  # at the x axis
     width: int = 440
     height: int = 230
 
     @cached_property
-    def x(self) -> Axis:
+    def x(self) -> PlotAxis:
         """The horizontal axis."""
         values = [x for line in self.lines for x, _ in line.points]
-        return Axis(min(values), max(values), 48, self.width - 10)
+        return PlotAxis(min(values), max(values), 56, self.width - 10)
 
     @cached_property
-    def y(self) -> Axis:
+    def y(self) -> PlotAxis:
         """The vertical axis."""
         values = [y for line in self.lines for _, y in line.points]
-        return Axis(min(0.0, *values), max(0.0, *values), self.height - 24, 8)
+        return PlotAxis(min(0.0, *values), max(0.0, *values), self.height - 24, 8)
 
-    def drawn(self, line: Line) -> list[tuple[float, float]]:
+    def drawn(self, line: Curve) -> list[tuple[float, float]]:
         """Places of the points of a curve."""
         x, y = self.x, self.y
         return [(x.at(step), y.at(value)) for step, value in thin(line.points, POINTS)]

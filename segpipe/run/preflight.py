@@ -1,40 +1,46 @@
-"""What would stop the loader processes of a run, found before they start, each with its fix.
+"""What would spoil a run or stop its loader processes, found before they start, each with its fix.
 
 torch and OpenCV are imported inside the functions.
 """
 
 from __future__ import annotations
 
-import os
-import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from segpipe.data.data_set import DataSet, SubSet
 from segpipe.data.samples import image_sizes
-from segpipe.errors import ConfigError, DataError, SegpipeError
-from segpipe.plugins import is_path
+from segpipe.errors import ConfigError, SegpipeError
+from segpipe.settings.config import SETTINGS
 
 if TYPE_CHECKING:
-    from segpipe.data.catalog import ClassTable
-    from segpipe.data.loader import Pixels, ShardBatch
+    from segpipe.data.data_set import DataSet
+    from segpipe.data.loader import ShardBatch
+    from segpipe.data.samples import Splits
     from segpipe.settings.config import Config
 
-BYTES_PER_PIXEL = 4  # RGB and class id
-FILES_PER_WORKER = 8  # its queues, pipes and sentinel
 TINY = 10  # times as small as the usual image
-FILES_OF_A_RUN = 96  # libraries, logs, checkpoints
 
 
-def check_workers(config: Config, samples: DataSet) -> None:
-    """Raise ConfigError for the first thing that would stop loader processes."""
-    for problem in worker_problems(config, samples):
-        raise ConfigError(problem)
+def check_splits(config: Config, splits: Splits) -> None:
+    """Raise DataError or ConfigError for the first thing in the data that would spoil a run."""
+    from segpipe.data.frequency import check_given_weights
+    from segpipe.data.samples import check_labelled, image_files, sequences
+    from segpipe.datasets.overlap import check_overlap
+    from segpipe.datasets.problems import verify
+
+    data, (train, val) = config.data, splits
+    verify(data, {"train": train, data.split: val})
+    if data.split != "train" and not data.allow_overlap:
+        check_overlap(image_files(train), image_files(val), data.split)
+    for opened in splits:  # scores are told by sequence, after the training
+        sequences(opened, data.sequence)
+    check_crop(config, train)
+    check_labelled(train)
+    if isinstance(config.loss.class_weights, list):
+        check_given_weights(config.loss.class_weights, train.classes.names)
 
 
 def check_crop(config: Config, samples: DataSet) -> None:
@@ -45,10 +51,13 @@ def check_crop(config: Config, samples: DataSet) -> None:
     width = max(size[1] for size in sizes)
     crop = config.augment.crop_size
     fitting = [min(crop[0], int(height * largest)), min(crop[1], int(width * largest))]
+    fix = f"Set 'augment.crop_size={fitting}' or smaller."
+    if min(fitting) < SETTINGS["augment.crop_size"].low:
+        fix = "Use larger images, or raise the second number of augment.scale."
     if crop != fitting:
         raise ConfigError(
             f"augment.crop_size = {crop}, but the training images have at most {height}x{width} pixels (height x width)"
-            f" and augment.scale reaches {largest}. Set 'augment.crop_size={fitting}' or smaller."
+            f" and augment.scale reaches {largest}. {fix}"
         )
 
 
@@ -69,151 +78,27 @@ def size_warnings(config: Config, samples: DataSet) -> Iterator[str]:
 
 
 def worker_problems(config: Config, samples: DataSet) -> Iterator[str]:
-    """A message for each thing that would stop loader processes; none without them."""
-    if not config.data.workers:
-        return
-    yield from _memory_problems(config)
-    yield from _file_problems(config)
-    if config.data.start_method != "fork":
-        yield from _pickle_problems(config, samples)
-    elif _uses_cuda(config, samples):
-        yield (
-            "reading or augmenting a sample initialised CUDA in this process, and a loader process that is forked "
-            "later cannot use CUDA again. Keep code of a data set or transform off the GPU, or set "
-            "data.start_method=spawn."
-        )
-
-
-def _memory_problems(config: Config) -> Iterator[str]:
-    data, (height, width) = config.data, config.augment.crop_size
-    batch = config.compute.samples_per_shard * height * width * BYTES_PER_PIXEL
-    batches = data.workers * data.prefetch * batch
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if batches > memory:
-        yield (
-            f"data.workers = {data.workers} and data.prefetch = {data.prefetch} need {batches / 2**20:.0f} MiB of "
-            f"shared memory, but this machine has {memory / 2**20:.0f} MiB. Lower one of the two."
-        )
-
-
-def _file_problems(config: Config) -> Iterator[str]:
-    data = config.data
-    needed = FILES_OF_A_RUN + data.workers * FILES_PER_WORKER
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if needed > allowed:
-        yield (
-            f"data.workers = {data.workers} may keep {needed} files open, but {allowed} are allowed. Run "
-            f"`ulimit -n {2 * needed}` before (in Docker: --ulimit nofile={2 * needed}), or lower it."
-        )
-
-
-def _pickle_problems(config: Config, samples: DataSet) -> Iterator[str]:
+    """A message for each object that cannot be sent to loader processes; a fork sends none."""
     from segpipe.data.augment import Augmenter
 
+    method = config.data.start_method
+    if not config.data.workers or method == "fork":
+        return
     sent = {
         f"data.name = {config.data.name}": samples,
         f"augment.extra = {config.augment.extra}": Augmenter(config.augment),
     }
     for setting, value in sent.items():
-        if found := unpicklable(value):
-            where, reason = found
+        try:
+            ForkingPickler.dumps(value)
+        except (
+            Exception
+        ) as error:  # whatever a class raises in __getstate__ or __reduce__
             yield (
-                f"{setting}: {type(value).__name__}{where} cannot be pickled ({reason}), but data.start_method = "
-                f"{config.data.start_method} sends it to every loader process. Open files and databases in read, not "
-                f"in __init__, and define functions at the top of a module; or set data.start_method=fork."
+                f"{setting} cannot be pickled ({type(error).__name__}: {error}), but data.start_method = {method} "
+                f"sends it to every loader process. Open files and databases in read, not in __init__, and define "
+                f"functions at the top of a module; or set data.start_method=fork."
             )
-
-
-def unpicklable(value: Any, where: str = "") -> tuple[str, str] | None:
-    """Path of the innermost attribute or item that cannot be sent to another process, and why; None if all can."""
-    try:
-        ForkingPickler.dumps(value)
-        return None
-    except Exception as error:  # whatever a class raises in __getstate__ or __reduce__
-        for name, inner in _parts(value):
-            if found := unpicklable(inner, f"{where}{name}"):
-                return found
-        return where, f"{type(error).__name__}: {error}"
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What pickling a value sends of it: attributes as `.name`, items as `[key]`."""
-    if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((f"[{place}]", item) for place, item in enumerate(value))
-    elif isinstance(value, partial):
-        for name in ("func", "args", "keywords"):
-            yield f".{name}", getattr(value, name)
-    elif isinstance(value, MethodType):
-        yield ".__self__", value.__self__
-    elif not isinstance(value, (type, FunctionType)):
-        state = value.__getstate__()
-        # A tuple has the attributes of __slots__ too.
-        for attributes in state if isinstance(state, tuple) else (state,):
-            if isinstance(attributes, dict):
-                yield from ((f".{name}", item) for name, item in attributes.items())
-
-
-def _uses_cuda(config: Config, samples: DataSet) -> bool:
-    """Whether code of the user, read and augmented once here, initialises CUDA; False where it was before."""
-    if not (is_path(config.data.name) or any(map(is_path, config.augment.extra))):
-        return False
-    import torch
-
-    from segpipe.data.augment import Augmenter
-
-    initialised: Callable[[], bool] = torch.cuda.is_initialized
-    if initialised():
-        return False
-    Augmenter(config.augment)(*samples.read(0), 0)
-    return initialised()
-
-
-def machine(config: Config) -> dict[str, str]:
-    """What this machine gives to loader processes, in words."""
-    threads = config.compute.threads
-    workers = config.data.workers
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return {
-        "cores": f"{len(os.sched_getaffinity(0))} for one process; a rank uses compute.threads = {threads} and "
-        f"data.workers = {workers}",
-        "open files": f"{soft} (ulimit -n; at most {hard})",
-    }
-
-
-class ThreadsSeen(DataSet):
-    """Samples whose `read` raises DataError in a process with threads of OpenCV or OpenMP."""
-
-    def __init__(self, samples: DataSet) -> None:
-        self.samples = samples
-
-    @property
-    def classes(self) -> ClassTable:
-        return self.samples.classes
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def name(self, index: int) -> str:
-        return self.samples.name(index)
-
-    def parts(self) -> list[SubSet]:
-        return self.samples.parts()
-
-    def read(self, index: int) -> Pixels:
-        import cv2
-        import torch
-
-        sample = self.samples.read(index)
-        threads = {"OpenCV": cv2.getNumThreads(), "torch": torch.get_num_threads()}
-        for library, number in threads.items():
-            if number > 1:
-                raise DataError(
-                    f"{library} uses {number} threads in a loader process: code of a data set or transform has set "
-                    f"them, and the workers compete for the cores. Leave the number of threads alone."
-                )
-        return sample
 
 
 def first_batch(config: Config, samples: DataSet) -> tuple[ShardBatch | None, str]:
@@ -223,18 +108,13 @@ def first_batch(config: Config, samples: DataSet) -> tuple[ShardBatch | None, st
     from segpipe.distributed.group import Group
     from segpipe.train.batches import shard_stream
 
-    data = replace(
-        config.data,
-        workers=min(config.data.workers, 1),
-        cache_mib=0,
-        balance=0.0,
-    )
+    workers = min(config.data.workers, 1)
+    data = replace(config.data, workers=workers, cache_mib=0, balance=0.0)
     # Without a canary.
     alone = replace(config, data=data, compute=replace(config.compute, mode="off"))
     group = Group(0, 0, 1, torch.device("cpu"))
-    seen = ThreadsSeen(samples) if data.workers else samples
     try:
-        with closing(shard_stream(alone, group, seen, range(1), None)) as batches:
+        with closing(shard_stream(alone, group, samples, range(1), None)) as batches:
             return next(batches), ""
     except SegpipeError as error:
         return None, str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.run.console import lowest_first
-from segpipe.run.pages import Axis, Chart, Line, points_of, render_page, write_page
+from segpipe.run.pages import Chart, Curve, PlotAxis, points_of, render_page, write_page
 from segpipe.run.pictures import Picture
 from segpipe.run.tracking import FILE_NAME, read_metrics
 from segpipe.settings.config import Config, flat, to_mapping
@@ -149,19 +150,15 @@ def pick_extremes(
 ) -> tuple[list[int], list[int]]:
     """Indices of the worst and of the best images, most extreme first; none is in both lists.
 
-    Of neighbors in a sequence only the most extreme one is in a list. `scores` is the mIoU by index, in the order of
-    the names. NaN (nothing labelled) is left out; ties go by index.
+    Of neighbors in a sequence only the most extreme one is in a list. `scores` is the mIoU by index; indices are in the
+    order of the names. NaN (nothing labelled) is left out; ties go by index.
     """
-    members: dict[str, list[int]] = {}
-    for index in sorted(scores):
-        members.setdefault(sequence_of[index], []).append(index)
+    lengths = Counter(sequence_of)
 
     def near(first: int, second: int) -> bool:
-        if sequence_of[first] != sequence_of[second]:
-            return False
-        own = members[sequence_of[first]]
-        reach = min(_NEIGHBORS, len(own) // 8)
-        return abs(own.index(first) - own.index(second)) <= reach
+        reach = min(_NEIGHBORS, lengths[sequence_of[first]] // 8)
+        is_same = sequence_of[first] == sequence_of[second]
+        return is_same and abs(first - second) <= reach
 
     def spread(order: Sequence[int], most: int) -> list[int]:
         chosen: list[int] = []
@@ -280,21 +277,17 @@ def _facts(data: ReportData) -> dict[str, Any]:
 
 def _about(data: ReportData) -> list[str]:
     """What was trained and where it was measured, in a few words each."""
-    own, images = data.config.get("data", {}), data.result.get("images")
-    kind, held_out = own.get("name", ""), own.get("hold_out")
-    split = data.result.get("split", own.get("split", ""))
-    source = kind
-    if data.data_name not in ("", kind):
-        source = f"{data.data_name} ({kind})"
+    config, result = data.config, data.result
+    own = config.get("data", {})
+    source, held_out = own.get("name", ""), own.get("hold_out")
+    if data.data_name not in ("", source):
+        source = f"{data.data_name} ({source})"
+    split = result.get("split", own.get("split", ""))
     where = f"sequence {held_out}, held out" if held_out else f"split {split}"
-    parts = [
-        ("{}", data.config.get("model", {}).get("name")),
-        ("data {}", source),
-        (where, held_out or split),
-        ("{} images", images),
-        ("seed {}", data.config.get("seed")),
-    ]
-    return [text.format(part) for text, part in parts if part not in ("", None)]
+    images = f"{result['images']} images" if "images" in result else ""
+    model = config.get("model", {}).get("name", "")
+    parts = [model, f"data {source}", where, images, f"seed {config.get('seed')}"]
+    return [part for part in parts if part]
 
 
 def _progress(data: ReportData) -> dict[str, Any]:
@@ -338,7 +331,7 @@ def advice(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, str]:
         )
         if share < _RARE:
             remedy = "Try augment.rare_crop=0.5, data.balance=0.5 or loss.class_weights=sqrt."
-        elif most > 0.5 * wrong:
+        elif hits and most > 0.5 * wrong:
             remedy = "Check on the images below that the labels tell the two apart."
         evidence = text.format(wrong, most, names[int(pixels.argmax())])
         sentences[name] = (
@@ -359,7 +352,7 @@ def _charts(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, Chart]]:
         is_score = key == "miou"
         marks = () if is_score else validations
         caption = f"best {max(values):.3g}" if is_score else f"last {values[-1]:.3g}"
-        charts.append((caption, Chart(title, [Line(points)], is_score, marks)))
+        charts.append((caption, Chart(title, [Curve(points)], is_score, marks)))
     return charts
 
 
@@ -368,8 +361,8 @@ def _trends(data: ReportData) -> dict[str, str]:
     known = [line for line in data.history if isinstance(line.get("iou"), Mapping)]
     if len(known) < 2:
         return {}
-    x = Axis(known[0]["step"], known[-1]["step"], 0, 100)
-    y = Axis(0.0, 1.0, 19, 1)
+    x = PlotAxis(known[0]["step"], known[-1]["step"], 0, 100)
+    y = PlotAxis(0.0, 1.0, 19, 1)
     return {
         name: " ".join(
             f"{x.at(line['step'])},{y.at(line['iou'].get(name) or 0.0)}"

@@ -6,9 +6,9 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,18 +17,17 @@ from rich.table import Table
 from segpipe.errors import ConfigError, Interrupted, NumericsError, SegpipeError
 from segpipe.files import sha256_of
 from segpipe.run.folder import finished
+from segpipe.run.overview import group_table, grouped, read_row
 from segpipe.run.tracking import failure
-from segpipe.settings.config import Config, recipe, to_mapping
+from segpipe.settings.config import Config, to_mapping
 
 REFUSALS_SHOWN = 8
 # Characters in the name of a job; a longer text ends with a hash of the whole.
 SHORT_VALUE = 24
 SHORT_SUFFIX = 120
 
-REPEATS = (
-    "seed",
-    "data.hold_out",
-)  # runs that differ in nothing else repeat one recipe
+# Runs that differ in nothing else repeat one recipe.
+REPEATS = ("seed", "data.hold_out")
 
 
 @dataclass
@@ -57,13 +56,13 @@ class Sweep:
     def __init__(
         self,
         train: Callable[[Config], int],
-        check: Callable[[Config], None],
-        examine: Callable[[Config], None],
+        check: Callable[[Config], object],
+        examine: Callable[[Config], object],
     ) -> None:
         self._train = train
         self._check = check
         self._examine = examine
-        self._jobs: list[SweepJob] = []
+        self._jobs: dict[Path, SweepJob] = {}
         self._examined: set[str] = set()
         self.interrupted = False
 
@@ -73,33 +72,29 @@ class Sweep:
         `searched`: chosen by a search, which may propose a job twice; its first result then counts for both.
         Raises ConfigError before the first job starts, naming every job that could not.
         """
-        new: list[SweepJob] = []
+        new: dict[Path, SweepJob] = {}
         for job in jobs:
-            if not searched or self._twin(job, new) is None:
-                new.append(job)
-        self._check_all(new)
-        self._jobs += new
-        for job in new:
+            twin = self._jobs.get(job.config.run_dir) or new.get(job.config.run_dir)
+            if twin and not searched:
+                raise ConfigError(
+                    f"run.name = {job.config.run.name} is the name of two jobs. Give each value once, or include the "
+                    f"swept settings: 'run.name=NAME-${{optim.lr}}'."
+                )
+            new.setdefault(job.config.run_dir, twin or job)
+        self._check_all([job for job in new.values() if job.code is None])
+        self._jobs |= new
+        for job in new.values():
             if not self.interrupted:
                 self._run(job)
         for job in jobs:
-            if searched and (twin := self._twin(job, [])) is not None:
-                job.code = twin.code
-                job.result = twin.result
-                job.reason = twin.reason
-
-    def _twin(self, job: SweepJob, more: Sequence[SweepJob]) -> SweepJob | None:
-        """The first job with the same settings."""
-        known = (*self._jobs, *more)
-        return next((other for other in known if other.config == job.config), None)
+            twin = self._jobs[job.config.run_dir]
+            job.code, job.result, job.reason = twin.code, twin.result, twin.reason
 
     def _check_all(self, jobs: Sequence[SweepJob]) -> None:
-        taken = Counter(job.config.run_dir for job in [*self._jobs, *jobs])
         refused: dict[str, list[str]] = {}
         codes = []
         for job in jobs:
             try:
-                self._check_name(job.config, taken[job.config.run_dir])
                 self._check(job.config)
                 _recall(job)
                 self._examine_once(job.config)
@@ -111,14 +106,6 @@ class Sweep:
             refusal = ConfigError(_refusals(refused, len(jobs)))
             refusal.exit_code = codes[0]
             raise refusal
-
-    @staticmethod
-    def _check_name(config: Config, number: int) -> None:
-        if number > 1:
-            raise ConfigError(
-                f"run.name = {config.run.name} is the name of {number} jobs. Give each value once, or include the "
-                f"swept settings: 'run.name=NAME-${{optim.lr}}'."
-            )
 
     def _examine_once(self, config: Config) -> None:
         """Jobs often share data and augmentation, and reading a large data set takes minutes."""
@@ -133,10 +120,8 @@ class Sweep:
     def _run(self, job: SweepJob) -> None:
         if job.code is not None:
             return
-        print(
-            f"job {self._jobs.index(job) + 1} of {len(self._jobs)}: {job.config.run_dir}",
-            flush=True,
-        )
+        number = list(self._jobs.values()).index(job) + 1
+        print(f"job {number} of {len(self._jobs)}: {job.config.run_dir}", flush=True)
         try:
             job.code = self._train(job.config)
         except SegpipeError as error:
@@ -156,31 +141,34 @@ class Sweep:
             job.result = json.loads((job.config.run_dir / "result.json").read_bytes())
 
     def finish(self) -> int:
-        """Print a table of all jobs, the best one, and the spread over the seeds of each recipe; returns the first
-        exit code that is not 0."""
-        if not self._jobs:
+        """Print a table of all jobs, the best one, and means over seeds; returns the first exit code that is not 0."""
+        jobs = list(self._jobs.values())
+        if not jobs:
             return 0
         console = Console(markup=False, highlight=False, emoji=False)
         if not console.is_terminal:
             console.width = 10**4  # a table is as wide as it needs
-        console.print(_table(self._jobs))
-        for job in self._jobs:
+        console.print(_table(jobs))
+        for job in jobs:
             if job.reason:
                 console.print(f"{job.config.run.name}: {job.reason}", soft_wrap=True)
-        scored = [job for job in self._jobs if job.miou is not None]
+        scored = [job for job in jobs if job.miou is not None]
         if len(scored) > 1:
             best = max(scored, key=lambda job: job.miou or 0.0)
             console.print(
                 f"best: {best.config.run_dir}  mIoU {100 * (best.miou or 0.0):.2f} %  {best.swept}"
             )
-        for title, results in _by_recipe(scored):
-            console.print(_spread(title, results))
+        rows = [read_row(job.config.run_dir, job.config.run.name) for job in scored]
+        for by in REPEATS:
+            groups = [group for group in grouped(rows, by) if len(group.scores) > 1]
+            if groups:
+                console.print(group_table(groups, console.width))
         if self.interrupted:
             print(
                 "the sweep was interrupted. The same command with run.exists=resume continues it.",
                 file=sys.stderr,
             )
-        return next((job.code for job in self._jobs if job.code), 0)
+        return next((job.code for job in jobs if job.code), 0)
 
 
 def _recall(job: SweepJob) -> None:
@@ -222,49 +210,6 @@ def _table(jobs: Sequence[SweepJob]) -> Table:
         code = "not started" if job.code is None else str(job.code)
         table.add_row(job.config.run.name, job.swept, score, code)
     return table
-
-
-def _by_recipe(jobs: Sequence[SweepJob]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Results of each recipe with more than one run, under the settings in which the recipes differ."""
-    groups: dict[str, list[SweepJob]] = {}
-    for job in jobs:
-        settings = recipe(job.config)
-        for key in REPEATS:
-            settings.pop(key, None)
-        groups.setdefault(json.dumps(settings, sort_keys=True), []).append(job)
-    recipes = [json.loads(key) for key in groups]
-    for settings, members in zip(recipes, groups.values(), strict=True):
-        if len(members) > 1:
-            differing = [
-                f"{key}={value}"
-                for key, value in settings.items()
-                if any(other.get(key) != value for other in recipes)
-            ]
-            held_out = {job.config.data.hold_out for job in members}
-            repeated = "held-out sequences" if len(held_out) > 1 else "seeds"
-            of = f" of {', '.join(differing)}" if differing else ""
-            title = f"{len(members)} {repeated}{of}: IoU in %"
-            yield title, [job.result for job in members if job.result is not None]
-
-
-def _spread(title: str, results: list[dict[str, Any]]) -> Table:
-    """Mean and range of mIoU and of each class's IoU over the runs of a recipe."""
-    columns = ("class", "mean", "lowest", "highest", "range")
-    table = Table(*columns, title=title, title_justify="left")
-    for name in results[0]["iou"]:
-        _add_spread(table, name, [result["iou"].get(name) for result in results])
-    table.add_section()
-    _add_spread(table, "mean of classes", [result["miou"] for result in results])
-    return table
-
-
-def _add_spread(table: Table, name: str, scores: Sequence[float | None]) -> None:
-    known = [100 * score for score in scores if score is not None]
-    if known:
-        low = min(known)
-        high = max(known)
-        cells = (fmean(known), low, high, high - low)
-        table.add_row(name, *(f"{number:.2f}" for number in cells))
 
 
 def distinct(

@@ -86,7 +86,7 @@ class Artifact:
     shapes: Shapes
     golden: Golden
     model_id: str
-    weights_digest: str
+    ema_digest: str
     requires: dict[str, str]  # the oldest version of an engine
     num_files: int
 
@@ -160,7 +160,7 @@ def _artifact(
         shapes=shapes,
         golden=_golden(folder, manifest, shapes, sums, manifest["files"][name]),
         model_id=f"{manifest['model']}-{precision}-{sums[name][:12]}",
-        weights_digest=str(manifest["source"]["weights_digest"]),
+        ema_digest=str(manifest["source"]["ema_digest"]),
         requires=dict(manifest.get("requires", {})),
         num_files=len(sums),
     )

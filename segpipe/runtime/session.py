@@ -172,11 +172,11 @@ class Session:
 def _check_identity(artifact: Artifact, engine: Engine) -> None:
     """Compare the weights digest inside the file with the manifest's: files of two exports have valid checksums too."""
     try:
-        found = json.loads(engine.metadata(MANIFEST_KEY))["source"]["weights_digest"]
+        found = json.loads(engine.metadata(MANIFEST_KEY))["source"]["ema_digest"]
     except (ValueError, KeyError, TypeError, RecursionError):
         found = "unknown"
-    if found != artifact.weights_digest:
+    if found != artifact.ema_digest:
         raise ArtifactError(
             f"the ONNX file in {artifact.folder} holds weights {found}, but the manifest describes "
-            f"{artifact.weights_digest}. {EXPORT_AGAIN}"
+            f"{artifact.ema_digest}. {EXPORT_AGAIN}"
         )

@@ -3,274 +3,238 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, refuse
 from segpipe.settings.config import SETTINGS, flat
 from segpipe.settings.groups import FILE_SETS, STEPS
-from segpipe.settings.setting import nearest
+from segpipe.settings.setting import Setting, nearest
 
 if TYPE_CHECKING:
     from segpipe.settings.config import Config
     from segpipe.settings.groups import DataConfig, ExportConfig
 
-MIX_KEYS = ("root", "name", "weight", "map", "classes", "split")
+# Of an entry of data.mix.
+MIX = {
+    entry.key: entry
+    for entry in (
+        Setting("root", "", "folder"),
+        replace(SETTINGS["data.name"], key="name"),
+        Setting("weight", 1.0, "share of the samples", low=1e-9, high=1e9),
+        Setting("map", {}, "{class of this set: class of the shared table}"),
+        Setting("classes", "", "class table"),
+        Setting("split", "", "split that validation reads"),
+    )
+}
 
 
 def check(config: Config, *, world_size: int) -> None:
-    """Raise ConfigError for the first setting that a run could not work with. Reads no files."""
-    for key, value in flat(config).items():
-        if problem := SETTINGS[key].problem(value):
-            raise ConfigError(problem)
-    _check_names(config)
-    _check_delivery(config.data)
-    _check_sequences(config.data)
-    _check_start(config)
-    _check_processes(config, world_size)
-    for key, args, name in (
-        ("loss.args", config.loss.args, config.loss.name),
-        ("data.args", config.data.args, config.data.name),
-    ):
-        if args and ":" not in name:
-            raise ConfigError(
-                f"{key} = {args}, but {name} takes none: only plug-ins (package.module:Name) do."
-            )
-    _check_loss(config)
-    _check_length(config)
+    """Raise ConfigError with a line for each setting that a run could not work with. Reads no files."""
+    ranges = (SETTINGS[key].problem(value) for key, value in flat(config).items())
+    refuse(filter(None, ranges))  # what follows needs sound values
+    refuse(_contradictions(config, world_size))
+
+
+def _contradictions(config: Config, world_size: int) -> Iterator[str]:
+    yield from _names(config)
+    yield from _delivery(config.data)
+    yield from _sequences(config.data)
+    yield from _start(config)
+    yield from _processes(config, world_size)
+    yield from _plugins(config)
+    yield from _loss(config)
+    yield from _length(config)
     low, high = config.augment.scale
     if low > high:
-        raise ConfigError(
-            f"augment.scale = {config.augment.scale}, but [smallest, largest] was needed."
-        )
+        yield f"augment.scale = {config.augment.scale}, but [smallest, largest] was needed."
     if config.augment.color_on == "device" and config.augment.extra:
-        raise ConfigError(
+        yield (
             f"augment.color_on = device, but augment.extra = {config.augment.extra} comes after color and needs the "
             f"colored pixels in the loader process. Set augment.color_on=worker, or augment.extra=[]."
         )
-    for problem in export_problems(config.export):
-        raise ConfigError(problem)
+    yield from export_problems(config.export)
 
 
-def _check_loss(config: Config) -> None:
+def _plugins(config: Config) -> Iterator[str]:
+    for group, part in (("loss", config.loss), ("data", config.data)):
+        if part.args and ":" not in part.name:
+            yield f"{group}.args = {part.args}, but {part.name} takes none: only plug-ins (package.module:Name) do."
+
+
+def _loss(config: Config) -> Iterator[str]:
     loss, device = config.loss, config.compute.device
     if ":" in loss.name:
         if loss.label_smoothing:
-            raise ConfigError(
+            yield (
                 f"loss.label_smoothing = {loss.label_smoothing}, but {loss.name} is your own loss. Smooth there, and "
                 f"set loss.label_smoothing=0."
             )
         if loss.backend not in ("auto", "plain"):
-            raise ConfigError(
+            yield (
                 f"loss.backend = {loss.backend}, but {loss.name} takes logits at full resolution. Set "
                 f"loss.backend=auto."
             )
     if (loss.backend, device) in (("native", "cuda"), ("triton", "cpu")):
-        raise ConfigError(
+        yield (
             f"loss.backend = {loss.backend}, but compute.device = {device}: native runs on CPUs, triton on CUDA. Set "
             f"loss.backend=auto."
         )
 
 
-def _check_length(config: Config) -> None:
+def _length(config: Config) -> Iterator[str]:
     train, schedule_steps = config.train, config.optim.schedule_steps
     if train.epochs and train.steps not in (0, STEPS):
-        raise ConfigError(
+        yield (
             f"train.steps = {train.steps} and train.epochs = {train.epochs}. Set one of them; if an experiment sets "
             f"train.steps, train.steps=0 leaves it to train.epochs."
         )
     if train.patience and not train.validate_every:
-        raise ConfigError(
+        yield (
             f"train.patience = {train.patience}, but train.validate_every = 0: there is no validation before the end. "
             f"Set train.validate_every to a number of updates."
         )
     if train.epochs:  # the number of updates is not known yet
         return
     if not train.steps:
-        raise ConfigError(
-            "train.steps = 0, but a number of updates was needed. Set it, or train.epochs."
-        )
+        yield "train.steps = 0, but a number of updates was needed. Set it, or train.epochs."
     earliest = (train.patience + 1) * train.validate_every
     if train.patience and earliest >= train.steps:
-        raise ConfigError(
+        yield (
             f"train.patience = {train.patience} and train.validate_every = {train.validate_every}: training could stop "
             f"after {earliest} updates at the earliest, but ends after train.steps = {train.steps}. Lower one of them."
         )
     if 0 < schedule_steps < train.steps:
-        raise ConfigError(
+        yield (
             f"optim.schedule_steps = {schedule_steps}, but the run has train.steps = {train.steps} updates: the "
             f"last ones would have a learning rate of 0. Set optim.schedule_steps=0, or at least train.steps."
         )
 
 
-def _check_names(config: Config) -> None:
-    for part in (config.run.name, *Path(config.run.name).parts):
-        if (
-            not part
-            or part in (".", "..")
-            or part.startswith("/")
-            or not part.isprintable()
-        ):
-            raise ConfigError(
-                f"run.name = {config.run.name!r} must name a folder below run.root = {config.run.root}."
-            )
-    for problem in mix_problems(config.data):
-        raise ConfigError(problem)
+def _names(config: Config) -> Iterator[str]:
+    name = config.run.name
+    parts = Path(name).parts
+    if not parts or {"..", "/"} & set(parts) or not name.isprintable():
+        yield f"run.name = {name!r} must name a folder below run.root = {config.run.root}."
+    yield from filter(None, _mixture(config.data))
     if config.data.name in FILE_SETS and not config.data.root and not config.data.mix:
-        raise ConfigError(
-            f"data.root is empty, but data={config.data.name} reads files. Set data.root=FOLDER."
-        )
+        yield f"data.root is empty, but data={config.data.name} reads files. Set data.root=FOLDER."
     for key, value in (("images", config.data.images), ("masks", config.data.masks)):
         if value and config.data.name not in FILE_SETS:
-            raise ConfigError(
-                f"data.{key} = {value}, but only data in files reads it. Remove it, or set data=folder."
-            )
+            yield f"data.{key} = {value}, but only data in files reads it. Remove it, or set data=folder."
 
 
-def _check_delivery(data: DataConfig) -> None:
+def _delivery(data: DataConfig) -> Iterator[str]:
     if (
         data.pack != "off"
         and not data.mix
         and (data.name == "synthetic" or ":" in data.name)
     ):
-        raise ConfigError(
+        yield (
             f"data.pack = {data.pack}, but the samples of data={data.name} do not lie in files. Set data.pack=off; "
             f"data.cache_mib keeps them in memory."
         )
     if not data.pack:
-        raise ConfigError("data.pack is empty, but off, auto or a folder was needed.")
+        yield ("data.pack is empty, but off, auto or a folder was needed.")
     if data.pack_images != "raw" and data.pack == "off":
-        raise ConfigError(
-            f"data.pack_images = {data.pack_images}, but data.pack = off. Set data.pack=auto."
-        )
+        yield f"data.pack_images = {data.pack_images}, but data.pack = off. Set data.pack=auto."
 
 
-def mix_problems(data: DataConfig) -> list[str]:
-    """What is wrong with the entries of data.mix, one sentence each, as far as no file is needed to tell."""
-    found = []
+def _mixture(data: DataConfig) -> Iterator[str]:
+    """What is wrong with the entries of data.mix, as far as no file is needed to tell."""
     for number, entry in enumerate(data.mix):
         key = f"data.mix[{number}]"
         for name, value in entry.items():
-            if name not in MIX_KEYS:
-                found.append(
-                    f"{key}.{name} is not one of {', '.join(MIX_KEYS)}.{nearest(name, MIX_KEYS)}"
-                )
-            elif name == "weight" and not (
-                type(value) in (int, float) and 0 < value <= 1e9
-            ):
-                found.append(
-                    f"{key}.weight = {value!r}, but a number above 0 was needed: the share of the samples."
-                )
-            elif name == "map" and not (
-                isinstance(value, dict)
-                and all(map(_is_text, (*value, *value.values())))
-            ):
-                found.append(
-                    f"{key}.map = {value!r}, but {{class of this set: class of the shared table}} was needed."
-                )
-            elif name not in ("weight", "map") and not (_is_text(value) and value):
-                found.append(f"{key}.{name} = {value!r}, but text was needed.")
-        kind = replace(SETTINGS["data.name"], key=f"{key}.name")
-        found += (
-            [problem] if (problem := kind.problem(entry.get("name", data.name))) else []
-        )
-        if not entry.get("root") and (
-            entry.get("name") not in (None, "synthetic")
-            or not ("name" in entry or data.root)
-        ):
-            found.append(
-                f"{key} has no root. Set root to the folder of this data set, such as {{root: FOLDER}}."
-            )
+            if name in MIX:
+                yield _entry_problem(replace(MIX[name], key=f"{key}.{name}"), value)
+            else:
+                yield f"{key}.{name} is not one of {', '.join(MIX)}.{nearest(name, MIX)}"
+        is_drawn = entry.get("name") == "synthetic"
+        inherits = data.root and "name" not in entry
+        if not (entry.get("root") or is_drawn or inherits):
+            yield f"{key} has no root. Set root to the folder of this data set, such as {{root: FOLDER}}."
     if 0 < sum("weight" in entry for entry in data.mix) < len(data.mix):
-        found.append(
+        yield (
             "data.mix gives some sets a weight and others none. Give all a weight, or none: then each set counts by "
             "its number of images."
         )
-    return found
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+def _entry_problem(kind: Setting, value: Any) -> str:
+    texts = list(value.values()) if isinstance(value, dict) else [value]
+    if isinstance(kind.default, str | dict) and not all(
+        isinstance(text, str) and text for text in texts
+    ):
+        return f"{kind.key} = {value!r}, but text was needed."
+    try:
+        return kind.problem(kind.convert(value))
+    except ConfigError as error:
+        return str(error)
 
 
-def _check_sequences(data: DataConfig) -> None:
+def _sequences(data: DataConfig) -> Iterator[str]:
     try:
         re.compile(data.sequence)
     except re.error as error:
-        raise ConfigError(
-            f"data.sequence = {data.sequence!r} is not a regular expression: {error}."
-        ) from None
+        yield f"data.sequence = {data.sequence!r} is not a regular expression: {error}."
     if data.hold_out and (data.mix or data.name not in FILE_SETS):
         kind = "data.mix" if data.mix else f"data={data.name}"
-        raise ConfigError(
+        yield (
             f"data.hold_out = {data.hold_out}, but {kind} cannot leave a sequence out, as data=folder and other data "
             f"in files can. Leave it empty."
         )
 
 
-def _check_start(config: Config) -> None:
+def _start(config: Config) -> Iterator[str]:
     model = config.model
     if model.weights_sha256 and not re.fullmatch("[0-9a-f]{64}", model.weights_sha256):
-        raise ConfigError(
-            f"model.weights_sha256 = {model.weights_sha256!r}, but 64 digits 0-9a-f were needed, as sha256sum prints."
-        )
+        yield f"model.weights_sha256 = {model.weights_sha256!r}, but 64 digits 0-9a-f were needed, as sha256sum prints."
     for key in ("weights_sha256", "weights_partial"):
         if getattr(model, key) and not model.weights:
-            raise ConfigError(
-                f"model.{key} is set, but model.weights is empty. Set model.weights=FILE."
-            )
+            yield f"model.{key} is set, but model.weights is empty. Set model.weights=FILE."
     if model.weights and model.name == "timm" and model.args.get("pretrained"):
-        raise ConfigError(
+        yield (
             f"model.weights = {model.weights} and model.args.pretrained = true, but a run starts from one of them. Set "
             f"model.args.pretrained=false."
         )
     if model.freeze and not (
         model.weights or model.args.get("pretrained") or ":" in model.name
     ):
-        raise ConfigError(
+        yield (
             f"model.freeze = {model.freeze}, but without model.weights these parameters would stay at their random "
             f"initial values. Set model.weights=FILE."
         )
-    for pattern, factor in config.optim.lr_scale.items():
-        if isinstance(factor, bool) or not isinstance(factor, int | float):
-            raise ConfigError(
-                f"optim.lr_scale of {pattern!r} is {factor!r}, but a number such as 0.1 was needed."
-            )
 
 
-def _check_processes(config: Config, world_size: int) -> None:
+def _processes(config: Config, world_size: int) -> Iterator[str]:
     compute = config.compute
     if compute.nproc != "auto" and not (
         compute.nproc.isdecimal() and int(compute.nproc) > 0
     ):
-        raise ConfigError(
-            f"compute.nproc = {compute.nproc!r}, but auto or at least 1 was needed."
-        )
+        yield f"compute.nproc = {compute.nproc!r}, but auto or at least 1 was needed."
     if compute.shards < world_size:
-        raise ConfigError(
+        yield (
             f"compute.shards = {compute.shards}, but there are {world_size} processes and each needs a shard. Start at "
             f"most {compute.shards} processes, or set compute.shards={world_size} (another global batch)."
         )
     if compute.mode in ("off", "ddp") and compute.shards % world_size:
-        raise ConfigError(
+        yield (
             f"compute.shards = {compute.shards} cannot be divided among {world_size} processes, and compute.mode = "
             f"{compute.mode} gives all of them equal batches. Use compute.mode=elastic, which takes any number of "
             f"processes up to {compute.shards}, or a number that divides it."
         )
     for name in ("compile", "cuda_graph"):
         if getattr(compute, name) and compute.mode != "elastic":
-            raise ConfigError(
+            yield (
                 f"compute.{name} = true, but compute.mode = {compute.mode}: DDP needs the gradients one by one, and an "
                 f"audit the layers. Set compute.mode=elastic or compute.{name}=false."
             )
     if compute.compile and compute.cuda_graph:
-        raise ConfigError(
-            "compute.compile = true and compute.cuda_graph = true: set one of them to false."
-        )
+        yield "compute.compile = true and compute.cuda_graph = true: set one of them to false."
     if config.model.norm == "sync" and compute.mode in ("elastic", "audit"):
-        raise ConfigError(
+        yield (
             f"model.norm = sync, but compute.mode = {compute.mode} promises the same bits for any number of processes, "
             f"which is impossible with statistics over all ranks. Set compute.mode=ddp or model.norm=batch."
         )

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, refuse
 from segpipe.settings.groups import (
     AugmentConfig,
     CheckpointConfig,
@@ -29,7 +28,7 @@ from segpipe.settings.groups import (
     TrackConfig,
     TrainConfig,
 )
-from segpipe.settings.setting import brief, declared, group, nearest, setting, shown
+from segpipe.settings.setting import declared, group, nearest, setting
 
 
 @dataclass
@@ -73,6 +72,9 @@ class Config:
 
 SETTINGS = {entry.key: entry for entry in declared(Config)}
 
+# Groups of files in conf/.
+GROUPS = ("model", "data", "augment", "track", "export", "experiment")
+
 # Settings that hold a mapping: {key}.NAME=VALUE sets one entry.
 MAPPINGS = tuple(
     key for key, entry in SETTINGS.items() if isinstance(entry.default, dict)
@@ -81,22 +83,44 @@ MAPPINGS = tuple(
 # Settings that may change when a run is resumed, because they cannot reach the numbers.
 FREE_KEYS = frozenset(key for key, entry in SETTINGS.items() if entry.free)
 
-# Settings of earlier versions, in whose files they still are, each with the value at which it did nothing.
-REMOVED: dict[str, Any] = {
-    "data.shuffle_labels": False,
-    "data.transport": "ring",
-    "data.on_dead_worker": "fail",
-}
-
 
 def from_mapping(values: Mapping[str, Any]) -> Config:
     """Config from nested mappings, as composed by Hydra or stored in a checkpoint.
 
-    Raises ConfigError for an unknown key, with the nearest valid one, and for a value of the wrong type.
+    Raises ConfigError with a line for each unknown key, with the nearest valid one, and each value of the wrong type.
     """
-    built = _build(Config, values, "")
+    problems: list[str] = []
+    built = _build(Config, values, "", problems)
+    refuse(problems)
     assert isinstance(built, Config)
     return built
+
+
+def _build(
+    kind: type, values: Mapping[str, Any], prefix: str, problems: list[str]
+) -> Any:
+    built = kind()
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        default = vars(built).get(name)
+        if key in SETTINGS:
+            try:
+                setattr(built, name, SETTINGS[key].convert(value))
+            except ConfigError as error:
+                problems.append(str(error))
+        elif is_dataclass(default) and isinstance(value, Mapping):
+            setattr(built, name, _build(type(default), value, f"{key}.", problems))
+        else:
+            problems.append(no_setting(key))
+    return built
+
+
+def no_setting(key: str) -> str:
+    """Why `key` cannot be set: a group, or unknown."""
+    inside = [known for known in SETTINGS if known.startswith(f"{key}.")]
+    if inside:
+        return f"{key} is a group of settings. Set one of them, such as {inside[0]}."
+    return f"{key} is not a setting of segpipe.{nearest(key, [*SETTINGS, *GROUPS])}"
 
 
 def saved_config(folder: Path) -> Config:
@@ -108,99 +132,6 @@ def saved_config(folder: Path) -> Config:
         raise ConfigError(
             f"{path} is not the configuration of a run: {error}"
         ) from error
-
-
-def _build(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
-    built = kind()
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if name not in vars(built):
-            _check_removed(key, value)
-            continue
-        default = getattr(built, name)
-        if not is_dataclass(default):
-            setattr(built, name, convert(key, value, default))
-        elif isinstance(value, Mapping):
-            setattr(built, name, _build(type(default), value, f"{key}."))
-        else:
-            raise ConfigError(
-                f"{key} = {value!r}, but {key} is a group of settings. Set one of "
-                f"them, such as {key}.name."
-            )
-    return built
-
-
-def _check_removed(key: str, value: Any) -> None:
-    """Raise ConfigError for a key that this version does not have, unless it is from an earlier one and did nothing."""
-    if key not in REMOVED:
-        raise ConfigError(
-            f"{key} is not a setting of segpipe.{nearest(key, list(SETTINGS))}"
-        )
-    if value != REMOVED[key]:
-        raise ConfigError(
-            f"{key} = {value!r} is a setting of an earlier version. This version "
-            f"cannot do it."
-        )
-
-
-def convert(key: str, value: Any, default: Any) -> Any:
-    """`value` as the type of `default`; a number given for a text (`compute.nproc=4`) becomes text.
-
-    Raises ConfigError for a value that does not fit.
-    """
-    entry = SETTINGS.get(key)
-    if isinstance(default, dict):
-        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-            return dict(value)
-        raise _unfit(key, value, "a mapping such as {name: value}")
-    if isinstance(default, list):
-        kind = default[0] if default else {} if entry and entry.mappings else ""
-        if isinstance(value, list | tuple) and (value or not default):
-            return _converted_items(key, value, kind)
-        raise _unfit(key, value, f"a list such as {default or [kind or 'name']}")
-    is_list = isinstance(value, list | tuple) and bool(value)
-    if entry and (entry.numbers or entry.several) and is_list:
-        return _converted_items(key, value, 1.0 if entry.numbers else "")
-    kinds: dict[type, Any] = {
-        bool: bool,
-        float: int | float,
-        int: int,
-        str: str | int | float,
-    }
-    fits = isinstance(value, kinds[type(default)])
-    if isinstance(value, bool) and not isinstance(default, bool):
-        fits = False
-    if isinstance(default, float) and fits:
-        fits = abs(value) <= sys.float_info.max
-    if not fits:
-        raise _unfit(key, value, _needed(key, default), _example(value, default))
-    return type(default)(value)
-
-
-def _converted_items(key: str, values: Sequence[Any], kind: Any) -> list[Any]:
-    return [convert(f"{key}[{place}]", item, kind) for place, item in enumerate(values)]
-
-
-def _unfit(key: str, value: Any, needed: str, example: str = "") -> ConfigError:
-    such = f", such as {example}" if example else ""
-    return ConfigError(f"{key} = {brief(value)}, but {needed} was needed{such}.")
-
-
-def _needed(key: str, default: Any) -> str:
-    """Type and range of a setting."""
-    entry = SETTINGS.get(key.partition("[")[0])
-    kinds = {float: "a number", int: "a whole number", bool: "true or false"}
-    valid = f" of {entry.valid}" if entry and entry.valid and not entry.choices else ""
-    return kinds.get(type(default), "text") + valid
-
-
-def _example(value: Any, default: Any) -> str:
-    """The value itself, if it only has to be written in another way; the default otherwise, if there is one."""
-    if type(default) is int and isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    if isinstance(default, bool):
-        return shown(default)
-    return repr(default) if default != "" else ""
 
 
 def to_mapping(config: Config) -> dict[str, Any]:
@@ -238,18 +169,9 @@ def course(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_this_version(found: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as this version would write it: an earlier one had no later settings, and removed ones that did nothing.
-
-    A removed setting that did something stays.
-    """
-    kept = {
-        key: value
-        for key, value in found.items()
-        if key not in REMOVED or value != REMOVED[key]
-    }
-    return {
-        key: entry.default for key, entry in SETTINGS.items() if not entry.free
-    } | kept
+    """A recipe as this version would write it: an earlier one lacks later settings."""
+    defaults = {key: entry.default for key, entry in SETTINGS.items() if not entry.free}
+    return defaults | dict(found)
 
 
 def changed_course(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -308,7 +308,8 @@ class LossConfig:
         free=True,
     )
     teacher_sha256: str = setting(
-        "", "SHA-256 that the checkpoint of loss.teacher must have; filled in at the start"
+        "",
+        "SHA-256 that the checkpoint of loss.teacher must have; filled in at the start",
     )
     teacher_weight: float = setting(
         1.0, "weight of the divergence from the teacher", low=0, high=1e6
@@ -520,6 +521,11 @@ class ExportConfig:
         [],
         "engines besides onnxruntime in which every ONNX file must pass the gates",
         choices=("openvino",),
+    )
+    mask_stride: int = setting(
+        1,
+        "1: masks of the image's size; the network's output stride: smaller masks, without the last upsampling",
+        low=1,
     )
     images: int = setting(
         ENOUGH_IMAGES, "validation images that the gates compare", low=1

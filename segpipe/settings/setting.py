@@ -5,13 +5,23 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from segpipe.errors import did_you_mean
+from segpipe.errors import ConfigError, did_you_mean
+
+# What a value of a type may be given as, and how a message calls it.
+KINDS: dict[type, tuple[Any, str]] = {
+    bool: (bool, "true or false"),
+    int: (int, "a whole number"),
+    float: (int | float, "a number"),
+    str: (str | int | float, "text"),
+}
 
 
 @dataclass(frozen=True)
@@ -32,10 +42,14 @@ class Setting:
     family: tuple[str, str] = ("", "")
     several: bool = False  # a list of the choices is valid, too
     mappings: bool = False  # a list of mappings, empty by default
-    ending: str = ""  # of the name of a file
     # An import path package.module:Name is valid, too; its form is checked where it is
     # imported.
     plugin: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """Whether every value is text, taken as it was typed."""
+        return isinstance(self.default, str) and not (self.numbers or self.several)
 
     @property
     def valid(self) -> str:
@@ -59,49 +73,82 @@ class Setting:
         own = ["or package.module:Name of your own"] if self.plugin else []
         return ", ".join([*self.choices, *family, *own])
 
+    def convert(self, value: Any) -> Any:
+        """`value` as the type of the default; a number given for a text (`compute.nproc=4`) becomes text.
+
+        Raises ConfigError for a value of another type.
+        """
+        default = self.default
+        if isinstance(default, dict):
+            if isinstance(value, Mapping) and all(
+                isinstance(key, str) for key in value
+            ):
+                return {key: self._entry(key, each) for key, each in value.items()}
+            raise self._unfit(value, "a mapping such as {name: value}")
+        if isinstance(default, list) or self.numbers or self.several:
+            item: Any = 1.0 if self.numbers else {} if self.mappings else ""
+            if isinstance(default, list) and default:
+                item = default[0]
+            if isinstance(value, list | tuple) and (value or default == []):
+                one = replace(
+                    self, default=item, numbers=False, several=False, choices=()
+                )
+                return [
+                    replace(one, key=f"{self.key}[{place}]").convert(each)
+                    for place, each in enumerate(value)
+                ]
+        if isinstance(default, list):
+            raise self._unfit(value, f"a list such as {default or [item or 'name']}")
+        accepted, name = KINDS[type(default)]
+        fits = isinstance(value, accepted)
+        if isinstance(value, bool) != isinstance(default, bool):
+            fits = False
+        if fits and isinstance(default, float):
+            fits = abs(value) <= sys.float_info.max
+        if not fits:
+            of = f" of {self.valid}" if self.valid and not self.choices else ""
+            example = f", such as {shown(default)}" if default != "" else ""
+            raise self._unfit(value, name + of, example)
+        return type(default)(value)
+
+    def _entry(self, name: str, value: Any) -> Any:
+        """A value of a mapping: a number where the range is limited."""
+        if math.isinf(self.low):
+            return value
+        return replace(self, key=f"{self.key}.{name}", default=1.0).convert(value)
+
+    def _unfit(self, value: Any, needed: str, example: str = "") -> ConfigError:
+        return ConfigError(
+            f"{self.key} = {brief(value)}, but {needed} was needed{example}."
+        )
+
     def problem(self, value: Any) -> str:
         """What is wrong with `value`, which has the right type; empty when it is valid."""
-        if self.ending and value and not value.endswith(self.ending):
-            return f"{self.key} = {value}, but a file that ends in {self.ending} was needed."
-        items = self._items(value)
+        items = value if isinstance(value, list) else [value]
+        if isinstance(value, dict):
+            items = list(value.values()) if math.isfinite(self.low) else []
         if self.length and len(items) != self.length:
             return (
                 f"{self.key} = {value}, but {self.length} values were needed, such as "
                 f"{self.default}."
             )
         for item in items:
-            if problem := self._problem_of_item(item, value):
-                return problem
+            if isinstance(item, str):
+                if not self._is_choice(item):
+                    return (
+                        f"{self.key} = {item!r} is not one of {self._names}."
+                        f"{nearest(item, self.choices)}"
+                    )
+            elif not self.mappings and not self.low <= item <= self.high:
+                return f"{self.key} = {brief(value)}, but a value of {self.valid} was needed."
         if items and isinstance(items[0], str) and len(set(items)) < len(items):
             return f"{self.key} = {value} names one twice. Give each name once."
         return ""
 
-    def _items(self, value: Any) -> list[Any]:
-        """What `choices` and the range hold for."""
-        if self.mappings:
-            return []
-        if isinstance(value, dict):
-            return list(value.values()) if math.isfinite(self.low) else []
-        return value if isinstance(value, list) else [value]
-
-    def _problem_of_item(self, item: Any, value: Any) -> str:
-        is_name = isinstance(item, str)
-        if self.choices and item not in self.choices:
-            is_number = self.numbers and isinstance(value, list)
-            in_family = not is_number and re.fullmatch(self.family[1], item)
-            if not is_number and not in_family and not (self.plugin and ":" in item):
-                return (
-                    f"{self.key} = {item!r} is not one of {self._names}."
-                    f"{nearest(item, self.choices)}"
-                )
-        if is_name or self.low <= item <= self.high:
-            return ""
-        needed = (
-            f"values of {self.valid} were"
-            if self.length
-            else f"a value of {self.valid} was"
-        )
-        return f"{self.key} = {brief(value)}, but {needed} needed."
+    def _is_choice(self, name: str) -> bool:
+        if not self.choices or name in self.choices or (self.plugin and ":" in name):
+            return True
+        return bool(re.fullmatch(self.family[1], name))
 
 
 def setting(default: Any, doc: str, **properties: Any) -> Any:
@@ -145,15 +192,21 @@ def brief(value: Any) -> str:
 def nearest(word: str, choices: Iterable[str]) -> str:
     """A sentence that names the choice nearest to `word`, with a leading space; empty if none is alike.
 
-    Knows what other trainers call a setting, in any group and spelling: `train.batchSize`.
+    Finds a setting in any group and spelling, and by its name in other trainers: `train.batchSize`.
     """
+    choices = list(choices)
     leaf = word.rpartition(".")[2].replace("-", "_")
     snake = re.sub("([A-Z])", r"_\1", leaf).lower().lstrip("_")
-    choices = list(choices)
     for key, terms in terms_elsewhere().items():
         if snake in terms and key in choices:
             return f" Did you mean {key}?"
-    return did_you_mean(word, choices)
+    leaves = [key.rpartition(".")[2] for key in choices]
+    if leaves.count(leaf) == 1 and word.count(".") < 2:
+        return f" Did you mean {choices[leaves.index(leaf)]}?"
+    if hint := did_you_mean(word, choices):
+        return hint
+    close = get_close_matches(leaf, leaves, 1)
+    return f" Did you mean {choices[leaves.index(close[0])]}?" if close else ""
 
 
 @cache

@@ -52,7 +52,7 @@ class TrainedNetwork:
     preprocess: Preprocess
     config: Config
     classes: ClassTable
-    weights_digest: str
+    ema_digest: str
     step: int
     # Of the settings as the file has them, which may be an earlier version's.
     config_hash: str = ""
@@ -303,7 +303,7 @@ def load_network(run: Path, which: str = "best") -> TrainedNetwork:
         preprocess=Preprocess(),
         config=config,
         classes=classes,
-        weights_digest=state["digests"]["ema"],
+        ema_digest=state["digests"]["ema"],
         step=int(state["step"]),
         config_hash=config_hash(state["config"]),
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from segpipe.data import frequency
-from segpipe.data.samples import open_samples
+from segpipe.data.samples import Splits, open_splits
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import agree_on_step, common_fingerprint
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
@@ -22,16 +22,15 @@ from segpipe.losses.total import backend
 from segpipe.models.preprocess import Preprocess
 from segpipe.plugins import is_path
 from segpipe.settings.config import Config, to_mapping
-from segpipe.train import checkpoint, state
+from segpipe.train import checkpoint
 from segpipe.train.batches import counted, loss_weights, shard_stream
-from segpipe.train.forward import autocast
 from segpipe.train.metrics import miou, summary
 from segpipe.train.recorder import keeps_ledger, open_watch
 from segpipe.train.result import check_space, header, result_of
-from segpipe.train.start import WEIGHTS, read_start
+from segpipe.train.start import WEIGHTS, read_start, teacher_of
+from segpipe.train.state import TrainState, build_state
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
-from segpipe.train.teacher import teacher_of
 from segpipe.train.training import OpenOutputs, Run
 from segpipe.train.validate import Validation, validate
 
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from segpipe.data.frequency import PixelCounts
     from segpipe.data.loader import ShardBatch
     from segpipe.distributed.group import Group
-    from segpipe.train.state import TrainState
 
 
 def train(
@@ -49,16 +47,19 @@ def train(
     group: Group,
     open_outputs: OpenOutputs,
     *,
+    splits: Splits | None = None,
     git: dict[str, Any] | None = None,
 ) -> tuple[Run, Validation, dict[str, Any]]:
     """Train, validate and write the run's files; returns the run, its last validation and the content of result.json.
 
-    git: commit and whether files differ from it, for result.json; None if unknown.
+    splits: the data, if this process has opened it already. git: commit and whether files differ from it, for
+    result.json; None if unknown.
 
     Raises ConfigError and DataError before the first step, NumericsError on a loss that is not finite, Interrupted
     after Ctrl-C, when last.pt has been written.
     """
-    run, stream, notes = _open(config, group, open_outputs)
+    flags.apply(config.compute.threads, config.compute.mode)
+    run, stream, notes = _open(config, group, open_outputs, splits)
     exit_code = 1
     try:
         with run.view:
@@ -85,101 +86,96 @@ def train(
 
 
 def _open(
-    config: Config, group: Group, open_outputs: OpenOutputs
+    config: Config, group: Group, open_outputs: OpenOutputs, splits: Splits | None
 ) -> tuple[Run, Generator[ShardBatch, None, None], list[str]]:
     """The run at the step at which it starts or resumes, its batches, and notes for the user."""
-    started_before = (config.run_dir / "config.json").is_file()
-    flags.apply(config.compute.threads, config.compute.mode)
-    train_samples = open_samples(config.data, "train", config.seed)
-    current, found, fingerprint, notes = _start(config, group, train_samples.classes)
-    val_samples = open_samples(config.data, config.data.split, config.seed)
-    source = found.path if found else config.run_dir / "last.pt"
-    agree_on_step(source, current.step, group)
-    group.together(lambda: check_space(config, current, group))
+    data = splits or open_splits(config)
+    resumes = config.run.exists == "resume"
+    notes = []
+    if resumes and (config.run_dir / "config.json").is_file():
+        notes = [f"{config.run_dir} holds no checkpoint yet: the run starts at step 0"]
+    found = checkpoint.newest_whole(config.run_dir) if resumes else None
+    state, fingerprint, warnings = _start(config, group, data.train.classes, found)
+    done = state.step if found else None
+    if found:
+        notes = [f"resuming {config.run_dir} at step {done}"]
+    agree_on_step(
+        found.path if found else config.run_dir / "last.pt", state.step, group
+    )
+    group.together(lambda: check_space(config, state, group))
 
-    done = current.step if found else None
-    counts, stream = _batches(config, group, train_samples, done)
-    view, log = open_outputs(done)
+    counts = _counts(config, group, data.train, found)
+    steps = range(state.step, config.train.steps)
+    stream = shard_stream(config, group, data.train, steps, counts)
+    view, log = open_outputs(done)  # clears the folder of an earlier run
     if group.is_main:
-        _write_origin(config, current, found, counts)
-        splits = {"train": train_samples, config.data.split: val_samples}
+        _write_origin(config, state, found, counts)
         ledger = keeps_ledger(config)
-        inputs.record(config, splits, fresh=not found, ledger=ledger)
+        inputs.record(config, data, fresh=not found, ledger=ledger)
     group.keep_stacks(config.run_dir)
-    watch = open_watch(config, group, current, train_samples, fingerprint)
     run = Run(
         config,
         group,
-        train_samples,
-        val_samples,
+        data.train,
+        data.val,
         counts,
-        current,
+        state,
         fingerprint,
-        watch,
+        open_watch(config, group, state, data.train, fingerprint),
         view,
         log,
         saved=done if found and not found.note else None,
     )
-    if done is not None:
-        notes.append(f"resuming {config.run_dir} at step {done}")
-    elif started_before and config.run.exists == "resume":
-        notes.append(
-            f"{config.run_dir} holds no checkpoint yet: the run starts again at step 0"
-        )
-    about = header(config, group, train_samples, val_samples, current.model)
-    return run, stream, [*current.notes, about, *notes]
+    about = header(config, group, data.train, data.val, state.model)
+    return run, stream, [*state.notes, about, *warnings, *notes]
 
 
 def _start(
-    config: Config, group: Group, classes: ClassTable
-) -> tuple[TrainState, checkpoint.Found | None, dict[str, Any], list[str]]:
-    """The state, fresh or that of the checkpoint, which comes with it; the fingerprint of rank 0, and notes."""
-    resumes = config.run.exists == "resume"
-    found = checkpoint.newest_whole(config.run_dir) if resumes else None
+    config: Config, group: Group, classes: ClassTable, found: checkpoint.Found | None
+) -> tuple[TrainState, dict[str, Any], list[str]]:
+    """The state, fresh or that of the checkpoint; the fingerprint of rank 0, and warnings."""
     weights = None if found else read_start(config, checkpoint.load)
-    current = state.build_state(config, classes, group.device, weights)
-    current.teacher = teacher_of(config, group.device)
+    state = build_state(config, classes, group.device, weights)
+    state.teacher = teacher_of(config, group.device, checkpoint.load_network)
     fingerprint, rank_differences = common_fingerprint(
         config, group, backend(config.loss, group.device.type)
     )
     if found:
         checkpoint.restore(
-            found.path, current, config, classes, fingerprint, saved=found.content
+            found.path, state, config, classes, fingerprint, saved=found.content
         )
         if found.note and group.is_main:
             print(found.note, file=sys.stderr)  # also without train.progress
-    notes = []
+    warnings = []
     precision = config.train.precision
     if group.device.type == "cpu" and flags.emulated(precision):
-        notes.append(
+        warnings.append(
             f"train.precision = {precision} is emulated: this CPU has no instructions for it, and updates "
             f"take many times as long as with train.precision=fp32."
         )
     if rank_differences and config.compute.mode != "off":
-        notes.append(
+        warnings.append(
             f"ranks differ, so another number of processes may give other bits: {'; '.join(rank_differences[:4])}"
         )
-    return current, found, fingerprint, notes
+    return state, fingerprint, warnings
 
 
-def _batches(
-    config: Config, group: Group, samples: DataSet, done: int | None
-) -> tuple[PixelCounts | None, Generator[ShardBatch, None, None]]:
-    """Pixels of each class, if the run needs them, and the shard batches of all updates after `done`."""
+def _counts(
+    config: Config, group: Group, samples: DataSet, found: checkpoint.Found | None
+) -> PixelCounts | None:
+    """Pixels of each class, if the run needs them; a resumed run has those of its folder."""
 
     def say(text: str) -> None:
         if group.is_main and config.train.progress:
             print(text, file=sys.stderr)  # the view is not open yet
 
-    kept = None if done is None else config.run_dir / frequency.FILE_NAME
-    counts = counted(config, group, samples, kept=kept, say=say)
-    steps = range(done or 0, config.train.steps)
-    return counts, shard_stream(config, group, samples, steps, counts)
+    kept = config.run_dir / frequency.FILE_NAME if found else None
+    return counted(config, group, samples, kept=kept, say=say)
 
 
 def _write_origin(
     config: Config,
-    current: TrainState,
+    state: TrainState,
     found: checkpoint.Found | None,
     counts: PixelCounts | None,
 ) -> None:
@@ -188,8 +184,8 @@ def _write_origin(
     longer = found and found.content["config"]["train"]["steps"] != config.train.steps
     if longer or not found:
         write_atomically(folder / "config.json", to_json(to_mapping(config)))
-    if current.weights and not found:
-        write_atomically(folder / WEIGHTS, to_json(current.weights))
+    if state.weights and not found:
+        write_atomically(folder / WEIGHTS, to_json(state.weights))
     kept = folder / frequency.FILE_NAME
     if counts is not None and not (found and kept.is_file()):
         counts.save(kept)
@@ -207,7 +203,7 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> float:
     ):
         while current.step < config.train.steps and not _stopped_early(run):
             shards = [next(stream) for _ in own]
-            check = partial(_check, run, step, shards)
+            check = partial(_check, run, step)
             result = train_step(
                 step, shards, stop=stop.asked, wait=_waits(run), check=check
             )
@@ -271,9 +267,7 @@ def _waits(run: Run) -> bool:
     return run.group.device.type == "cpu" or saves or _logs(config, done)
 
 
-def _check(
-    run: Run, step: TrainStep, shards: Sequence[ShardBatch], result: StepResult
-) -> None:
+def _check(run: Run, step: TrainStep, result: StepResult) -> None:
     """Raises NumericsError when this update, or an earlier one that the host did not check, is not finite."""
     scaler, first_bad = run.state.scaler, int(step.first_bad)
     # The scaler skips an update that overflowed and halves its scale. Below 1 the gradients themselves are not finite.
@@ -284,42 +278,24 @@ def _check(
 
     own = {shard: float(loss) for shard, loss in result.shard_losses.items()}
     bad = [
-        (rank, shard, loss)
+        f"rank {rank} shard {shard} loss {loss}"
         for rank, losses in enumerate(run.group.gather(own))
         for shard, loss in losses.items()
         if not math.isfinite(loss)
     ]
-    named = [f"rank {rank} shard {shard} loss {loss}" for rank, shard, loss in bad[:4]]
-    precision, name = run.config.train.precision, run.config.loss.name
+    named = "; ".join(bad[:4]) or "every loss is finite, a gradient is not"
     good = _last_good_state(run, first_bad)
-    cause = ""
+    config = run.config
+    precision, name = config.train.precision, config.loss.name
     advice = "Lower optim.lr, or set optim.clip_norm=5"
     advice += "." if precision == "fp32" else " or train.precision=fp32."
-    if bad and is_path(name) and _logits_are_finite(run, step, shards):
-        cause = (
-            f"loss.name = {name} returned {bad[0][-1]} for finite logits; "
-            f"`segpipe check-plugin loss.name={name}` tests it. "
-        )
-        advice = "Mend the loss; a lower optim.lr does not help."
+    if is_path(name):
+        advice += f" `segpipe check-plugin loss.name={name}` tests the loss."
     at_scale = f" at loss scale {scale:g}" if scaler.is_enabled() else ""
     raise NumericsError(
-        f"{cause}step {run.state.step}: loss {float(result.loss)}, gradient norm {float(result.grad_norm)} "
-        f"({'; '.join(named) or 'every loss is finite, a gradient is not'}), lr {result.rate:.4g}, precision "
-        f"{precision}{at_scale}. {good} {advice}"
+        f"step {run.state.step}: loss {float(result.loss)}, gradient norm {float(result.grad_norm)} "
+        f"({named}), lr {result.rate:.4g}, precision {precision}{at_scale}. {good} {advice}"
     )
-
-
-def _logits_are_finite(run: Run, step: TrainStep, shards: Sequence[ShardBatch]) -> bool:
-    """Whether the network makes finite logits of these shards, on every rank. A collective; spoils its statistics."""
-    device, model = run.group.device, run.state.model.train()
-    finite = True
-    for batch in shards:
-        color = None if batch.color is None else batch.color.to(device)
-        with torch.no_grad(), autocast(device, run.config.train.precision):
-            image = step.loss.preprocess(batch.image.to(device), color)
-            heads = model.logits(image, aux=True)
-        finite &= all(bool(logits.isfinite().all()) for logits in heads.values())
-    return all(run.group.gather(finite))
 
 
 def _last_good_state(run: Run, first_bad: int) -> str:

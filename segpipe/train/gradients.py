@@ -66,10 +66,12 @@ class BatchLoss:
         self.class_weights = class_weights
         if class_weights is not None:
             self.class_weights = class_weights.to(self.device)
+
         self.preprocess = Preprocess().to(self.device)
         assert bool(config.loss.teacher) == (self.state.teacher is not None)
         self.guard = ShardGuard(config, self.state.model)
         self._norms = norms(self.state.model)
+
         self._copies: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -83,18 +85,22 @@ class BatchLoss:
         torch.manual_seed(
             torch_seed(config.seed, self.state.step, batch.shard, "dropout")
         )
+
+        tensors = [batch.image, batch.target]
+        if batch.color is not None:
+            tensors.append(batch.color)
         with watch.span("copy"):
-            image, target, color = self._on_device(
-                batch.image, batch.target, batch.color
-            )
+            image, target, *color = self._on_device(tensors)
+
         with (
             watch.span("forward"),
             autocast(self.device, config.train.precision),
             uncounted(self._norms),
         ):
-            seen = self.preprocess(image, color)
+            seen = self.preprocess(image, *color)
             heads = network(seen)
             wanted = self._taught(seen)
+
         watch.forward(seen, heads)
         with watch.span("loss"):
             return shard_loss(
@@ -115,26 +121,22 @@ class BatchLoss:
             logits = self.state.teacher(image)
         return TeacherLogits(logits, self.state.teacher.align_corners)
 
-    def _on_device(self, *values: Tensor | None) -> list[Tensor | None]:
+    def _on_device(self, values: Sequence[Tensor]) -> list[Tensor]:
         """All on the device; the host does not wait.
 
         A stream of its own copies them: the host is ahead of a GPU by up to a step, so a batch is there when the GPU
         comes to it, and copies take no time of the stream that computes.
         """
-        copies: list[Tensor | None] = []
-        with torch.cuda.stream(self._copies):  # None: does nothing
-            for value in values:
-                copy = value
-                if value is not None:
-                    copy = value.to(self.device, non_blocking=True)
-                copies.append(copy)
-        if self._copies is not None:
-            here = torch.cuda.current_stream(self.device)
-            here.wait_stream(self._copies)
-            for copy in copies:
-                if copy is not None:
-                    # Its memory is not used again before `here` has read it.
-                    copy.record_stream(here)
+        if self._copies is None:
+            return [value.to(self.device, non_blocking=True) for value in values]
+        here = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._copies):
+            copies = [value.to(self.device, non_blocking=True) for value in values]
+
+        here.wait_stream(self._copies)
+        for value in copies:
+            # Its memory is not used again before `here` has read it.
+            value.record_stream(here)
         return copies
 
 
@@ -150,14 +152,18 @@ class ElasticGradients:
         )
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
         self.statistics = statistics(self.state.model)
+
         self._part_names: list[str] = []
         self._layout: FlatLayout | None = None
         self._presence: tuple[list[bool], Tensor] | None = None
+
         # Kept from step to step: fresh memory costs a page fault for every 4 KiB, 1 to 2 % of a small step on a CPU.
         self._vectors: list[Tensor] = []
         self._views: dict[int, list[Tensor]] = {}  # of each vector, by its address
         self._kept = Kept(self.state.model)
+
         self._exchange: _Exchange | None = None
+
         if self.group.world_size > 1:
             for place, parameter in enumerate(self.parameters):
                 parameter.register_post_accumulate_grad_hook(
@@ -171,15 +177,19 @@ class ElasticGradients:
         tree = TreeSum(leaves, shards[0].shard)
         free = list(self._vectors)
         losses = {}
+
         # Parameters for which no own shard gave a gradient.
         absent = set(range(len(self.parameters)))
+
         count = len(self.statistics)
         self._kept.keep()
+
         for number, batch in enumerate(shards, 1):
             parts = self.loss(self.network, batch, global_valid)
             layout = self._layout_for(parts)
             flat = free.pop() if free else self._new(layout)
             views = self._views[flat.data_ptr()]
+
             last = number == len(shards)
             if last and self.group.world_size > 1:
                 # Not into `flat`: sums come back while its own gradients are still to be read by the watch.
@@ -188,13 +198,17 @@ class ElasticGradients:
                 self._exchange = _Exchange(
                     layout, tree, flat, views, self.parameters, across, total
                 )
+
             with watch.span("backward"):
                 self.state.scaler.scale(parts["total"]).backward()  # type: ignore[no-untyped-call]
             self.loss.guard.check(self.state.step, batch.shard)
             losses[batch.shard] = parts["total"].detach()
+
             with watch.span("reduction"):
                 absent -= self._collect(views, parts)
+
             watch.shard(batch, parts["total"], views[:count], views[count + 1 :])
+
             with watch.span("reduction"):
                 if self._exchange is not None:
                     self._exchange.wait()
@@ -204,7 +218,9 @@ class ElasticGradients:
                     free += [spare] if spare is not None else []
                 elif self.group.world_size == 1:
                     tree.close(flat, slice(None))
+
         root = tree.last_sum(flat)
+
         if self.group.world_size > 1:
             root = total
         return self._unpack(root, losses, absent)
@@ -214,9 +230,11 @@ class ElasticGradients:
         given = [p.grad is not None for p in self.parameters]
         if self._exchange is not None:
             given = self._exchange.given
+
         count = len(self.statistics)
         figures = self._figures(parts, given)
         copy_all(views[: count + 1], [*self.statistics, figures])
+
         self._kept.put_back()
         if self._exchange is not None:
             self._exchange.send_rest()
@@ -237,6 +255,7 @@ class ElasticGradients:
         """
         if self._exchange is None or self._exchange.on_grad_ready(place):
             return
+
         parameter = self.parameters[place]
         named = self.state.model.named_parameters()
         name = next(name for name, value in named if value is parameter)
@@ -261,6 +280,7 @@ class ElasticGradients:
             # A copy to the device, as good as once.
             ones = torch.tensor(given, dtype=torch.float32).to(self.group.device)
             self._presence = (given, ones)
+
         losses = torch.stack([part.detach() for part in parts.values()])
         return torch.cat([losses, self._presence[1]])
 
@@ -269,16 +289,20 @@ class ElasticGradients:
     ) -> Reduced:
         """Gradients and figures of the sum. Waits for a GPU only if no own shard used some parameter."""
         views = self._views[root.data_ptr()]
+
         count = len(self.statistics)
         figures = views[count].clone()
+
         for parameter, grad in zip(self.parameters, views[count + 1 :], strict=True):
             parameter.grad = grad
+
         if absent:
             shards_with = figures[len(self._part_names) :].tolist()
             for place in absent:
                 # As torch leaves it: no weight decay, no momentum.
                 if not shards_with[place]:
                     self.parameters[place].grad = None
+
         parts = dict(zip(self._part_names, figures.unbind(), strict=False))
         means = _divided(views[:count], self.loss.config.compute.shards)
         return Reduced(parts, means, losses)
@@ -309,11 +333,13 @@ class _Exchange:
         self._parameters = parameters
         self._across = across
         self._total = total
+
         self.given = [False] * len(parameters)  # which have a gradient
         self._first = len(views) - len(parameters)  # place of the first gradient
         self._missing = []  # gradients of each bucket
         for members in layout.members:
             self._missing.append(sum(place >= self._first for place in members))
+
         self._next = len(layout.buckets) - 1
         # Buckets up to this one wait for statistics and figures.
         self._held = layout.bucket_of[self._first - 1]
@@ -323,6 +349,7 @@ class _Exchange:
         bucket = self._layout.bucket_of[self._first + place]
         if bucket > self._next:
             return False
+
         self._missing[bucket] -= not self.given[place]
         self.given[place] = True
         while self._next > self._held and self._missing[self._next] == 0:
@@ -341,11 +368,13 @@ class _Exchange:
     def _send(self) -> None:
         members = self._layout.members[self._next]
         bucket = self._layout.buckets[self._next]
+
         grads = [place for place in members if place >= self._first]
         _pack(
             [self._views[place] for place in grads],
             [self._parameters[place - self._first] for place in grads],
         )
+
         self._across.start(self._tree.close(self._flat, bucket), self._total[bucket])
         self._next -= 1
 
@@ -366,6 +395,7 @@ class DdpGradients:
         self.statistics = statistics(self.state.model)
         self._kept = Kept(self.state.model)
         self._layout: FlatLayout | None = None
+
         if self.group.world_size > 1:
             device = self.group.device
             self.group.contract.enter("wrap of DDP")
@@ -386,6 +416,7 @@ class DdpGradients:
         """Leave the reduced gradients in `.grad`. A collective."""
         self.loss.watch.whole_batch(shards)
         self._kept.keep()
+
         world_size = self.group.world_size
         whole = shards[0]._replace(
             image=self._joined([batch.image for batch in shards]),
@@ -394,22 +425,29 @@ class DdpGradients:
         if whole.color is not None:
             colors = [batch.color for batch in shards if batch.color is not None]
             whole = whole._replace(color=self._joined(colors))
+
         parts = self.loss(self.network, whole, global_valid)
         if world_size > 1:
             self.group.contract.enter("backward of DDP")
+
         # DDP takes the mean over ranks, but the loss is divided by all pixels.
         total = parts["total"] * world_size
         self.state.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
         self.loss.guard.check(self.state.step, whole.shard)
+
         losses = torch.stack([part.detach() for part in parts.values()])
+
         tensors = [*self.statistics, losses]
         self._layout = self._layout or FlatLayout(tensors)
         flat = self._layout.new()
         views = self._layout.views(flat)
         copy_all(views, tensors)
+
         self._kept.put_back()
+
         tree_over_ranks(flat, self.group)
         *sums, figures = views
+
         return Reduced(
             dict(zip(parts, figures.unbind(), strict=True)),
             _divided(sums, world_size),

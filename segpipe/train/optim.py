@@ -29,6 +29,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> str:
     if not patterns:
         return ""
     parameters = dict(model.named_parameters())
+
     frozen = {
         name
         for pattern in patterns
@@ -38,10 +39,12 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> str:
         raise ConfigError(
             f"model.freeze = {list(patterns)} freezes every parameter: nothing is left to train."
         )
+
     for name in frozen:
         parameters[name].requires_grad_(False)
     for module in frozen_modules(model):
         module.training = False
+
     count = sum(parameters[name].numel() for name in frozen)
     total = sum(p.numel() for p in parameters.values())
     return f"frozen: {len(frozen)} of {len(parameters)} tensors, {100 * count / total:.1f} % of the parameters"
@@ -61,6 +64,7 @@ def _matches(model: nn.Module, pattern: str, key: str) -> list[str]:
     """Names of the parameters that match, in the network's order. Raises ConfigError if there is none."""
     names = [name for name, _ in model.named_parameters()]
     found = [name for name in names if fnmatchcase(name, pattern)]
+
     if not found:
         tops = dict.fromkeys(name.partition(".")[0] for name in names)
         valid = [top if top in names else f"{top}.*" for top in tops]
@@ -80,6 +84,7 @@ def parameter_groups(
     for a pattern that matches nothing or only frozen parameters, and for a parameter that matches two.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
     left = dict(trained)
     groups = []
     for pattern, factor in sorted((lr_scale or {}).items()):
@@ -96,6 +101,7 @@ def parameter_groups(
             )
         for group in _by_decay(own, weight_decay):
             groups.append({**group, "lr_scale": float(factor)})
+
     return [*_by_decay(list(left.values()), weight_decay), *groups]
 
 
@@ -104,6 +110,7 @@ def _by_decay(
 ) -> list[dict[str, Any]]:
     decayed = [p for p in parameters if p.ndim > 1]
     plain = [p for p in parameters if p.ndim <= 1]
+
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": plain, "weight_decay": 0.0},
@@ -123,6 +130,7 @@ def describe_rates(optimizer: torch.optim.Optimizer) -> str:
     for group in optimizer.param_groups:
         factor = group.get("lr_scale", 1.0)
         counts[factor] = counts.get(factor, 0) + len(group["params"])
+
     parts = [
         f"{factor:g} x for {count} tensor{'s' * (count != 1)}"
         for factor, count in sorted(counts.items())
@@ -142,6 +150,7 @@ def build_optimizer(
     """
     groups = parameter_groups(model, config.weight_decay, config.lr_scale)
     way = {"fused": True} if fused else {"foreach": groups[0]["params"][0].is_cuda}
+
     built: torch.optim.Optimizer
     if config.name == "sgd":
         built = _SGD(groups, lr=config.lr, momentum=config.momentum, **way)
@@ -149,6 +158,7 @@ def build_optimizer(
         built = _ADAMW(
             groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), **way
         )
+
     if fused:
         built.register_step_pre_hook(_fill_momenta)
     return built
@@ -185,6 +195,7 @@ def _light(kind: type[torch.optim.Optimizer]) -> Any:
     switch. Where a method has no wrapper, it is used as it is, so a torch that mends this needs no change here.
     """
     names = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
+
     methods = {}
     for name in names:
         methods[name] = torch.no_grad()(inspect.unwrap(getattr(kind, name)))
@@ -198,6 +209,7 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """Learning rate of update `step` of `steps`: linear warm-up, then poly or cosine down to 0 after the last."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
+
     done = (step - config.warmup_steps) / max(steps - config.warmup_steps, 1)
     if config.schedule == "poly":
         return config.lr * float((1.0 - done) ** config.power)
@@ -218,6 +230,7 @@ class Ema:
     def _match(self, model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Float tensors of the average and of the network, each once: tied ones have two names."""
         averaged = self.model.state_dict(keep_vars=True)
+
         pairs = {
             live: averaged[name]
             for name, live in model.state_dict(keep_vars=True).items()

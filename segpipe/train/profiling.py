@@ -19,11 +19,12 @@ from torch.profiler import profile, record_function
 from segpipe.data.augment import Augmenter
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
+from segpipe.train import checkpoint
 from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.recorder import open_watch
+from segpipe.train.start import teacher_of
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep, train_step
-from segpipe.train.teacher import teacher_of
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import DataSet
@@ -85,11 +86,14 @@ class Spans:
         """Seconds by name since the last call; waits for a GPU."""
         if self._cuda:
             torch.cuda.synchronize()
+
         for name, start, end in self._events:
             self._seconds[name] += start.elapsed_time(end) / 1000
+
         seconds = dict(self._seconds)
         self._seconds.clear()
         self._events.clear()
+
         return seconds
 
     def attach(self, watch: Watch) -> None:
@@ -117,25 +121,33 @@ def measure(config: Config, group: Group, folder: Path) -> dict[str, Any]:
     """
     compute = config.compute
     flags.apply(compute.threads, compute.mode)
+
     samples = open_samples(config.data, "train", config.seed)
     spans = Spans(group.device)
+
     with _updates(config, group, samples, spans) as update:
         for _ in range(WARM):
             update()
         spans.take()
+
         before = time.perf_counter()
         for _ in range(TIMED):
             update()
+
         seconds = spans.take()
         whole = time.perf_counter() - before
+
         with profile() as trace:
             for _ in range(TRACED):
                 update()
         folder.mkdir(parents=True, exist_ok=True)
         trace.export_chrome_trace(str(folder / "trace.json"))  # type: ignore[no-untyped-call]
+
     seconds["other"] = max(whole - sum(seconds.values()), 0.0)
     slowest_first = sorted(seconds, key=lambda name: -seconds[name])
+
     batch = len(group.own_shards(compute.shards)) * compute.samples_per_shard
+
     found: dict[str, Any] = {
         "update_ms": 1000 * whole / TIMED,
         "images_per_second": batch * TIMED / whole,  # of this process
@@ -153,11 +165,13 @@ def _updates(
     counts = counted(config, group, samples, kept=None, say=print)
     steps = range(WARM + TIMED + TRACED)
     state = build_state(config, samples.classes, group.device)
-    state.teacher = teacher_of(config, group.device)
+    state.teacher = teacher_of(config, group.device, checkpoint.load_network)
+
     stream = shard_stream(config, group, samples, steps, counts)
     with tempfile.TemporaryDirectory() as scratch, contextlib.closing(stream):
         elsewhere = replace(config, run=replace(config.run, root=scratch))
         watch = open_watch(elsewhere, group, state, samples, flags.fingerprint())
+
         spans.attach(watch)
         step = TrainStep(config, watch, loss_weights(config, samples, counts))
 
@@ -173,11 +187,13 @@ def _updates(
 def _sample_seconds(config: Config, samples: DataSet) -> float:
     """Time to read and augment a sample, in this process on one thread."""
     augmenter = Augmenter(config.augment)
+
     before = 0.0
     for index in range(SAMPLES + 1):
         if index == 1:  # the first warms up
             before = time.perf_counter()
         augmenter.crop(*samples.read(index % len(samples)), index)
+
     return (time.perf_counter() - before) / SAMPLES
 
 
@@ -187,15 +203,20 @@ def advice(found: Mapping[str, Any], config: Config, batch: int) -> list[str]:
     parts = found["parts"]
     busy_ms = max(whole - parts.get("data", 0.0), 1e-9)
     workers = math.ceil(batch * found["sample_ms"] / busy_ms)
+
     sentences = []
     for name, (threshold, sentence) in ADVICE.items():
         share = parts.get(name, 0.0) / whole
         if share > threshold:
             sentences.append(f"{name} {share:.0%}: {sentence.format(workers=workers)}")
-    if config.train.precision == "fp32" and not flags.emulated("bf16"):
+
+    on_cpu = config.compute.device == "cpu" or not torch.cuda.is_available()
+    slow = on_cpu and flags.emulated("bf16")
+    if config.train.precision == "fp32" and not slow:
         sentences.append(
             "train.precision=bf16 runs the network in bf16, which this processor has instructions for."
         )
+
     return sentences or [
         "Nothing stands out: the network's forward and backward take most of the time."
     ]

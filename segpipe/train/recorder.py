@@ -118,8 +118,10 @@ class Recorder(Watch):
         super().__init__(group, state)
         self.samples = samples
         self.audits = config.compute.mode == "audit"
+
         # On the device, before they are written.
         self.steps_held = 10 if self.audits else 50
+
         named = state.model.named_parameters()
         self._trained = {name: value for name, value in named if value.requires_grad}
         self._weights = {name: [value] for name, value in self._trained.items()}
@@ -127,11 +129,13 @@ class Recorder(Watch):
         self._statistics = _numbers(state.model)
         for name in self._trained:
             del self._statistics[name]
+
         gathered = group.gather(
             ledger.next_session(config.run_dir) if group.is_main else 0
         )
         names = [samples.name(index) for index in range(len(samples))]
         parts = {"gradient": list(self._trained), **self.part_names()}
+
         header = ledger.session_header(
             config,
             fingerprint,
@@ -142,10 +146,12 @@ class Recorder(Watch):
             parts=parts if self.audits else None,
             sample_names=names if group.is_main else [],
         )
+
         path = ledger_path(config.run_dir, group.rank)
         self._writer = ledger.LedgerWriter(path, header)
         self._shard: dict[str, Tensor] = {}
         self._step: dict[str, Tensor] = {}
+
         self.state_digest = torch.zeros((), dtype=torch.int64)
         self._state_row(state.step - 1)
 
@@ -173,8 +179,10 @@ class Recorder(Watch):
         found = {"statistics": sums[0], "gradient": sums[1]}
         loss = float_bits(loss.detach().double())
         self._shard_row(batch, {**self._shard, **found, "loss": loss})
+
         if not self.audits:
             return
+
         rows = {
             "gradient": _each(gradients),
             "statistics": _each(statistics),
@@ -196,6 +204,7 @@ class Recorder(Watch):
             image, target = self.samples.read(int(index))
             images.append(torch.from_numpy(image.copy()))
             targets.append(torch.from_numpy(target.copy()))
+
         return {
             "decoded_image": digest_groups([[image] for image in images]),
             "decoded_target": digest_groups([[target] for target in targets]),
@@ -207,8 +216,10 @@ class Recorder(Watch):
             p.grad if p.grad is not None else torch.zeros_like(p)
             for p in self._trained.values()
         ]
+
         digest = digest_many(gradients, channels_last=True)
         self._step = {"valid": valid.long(), "gradient": digest}
+
         if self.audits:
             self._writer.part_rows(self.state.step, None, "gradient", _each(gradients))
 
@@ -221,6 +232,7 @@ class Recorder(Watch):
         kinds = self._kinds()
         groups = [list(chain.from_iterable(named.values())) for named in kinds.values()]
         found = digest_groups(groups, channels_last=True)
+
         scaler = self.state.scaler
         # Also before a session's first update: a loaded scale decides what is skipped.
         if scaler.is_enabled():
@@ -228,9 +240,12 @@ class Recorder(Watch):
             self._step["scale"] = float_bits(
                 scaler.get_scale() if scale is None else scale
             )
+
         digests = dict(zip(kinds, found.unbind(), strict=True))
         self._writer.step_row(step, {**self._step, **digests})
+
         self.state_digest = digest_many([found])
+
         if self.audits:
             for name, named in kinds.items():
                 self._writer.part_rows(step, None, name, _each(named.values()))
@@ -241,6 +256,7 @@ class Recorder(Watch):
             name: _moments(self.state.optimizer, value)
             for name, value in self._trained.items()
         }
+
         return {
             "weights": self._weights,
             "optimizer": moments,
@@ -276,6 +292,7 @@ def _samples(batch: ShardBatch) -> dict[str, Tensor]:
     images: list[Sequence[Tensor]] = [[image] for image in batch.image]
     if batch.color is not None:
         images = list(zip(batch.image, batch.color, strict=True))
+
     found = digest_groups([*images, *([target] for target in batch.target)])
     return {"image": found[: len(images)], "target": found[len(images) :]}
 

@@ -37,13 +37,16 @@ def header(
     """Four lines on network, data, batch and hardware."""
     parameters = list(model.parameters())
     frozen = _elements(p for p in parameters if not p.requires_grad)
+
     height, width = config.augment.crop_size
     compute, steps = config.compute, config.train.steps
     epochs = steps * config.global_batch / len(train)
     held_out = f" (sequence {config.data.hold_out})" if config.data.hold_out else ""
+
     device = group.device.type
     if device == "cuda":
         device = f"cuda ({torch.cuda.get_device_name(group.device)})"
+
     return (
         f"model   {config.model.name}, {_elements(parameters):,} parameters, {frozen:,} of them frozen, "
         f"{val.classes.num_classes} classes\n"
@@ -59,24 +62,32 @@ def check_space(config: Config, state: TrainState, group: Group) -> None:
     """Raise CheckpointError on rank 0 when the run's disk has less room than checkpoints, ledger and export need."""
     if not group.is_main:
         return
+
     weights = 4 * _elements(state.model.state_dict().values())
     trained = 4 * _elements(p for p in state.model.parameters() if p.requires_grad)
     moments = 2 if config.optim.name == "adamw" else 1
     one = 2 * weights + moments * trained  # with the average
+
     files = _files(config, state.step)
+
     there = 0
     for path in (config.run_dir / "last.pt", config.run_dir / "best.pt"):
         there += path.stat().st_size if path.is_file() else 0
+
     ledger = 0
     if config.compute.ledger:
         rows = config.compute.shards + group.world_size
         size = 64 + 24 * config.compute.samples_per_shard
         ledger = (config.train.steps - state.step) * rows * size
+
     exports = config.export.enabled and not config.export.dir
     exported = EXPORTED * weights if exports else 0
+
     needed = max(0, files * one - there) + ledger + exported
+
     folder = config.run_dir.absolute()
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
+
     if needed > (free := shutil.disk_usage(nearest).free):
         raise CheckpointError(
             f"{config.run_dir} will need {needed / MIB:.0f} MiB ({files} checkpoints of {one / MIB:.0f} MiB, ledger "
@@ -101,6 +112,7 @@ def result_of(
 ) -> dict[str, Any]:
     """Content of result.json. `miou` is that of the last averaged weights in fp32, not of the best checkpoint."""
     config, current = run.config, run.state
+
     where = sequences(run.val_samples, config.data.sequence)
     seen = sequences(run.train_samples, config.data.sequence)
     return {

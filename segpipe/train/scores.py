@@ -35,6 +35,7 @@ def scores(
     `names` are those of the classes; `sequence_of` and `seen` as for `by_sequence`.
     """
     per_class = rates(found.total, names)
+
     return {
         **summary(found.total, names),
         **per_class,
@@ -55,20 +56,25 @@ def interval(per_image: Mapping[int, Tensor], names: Sequence[str]) -> dict[str,
     """
     if len(per_image) < 2:
         return {"miou": None, "iou": dict.fromkeys(names)}
+
     counts = np.stack([per_image[index].numpy() for index in sorted(per_image)])
     num = len(counts)
     both = np.diagonal(counts, axis1=1, axis2=2)
     pixels = np.concatenate([both, counts.sum(2), counts.sum(1)], axis=1)
+
     random = generator(sample_key(0, 0, num, "bootstrap"))
     times = np.empty((RESAMPLES, num))
     for row in times:
         row[:] = np.bincount(random.integers(0, num, num), minlength=num)
+
     # In float64, which BLAS multiplies: whole numbers below 2**53, so the order of its sums does not matter.
     hits, target, pred = np.split(times @ pixels.astype(np.float64), 3, axis=1)
     union = np.where(target > 0, target + pred - hits, np.nan)
     scores = hits / union
+
     known = np.isfinite(scores)
     means = np.where(known, scores, 0).sum(1) / np.maximum(known.sum(1), 1)
+
     iou = {name: _middle(scores[known[:, k], k]) for k, name in enumerate(names)}
     return {"miou": _middle(means[known.any(1)]), "iou": iou}
 
@@ -93,8 +99,10 @@ def by_sequence(
     members: dict[str, list[Tensor]] = {}
     for index in sorted(per_image):
         members.setdefault(sequence_of[index], []).append(per_image[index])
+
     if len(members) == len(per_image):
         return {}
+
     return {
         name: {
             "images": len(found),
@@ -110,8 +118,10 @@ def flattering(sequences: Mapping[str, Mapping[str, Any]]) -> str:
     both = [name for name, found in sequences.items() if found["in_training"]]
     if not both:
         return ""
+
     images = sum(sequences[name]["images"] for name in both)
     total = sum(found["images"] for found in sequences.values())
+
     return (
         f"{images} of {total} images are from sequences that training has seen too ({listed(both, 4)}): these scores "
         f"flatter. Neighboring frames look alike; expect less in new places."
@@ -131,13 +141,16 @@ def boundary_counts(
     Shapes: pred and target uint8 (H, W) -> int64 (3, C). Counts of images add up.
     """
     radius = max(1, round(RATIO * math.hypot(*target.shape)))
+
     ignored = target == IGNORE_INDEX
     nothing = np.uint8(IGNORE_INDEX)
     band = _band(np.where(ignored, nothing, pred), radius)
     wanted = _band(target, radius)
+
     counts = []
     for ids in (np.where(band == wanted, band, nothing), band, wanted):
         counts.append(np.bincount(ids.ravel(), minlength=256)[:num_classes])
+
     return np.stack(counts).astype(np.int64)
 
 
@@ -161,6 +174,8 @@ def _band(ids: NDArray[np.uint8], radius: int) -> NDArray[np.uint8]:
     window = np.ones((2 * radius + 1, 2 * radius + 1), np.uint8)
     lowest = cv2.erode(ids, window)  # 255 is never the lowest beside a class
     highest = cv2.dilate(np.where(ids == IGNORE_INDEX, np.uint8(0), ids), window)
+
     near = (lowest != ids) | (highest != ids)
+
     near[:radius] = near[-radius:] = near[:, :radius] = near[:, -radius:] = True
     return np.where(near, ids, np.uint8(IGNORE_INDEX))

@@ -43,17 +43,20 @@ class TrainStep:
         self.watch = watch
         self.state = watch.state
         self.group = watch.group
+
         model = self.state.model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.counters = counters(model)
         self.frozen = frozen_modules(model)
         self.statistics = statistics(model)
+
         self.loss = BatchLoss(config, watch, class_weights)
         self.gradients: ElasticGradients | DdpGradients
         if config.compute.mode in ("elastic", "audit"):
             self.gradients = ElasticGradients(self.loss)
         else:
             self.gradients = DdpGradients(self.loss)
+
         self._rate = 0.0
         # BatchNorm statistics that `apply` copies into the network.
         self._means: list[Tensor] = []
@@ -72,15 +75,18 @@ class TrainStep:
         for module in self.frozen:
             # Code of a network or of a test may have called train().
             module.training = False
+
         reduced = self.gradients(shards, global_valid)
         self.watch.reduced(global_valid)
         self._means = reduced.means
+
         state = self.state
         optim = self.config.optim
         steps = optim.schedule_steps or self.config.train.steps
         rate = learning_rate(state.step, steps, optim)
         set_rate(state.optimizer, rate)
         self._rate = rate
+
         with self.watch.span("clip"):
             state.scaler.unscale_(state.optimizer)
             grads = [p.grad for p in self.parameters if p.grad is not None]
@@ -89,8 +95,10 @@ class TrainStep:
                 torch.nn.utils.clip_grads_with_norm_(
                     self.parameters, optim.clip_norm, norm, foreach=True
                 )
+
         parts = dict(reduced.parts)
         total = parts.pop("total")
+
         finite = torch.isfinite(total + norm)
         if state.scaler.is_enabled():
             # It skips an update that overflowed, so its statistics must be dropped, too.
@@ -98,6 +106,7 @@ class TrainStep:
             pairs = zip(self._means, self.statistics, strict=True)
             self._means = [torch.where(fits, *pair) for pair in pairs]
             finite = torch.isfinite(total)
+
         bad = self.first_bad.clamp(max=state.step)
         self.first_bad = torch.where(finite, self.first_bad, bad)
         return StepResult(total, parts, norm, rate, reduced.shard_losses)
@@ -107,16 +116,19 @@ class TrainStep:
         state = self.state
         if self._means:
             torch._foreach_copy_(self.statistics, self._means)
+
         with self.watch.span("optimizer"):
             state.scaler.step(state.optimizer)
             state.scaler.update()
             state.optimizer.zero_grad(set_to_none=True)
         with self.watch.span("average"):
             state.ema.update(state.step)
+
         state.step += 1
         if self.counters:  # of updates, for any number of shards
             torch._foreach_zero_(self.counters)
             torch._foreach_add_(self.counters, state.step)
+
         self.watch.applied(self._rate)
 
 
@@ -135,11 +147,14 @@ def train_step(
     `wait` the host neither checks nor stops, so that a GPU is not waited for.
     """
     watch = step.watch
+
     with watch.span("counts"):
         own = sum(valid_pixels(batch.target) for batch in shards)
         pixels, stops = watch.sum([own, int(stop)], wait=wait)
+
     if wait and int(stops) and int(step.first_bad) == NEVER:
         return None
+
     with watch.explain_out_of_memory([batch.image.shape for batch in shards]):
         result = step(shards, pixels)
         if wait:

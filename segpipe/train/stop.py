@@ -1,6 +1,6 @@
 """Ctrl-C and the signals of schedulers, deferred to the end of the step.
 
-SIGUSR1 is not among them: it writes the stacks of a rank (`segpipe.distributed.watch.stacks`) and ends nothing.
+SIGUSR1 is not among them: it writes the stacks of a rank (`segpipe.distributed.contract.Stacks`) and ends nothing.
 """
 
 from __future__ import annotations
@@ -92,9 +92,11 @@ class StopRequest:
         self._first = 0.0
 
     def __enter__(self) -> StopRequest:
+        is_main = threading.current_thread() is threading.main_thread()
+        # Other threads may not set handlers, and are not interrupted by signals.
+        numbers = (signal.SIGINT, *stopping()) if is_main else ()
         self._before = {
-            number: signal.signal(number, self._remember)
-            for number in (signal.SIGINT, *stopping())
+            number: signal.signal(number, self._remember) for number in numbers
         }
         return self
 

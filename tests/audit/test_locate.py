@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runs import run, torch_restored
-from segpipe.audit.locate import compare_again, last_common
+from segpipe.audit.replay import compare_again, last_common
 from segpipe.cli.main import main as segpipe
 from segpipe.ledger.divergence import Comparison
 from segpipe.train import state
@@ -48,7 +48,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def again(a: Path, b: Path) -> Comparison:
-    return compare_again(a, b, nproc=1, progress=lambda done, total: None)
+    return compare_again(a, b, lambda done, total: None)
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:
@@ -143,15 +143,6 @@ def test_a_setting_that_reaches_the_first_layer(
         "detail.0.1.running_mean",
     ), found["replay"]
     assert "replayed from step 0 to 0" in found["replay"]
-    assert (
-        segpipe(
-            ["compare", str(alone), str(tmp_path / "other"), "--replay", "--nproc", "3"]
-        )
-        == 2
-    )
-    assert "compute.shards = 2" in capsys.readouterr().out, (
-        "processes that cannot share the shards"
-    )
 
 
 def test_a_setting_of_the_optimizer_is_no_layer_of_the_network(
@@ -178,10 +169,3 @@ def test_the_last_common_checkpoint_has_equal_weights(
     next(iter(other["model"].values()))[0, 0, 0, 0] += 1
     save(tmp_path / "step_000002.pt", other)
     assert last_common(alone, tmp_path, 4) == (0, (None, None))
-
-
-def test_processes_that_are_none_are_refused(
-    alone: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert segpipe(["compare", str(alone), str(alone), "--replay", "--nproc", "0"]) == 2
-    assert "nproc = 0, but a value of at least 1 was needed" in capsys.readouterr().err

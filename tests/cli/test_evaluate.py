@@ -15,8 +15,11 @@ import pytest
 from runs import result, run, torch_restored, write_camvid
 from segpipe.cli import evaluate as module
 from segpipe.cli.main import main as segpipe
+from segpipe.data.samples import open_splits
 from segpipe.ledger import inputs
 from segpipe.settings.config import Config
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +119,6 @@ def test_a_split_that_is_named_is_scored_whole(
     assert page.read_text() == text
 
 
-def test_a_report_is_a_page(capsys: pytest.CaptureFixture[str]) -> None:
-    assert segpipe(["evaluate", "run=x", "out=report"]) == 2
-    assert "out = report, but" in capsys.readouterr().err
-
-
 def test_the_page_shows_the_predictions_that_were_scored(
     held_out: Path,
     tmp_path: Path,
@@ -173,7 +171,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that has recorded its data, DATA beside it, before any step."""
     folder = tmp_path_factory.mktemp("recorded") / "run"
     folder.mkdir()
-    inputs.record(config_of(folder), ("train", "val"))
+    inputs.record(config_of(folder), open_splits(config_of(folder)))
     return folder
 
 
@@ -206,7 +204,11 @@ def touch(root: Path, name: str) -> None:
         (lambda root: remove(root, "val", 1), {}, "val/frame01.png is missing, valannot/frame01.png is missing"),
         (lambda root: touch(root, "train/frame00.png"), {}, ""),
         (lambda root: touch(root, "train/frame00.png"), {"split": "train"}, "train/frame00.png was altered"),
-        (lambda root: touch(root, "train/frame00.png"), {"hold_out": "frame"}, "train/frame00.png was altered"),
+        (
+            lambda root: touch(root, "train/frame00.png"),
+            {"hold_out": "00", "sequence": r"frame(\d+)"},
+            "train/frame00.png was altered",
+        ),
         (lambda root: remove(root, "train", 1), {}, "train/frame01.png is missing, trainannot/frame01.png is missing"),
         (lambda root: [shutil.rmtree(root / name) for name in ("train", "trainannot")], {}, ""),
         (

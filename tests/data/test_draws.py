@@ -5,7 +5,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from segpipe.data.draws import Draws, Passes, whole_shares
 from segpipe.data.frequency import (
     PixelCounts,
     draws,
@@ -14,7 +13,7 @@ from segpipe.data.frequency import (
     pixels_seen,
     repeat_factors,
 )
-from segpipe.data.order import Order, permutation
+from segpipe.data.order import Draws, Order, Passes, permutation, whole_shares
 from segpipe.errors import ConfigError, DataError
 from segpipe.keys import sample_key
 

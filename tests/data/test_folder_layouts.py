@@ -10,8 +10,8 @@ import pytest
 
 from segpipe.data.folders import missing
 from segpipe.data.pairs import scan
-from segpipe.data.problems import problems
 from segpipe.data.samples import open_samples
+from segpipe.datasets.problems import problems
 from segpipe.errors import ConfigError
 from segpipe.ledger.inputs import data_hashes
 from segpipe.settings.check import check
@@ -116,16 +116,17 @@ def test_a_table_of_pairs_is_read_and_hashed(tmp_path: Path) -> None:
     for text in tables:
         (tmp_path / "train.csv").write_text(text)
         assert found(data) == pairs
-    before = data_hashes(data, ["train"])
+    before = data_hashes([open_samples(data, "train", 0)])
     assert set(before) == {
         "classes.yaml", "train.csv", "photos/a.png", "photos/b.png", "drawn/one.png", "drawn/two.png",
     }  # fmt: skip
     (tmp_path / "train.csv").write_text(
         tables[0].replace("one", "x").replace("two", "one").replace("x.png", "two.png")
     )
-    assert data_hashes(data, ["train"])["train.csv"] != before["train.csv"], (
-        "the same files, paired otherwise"
-    )
+    assert (
+        data_hashes([open_samples(data, "train", 0)])["train.csv"]
+        != before["train.csv"]
+    ), "the same files, paired otherwise"
 
 
 def test_a_list_holds_stems_or_paths(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from segpipe.data.sequence import frame, sequence
+from segpipe.data.samples import frame, sequence
 from segpipe.errors import DataError
 
 

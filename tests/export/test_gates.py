@@ -26,7 +26,6 @@ from segpipe.export.gates import controls
 from segpipe.export.gates.comparison import (
     Candidate,
     ImageComparison,
-    Moments,
     as_trained,
     compare,
     compare_answers,
@@ -37,10 +36,10 @@ from segpipe.export.gates.comparison import (
 from segpipe.export.gates.controls import CONTROLS, gate_power
 from segpipe.export.gates.latency import gate_latency
 from segpipe.export.gates.limits import LIMITS, GateResult, Limits, Sigma
-from segpipe.export.report import ExportReport, refusal
 from segpipe.export.gates.quality import Score, calibration_entry, gate_quality, scores
 from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
 from segpipe.export.graph.profiles import PROFILES, ROBOT, Answer, Image
+from segpipe.export.verify_report import ExportReport, refusal
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.check import check
 from segpipe.settings.config import Config
@@ -132,14 +131,6 @@ def test_real_images_are_held_to_their_own_sigma() -> None:
         )
 
 
-def test_sigma_is_the_standard_deviation() -> None:
-    values = np.random.default_rng(0).normal(3.0, 2.0, (4, 1000)).astype(np.float32)
-    moments = Moments()
-    for row in values:
-        moments.add(row)
-    assert moments.sigma == pytest.approx(values.std(), rel=1e-5)
-
-
 def test_int8_has_no_limit_of_logits_and_still_no_nan() -> None:
     entry = dataclasses.replace(answers(0, 1.0), logits_difference=5.0)
     assert gate_logits([entry], ONE, LIMITS["int8"]).passed
@@ -161,15 +152,6 @@ def test_mask_gate_of_reduced_precision(precision: str, agreement: float) -> Non
     result = gate_mask([answers(limit + 1, 1e-2)], ONE, LIMITS[precision])
     assert not result.passed
     assert "G3 mask agreement" in result.message
-
-
-def test_weights_that_are_not_the_checkpoints_are_refused() -> None:
-    result = gate_logits([answers(0, 1.0)], ONE, changed_tensors=["a", "b", "c", "d"])
-    assert not result.passed
-    assert (
-        result.message
-        == "G2 logits come from other weights: a, b, c and 1 more not as in the checkpoint"
-    )
 
 
 # G4
@@ -465,7 +447,11 @@ def test_an_effect_of_a_hundredth_must_be_noticed(
 def test_a_control_without_effect_says_nothing_of_the_gates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(controls.CONTROLS, "nothing", lambda model: None)
+    def hardly(model: DeployModel) -> None:
+        network: Any = model.network
+        network.classifier.bias.add_(1e-6)
+
+    monkeypatch.setitem(controls.CONTROLS, "nothing", hardly)
     result = power()
     assert result.passed
     assert (result.figures["without_effect"], result.figures["unseen"]) == (

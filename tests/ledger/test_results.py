@@ -23,20 +23,6 @@ INPUTS = {
     "data": {"files": {"val/x.png": "11", "val/y.png": "22"}},
     "code": {"files": {"losses/total.py": "33"}},
 }
-TRAIN = {
-    "step": 1,
-    "kind": "train",
-    "time_s": 1.0,
-    "loss": 2.0,
-    "images_per_second": 0.0,
-}
-LINE = {
-    "step": 3,
-    "kind": "validation",
-    "time_s": 1.0,
-    "precision": "fp32",
-    "miou": 0.150,
-}
 Content = dict[str, Any]
 
 
@@ -47,19 +33,11 @@ def write(
 ) -> Path:
     """A run of three updates with its files, in which `change` altered something."""
     ledgers.write_session(folder, ledgers.header(), range(steps))
-    content: Content = copy.deepcopy(
-        {"result": RESULT, "inputs": INPUTS, "metrics": [LINE, TRAIN]}
-    )
+    content: Content = copy.deepcopy({"result": RESULT, "inputs": INPUTS})
     change(content)
     for name in ("result", "inputs"):
         if content[name]:
             (folder / f"{name}.json").write_text(json.dumps(content[name]))
-    lines = [
-        '{"step": 1, "kind": "memory", "rss_mib": ' + f"{len(folder.name)}}}",
-        *map(json.dumps, content["metrics"]),
-    ]
-    lines += ["[1]", '{"torn": ']
-    (folder / "metrics.jsonl").write_text("\n".join(lines))
     return folder
 
 
@@ -81,8 +59,6 @@ def test_equal_results_and_files_are_identical(tmp_path: Path) -> None:
             "segpipe": "2",
             "new_score": 1,
         }
-        content["metrics"][0]["time_s"] = 2.0
-        content["metrics"][1] |= {"time_s": 3.0, "images_per_second": 5.0}
 
     found = compared(tmp_path, change)
     assert (found.verdict, found.exit_code, found.inputs, found.notes) == (
@@ -94,65 +70,43 @@ def test_equal_results_and_files_are_identical(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "name", "value", "words"),
+    ("name", "value", "words"),
     [
-        ("result", "miou", 0.139, "miou in result.json is 0.15 in A and 0.139 in B"),
+        ("miou", 0.139, "miou in result.json is 0.15 in A and 0.139 in B"),
         (
-            "result",
             "weights_digest",
             "ac",
             "weights_digest in result.json is aa in A and ac in B",
         ),
         (
-            "result",
             "ema_digest",
             "bc",
             "ema_digest in result.json is bb in A and bc in B",
         ),
-        ("result", "iou", {"road": 0.1}, "iou in result.json"),
-        ("result", "pixels", 91, "pixels in result.json"),
+        ("iou", {"road": 0.1}, "iou in result.json"),
+        ("pixels", 91, "pixels in result.json"),
         (
-            "result",
             "best_miou",
             0.3,
             "best_miou in result.json is 0.2 in A and 0.3 in B",
         ),
         (
-            "result",
             "f1",
             {"road": 0.4},
             "f1 in result.json is {'road': 0.3, 'sky': nan} in A and {'road': 0.4} in B",
         ),
         (
-            "result",
             "interval_95",
             [0.1, 0.2],
             "interval_95 in result.json is missing in A and [0.1, 0.2] in B",
         ),
-        (
-            "metrics",
-            "miou",
-            0.139,
-            "miou of the validation at step 3 (fp32) is 0.15 in A and 0.139 in B",
-        ),
-        (
-            "metrics",
-            "loss",
-            1.5,
-            "loss of step 1 in metrics.jsonl is 2.0 in A and 1.5 in B",
-        ),
     ],
 )
 def test_another_result_of_equal_updates_is_a_divergence(
-    tmp_path: Path, part: str, name: str, value: Any, words: str
+    tmp_path: Path, name: str, value: Any, words: str
 ) -> None:
     def change(content: Content) -> None:
-        found = (
-            next(line for line in content["metrics"] if name in line)
-            if part == "metrics"
-            else content[part]
-        )
-        found[name] = value
+        content["result"][name] = value
 
     found = compared(tmp_path, change)
     assert (found.verdict, found.exit_code, found.stage, found.step) == (
@@ -186,7 +140,6 @@ def test_results_after_other_numbers_of_updates_are_not_compared(
 ) -> None:
     def change(content: Content) -> None:
         content["result"] |= {"steps": 5, "weights_digest": "zz"}
-        content["metrics"][0]["step"] = 5
 
     found = compared(tmp_path, change, steps=5)
     assert (found.verdict, found.exit_code) == ("identical_up_to", 2)

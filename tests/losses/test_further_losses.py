@@ -19,7 +19,8 @@ from segpipe.losses.lovasz import lovasz_sum
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.settings.config import Config
 from segpipe.settings.groups import LossConfig
-from segpipe.train.teacher import check_teacher, read_teacher
+from segpipe.train.checkpoint import load_network
+from segpipe.train.start import check_teacher, read_teacher
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 C = 5
@@ -266,6 +267,8 @@ def test_the_boundary_head_learns_what_the_setting_says() -> None:
     expected = 3.0 * detail_sum(edges, target, ignore_index=255) / 10
     assert parts["detail"]["boundary"].item() == pytest.approx(expected.item())
     assert parts["band"]["boundary"].item() != pytest.approx(expected.item())
+    assert "edge" in parts["band"]
+    assert "edge" not in parts["detail"], "an idea of PIDNet, not of STDC"
     (found,) = torch.autograd.grad(parts["detail"]["total"], edges)
     torch.testing.assert_close(found, torch.autograd.grad(expected, edges)[0])
 
@@ -384,10 +387,10 @@ def test_a_teacher_that_does_not_fit_is_refused(
     assert runs.run(tmp_path / "teacher", "train.steps=1") == 0
     config = Config()
     config.loss.teacher = str(tmp_path / "teacher")
-    known = read_teacher(config).classes.names
-    check_teacher(config, known)
+    known = read_teacher(config, load_network).classes.names
+    check_teacher(config, known, load_network)
     with pytest.raises(ConfigError, match="knows the classes"):
-        check_teacher(config, (*known, "one more"))
+        check_teacher(config, (*known, "one more"), load_network)
     teacher = f"loss.teacher={tmp_path / 'teacher'}"
     other = f"loss.teacher_sha256={'0' * 64}"
     assert runs.run(tmp_path / "run", teacher, other) == 2

@@ -18,6 +18,7 @@ from segpipe.errors import CheckpointError, WeightsError, listed
 from segpipe.models import build_model
 from segpipe.models.plugin_network import PluginNetwork
 from segpipe.models.weights import (
+    Fit,
     WeightsSource,
     fit,
     published_key,
@@ -85,6 +86,11 @@ def test_files_of_the_authors_training_code_are_read(name: str) -> None:
             assert torch.equal(value, tensors[f"model.{published_key(key, keys)}"])
     if name == "fast_scnn":
         assert {"train_only.aux.0.0.weight", "train_only.aux.2.bias"} <= set(found.kept)
+
+
+def test_the_share_of_the_parameters_is_in_percent_rounded_down() -> None:
+    taken = Fit(("a",), (), ("b",), (), None, share=1 / 3)
+    assert taken.summary.startswith("kept 1 tensors, 33.3 % of the parameters; ")
 
 
 @any_published

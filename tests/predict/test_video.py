@@ -33,7 +33,7 @@ def outputs(out: Path, **changes: object) -> Outputs:
         answer,
         ("low", "high"),
         PALETTE,
-        {"weights_digest": "12ab"},
+        {"ema_digest": "12ab"},
         {"precision": "fp32"},
     )
     return Outputs(out, predictor, **{"frames": True, **changes})  # type: ignore[arg-type]
@@ -89,6 +89,26 @@ def test_a_video_becomes_a_video_of_the_same_size_and_speed_and_a_mask_per_frame
     assert (done.kept, done.answered, list(done.entries.values())) == (1, 0, [entry])
     with pytest.raises(ConfigError, match=r"frames\.json \(settings\)"):
         run(clip, outputs(tmp_path / "out", alpha=0.2))
+
+
+@pytest.mark.parametrize(("lost", "named"), [(2, False), (3, True)])
+def test_a_few_frames_may_be_missing_from_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int, named: bool
+) -> None:
+    """Two, or one in a hundred where that is more: headers count some that were never there."""
+    path = tmp_path / "long.avi"
+    writer = cv2.VideoWriter(
+        str(path), cv2.VideoWriter.fourcc(*"MJPG"), FPS, SIZE[::-1]
+    )
+    for image in structured(100, SIZE):
+        writer.write(image)
+    writer.release()
+    frames = list(read_frames(path))
+    monkeypatch.setattr(
+        job_module, "read_frames", lambda path: iter(frames[: 100 - lost])
+    )
+    problems = run(path, outputs(tmp_path / "out"))
+    assert ["breaks off" in problem for problem in problems] == [True] * named
 
 
 def test_a_video_that_breaks_off_is_named(tmp_path: Path) -> None:

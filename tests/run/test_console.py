@@ -83,26 +83,16 @@ def test_a_run_name_is_not_markup(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_in_the_tables_of_a_sweep_are_not_markup(
+def test_names_in_the_table_of_a_sweep_are_not_markup(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = Sweep(lambda config: 0, lambda config: None, lambda config: None)
-    result = {"miou": 0.5, "iou": {name: 0.5}}
-    for learning_rate in (0.1, 0.2):
-        for seed in (1, 2):
-            values = {
-                "seed": seed,
-                "optim": {"lr": learning_rate},
-                "run": {"name": f"{name}-{seed}", "root": "runs"},
-            }
-            sweep._jobs.append(
-                SweepJob(from_mapping(values), f"seed={seed}", 0, result)
-            )
-    assert sweep.finish() == 0
+    config = from_mapping({"run": {"name": f"{name}-1", "root": "runs"}})
+    sweep._jobs[Path("runs")] = SweepJob(config, "seed=1", 6, None, f"why {name}")
+    assert sweep.finish() == 6
     text = capsys.readouterr().out
     assert f"│ {name}-1 " in text
-    assert f"│ {name} " in text
-    assert "2 seeds of optim.lr=0.2" in text
+    assert f"why {name}" in text
 
 
 def test_a_log_file_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:

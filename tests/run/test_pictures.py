@@ -6,7 +6,7 @@ import cv2
 import numpy as np
 import pytest
 
-from segpipe.run.pages import Axis, Chart, Line, jpeg_url, thin
+from segpipe.run.pages import Chart, Curve, PlotAxis, jpeg_url, thin
 from segpipe.run.pictures import blend, errors, shrink
 
 PALETTE = ((255, 0, 0), (0, 0, 255))
@@ -75,7 +75,7 @@ def test_a_long_curve_is_thinned_but_keeps_its_extremes() -> None:
 def test_flat_and_single_curves_lie_inside_the_chart(
     points: list[tuple[float, float]],
 ) -> None:
-    chart = Chart("x", [Line(points)])
+    chart = Chart("x", [Curve(points)])
     for x, y in chart.drawn(chart.lines[0]):
         assert 0 <= x <= chart.width
         assert 0 <= y <= chart.height
@@ -84,7 +84,7 @@ def test_flat_and_single_curves_lie_inside_the_chart(
 
 
 def test_ticks_are_round_and_inside() -> None:
-    axis = Axis(0.0, 0.083, 100.0, 0.0)
+    axis = PlotAxis(0.0, 0.083, 100.0, 0.0)
     assert axis.ticks() == [
         (100.0, "0"),
         (75.9, "0.02"),
@@ -92,4 +92,8 @@ def test_ticks_are_round_and_inside() -> None:
         (27.7, "0.06"),
         (3.6, "0.08"),
     ]
-    assert [text for _, text in Axis(1, 3, 0, 9).ticks(whole=True)] == ["1", "2", "3"]
+    assert [text for _, text in PlotAxis(1, 3, 0, 9).ticks(whole=True)] == [
+        "1",
+        "2",
+        "3",
+    ]

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import html
+import json
 import math
 import re
 import subprocess
@@ -16,16 +17,20 @@ import numpy as np
 import pytest
 
 from segpipe.run import pages
+from segpipe.run.folder import finished
 from segpipe.run.pictures import Picture
 from segpipe.run.report import (
     BEST,
     WORST,
+    LivePage,
     ReportData,
     advice,
+    is_live,
     pick_extremes,
     render,
     write_report,
 )
+from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, to_mapping
 
 NAMES = ("road", "lane <mark>", "bus", "train")
@@ -458,6 +463,29 @@ def test_a_living_page_loads_itself_again_and_nothing_else() -> None:
     final = render(replace(data, live=False))
     assert "<script" not in final
     assert "data-live" not in final
+
+
+def test_the_page_of_a_run_that_stops_does_not_wait_for_more(tmp_path: Path) -> None:
+    config = compose([f"run.root={tmp_path}", "run.name=r", "run.exists=resume"])
+    page, path = LivePage(), tmp_path / "r" / "report.html"
+    page.on_start(config, 0)
+    (tmp_path / "r").mkdir()
+    line = {"step": 5, "kind": "validation", "time_s": 1.0, "miou": 0.5, "iou": {}}
+    (tmp_path / "r" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    scores = {"confusion": COUNTS, "names": NAMES, "palette": PALETTE}
+    pictures = [overlay("first"), overlay("second")]
+    page.on_validation(5, scores, pictures)
+    assert is_live(path)
+    assert path.read_text().count("first:") == 4
+    result = {"steps": config.train.steps, "miou": 0.5}
+    (tmp_path / "r" / "result.json").write_text(json.dumps(result))
+    config.export.enabled = False
+    assert finished(config) is None, "killed before its report"
+    page.on_end(result)
+    assert is_live(path), "the report of a finished run is not this page's to write"
+    page.on_end({"exit_code": 6})
+    assert not is_live(path)
+    assert finished(config) == result
 
 
 def _luminance(color: np.ndarray) -> float:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from runs import settings
+from runs import settings, torch_restored
 from segpipe.cli import train
 from segpipe.cli.main import main as segpipe
 from segpipe.errors import ConfigError, DataError
@@ -63,7 +64,8 @@ def write_result(config: Config) -> None:
     score = config.optim.lr + 0.01 * config.seed
     config.run_dir.mkdir(parents=True, exist_ok=True)
     iou = {"road": score + 0.1, "sky": score - 0.1 * config.seed, "lane": None}
-    result = {"miou": score, "iou": iou, "steps": config.train.steps}
+    digest = {"ema_digest": "ab", "iou": iou}
+    result = {"miou": score, "steps": config.train.steps, **digest}
     (config.run_dir / "result.json").write_text(json.dumps(result))
     (config.run_dir / "config.json").write_text(json.dumps(to_mapping(config)))
     for name in ("report.html", "last.pt"):
@@ -208,15 +210,15 @@ def test_names_are_safe_short_and_differ() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        (["train.steps=1,abc"], "train.steps = 'abc', but a whole number"),
+        (["train.steps=1,abc"], "train.steps=abc"),
         (["seed=1,-1"], "seed=-1: seed = -1, but a value of 0 to"),
         (
             ["compute.shards=4,0", "seed=1,2"],
             "compute.shards=0 seed=1; compute.shards=0 seed=2: compute.shards = 0",
         ),
-        (["seed=1,1"], "is the name of 2 jobs"),
+        (["seed=1,1"], "is the name of two jobs"),
         (["seed=1,2", "data=folder"], "all jobs: data.root is empty"),
-        (["seed=1,2", "hydra/launcher=basic"], "hydra/launcher cannot be set"),
+        (["seed=1,2", "hydra/launcher=cloud"], "cloud"),
         (["seed=1,2", "hydra/sweeper=optuna2"], "optuna2"),
     ],
 )
@@ -271,7 +273,7 @@ def test_resume_skips_what_is_finished(sweeps: Sweeps) -> None:
     )
     assert row(said, "synthetic-fast_scnn-seed1")[2:] == ["6.00", "0"]
     assert "\nsynthetic-fast_scnn-seed1: was finished already\n" in said
-    assert "3 seeds: IoU in %" in said
+    assert "│ 1,2,3 │ 3 of 3   │ 7.00" in said
     code, said = sweeps("seed=1,2", "run.exists=resume", "optim.lr=0.5")
     assert (code, sweeps.started) == (2, [])
     assert "optim.lr: 0.05 -> 0.5" in said
@@ -357,22 +359,17 @@ def test_ctrl_c_ends_the_sweep_and_lists_what_is_done(
     assert "run.exists=resume continues it" in said
 
 
-def test_seeds_of_one_recipe_are_summed_up_by_class(sweeps: Sweeps) -> None:
+def test_seeds_of_one_recipe_are_summed_up(sweeps: Sweeps) -> None:
     sweeps.outcome = lambda config: 0 if config.seed < 4 else 6
     code, said = sweeps(
         "seed=1,2,4", "optim.lr=0.4,0.5", "run.name=s${seed}-${optim.lr}"
     )
     assert code == 6
-    assert "lane" not in said  # no seed knows it
-    for rate, rows in (
-        ("0.4", ("51.50 │ 51.00  │ 52.00", "26.50 │ 22.00  │ 31.00")),
-        ("0.5", ("61.50 │ 61.00",)),
-    ):
-        table = said[said.index(f"2 seeds of optim.lr={rate}") :]
-        assert all(row in table for row in rows), table
-    assert f"{41.5:.2f} │ 41.00  │ 42.00   │ 1.00" in next(
-        x for x in said.splitlines() if "mean of classes" in x
-    )
+    rows = [line for line in said.splitlines() if line.startswith("│ 1,2 ")]
+    assert [[cell.strip() for cell in line.split("│")[2:-1]] for line in rows] == [
+        ["2 of 2", "51.50", "51.00", "52.00", "0.5"],
+        ["2 of 2", "41.50", "41.00", "42.00", "0.4"],
+    ]
 
 
 class HillClimber(Sweeper):
@@ -461,3 +458,79 @@ def test_a_search_in_the_wrong_direction_is_refused(
     code, said = sweeps()
     assert (code, sweeps.started) == (2, [])
     assert "hydra.sweeper.direction = minimize, but jobs return their mIoU" in said
+
+
+def test_a_sweep_under_torchrun_is_refused_with_the_form_to_use(
+    sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "under_launcher", lambda: True)
+    code, said = sweeps("seed=1,2")
+    assert (code, sweeps.started) == (2, [])
+    assert "Use: segpipe train --multirun compute.nproc=N key=1,2,3" in said
+
+
+class Pool:
+    """A launcher that starts a batch at once, and one that is not there."""
+
+    def __init__(self, sweeps: Sweeps, *, is_down: bool = False) -> None:
+        self.sweeps, self.is_down = sweeps, is_down
+        self.batches: list[list[list[str]]] = []
+
+    def launch(self, job_overrides: list[list[str]], first: int) -> list[JobReturn]:
+        if self.is_down:
+            raise FileNotFoundError("sbatch is not installed")
+        self.batches.append(job_overrides)
+        plain = (
+            [text.replace('"', "") for text in overrides] for overrides in job_overrides
+        )
+        configs = [compose([*each, f"run.root={self.sweeps.root}"]) for each in plain]
+        codes = [self.sweeps.train(config, None) for config in configs]
+        return [JobReturn(_return_value=code) for code in codes]
+
+
+PARALLEL = "hydra.launcher._target_=hydra_plugins.pool.Pool"
+
+
+@pytest.mark.parametrize("is_down", [False, True])
+def test_a_launcher_gets_a_batch_at_once(
+    sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch, is_down: bool
+) -> None:
+    pool = Pool(sweeps, is_down=is_down)
+    monkeypatch.setattr(
+        Plugins.instance(), "instantiate_launcher", lambda **given: pool
+    )
+    sweeps.outcome = lambda config: 6 if config.seed == 2 else 0
+    names = [f"synthetic-fast_scnn-seed{seed}" for seed in (1, 2, 3)]
+    code, said = sweeps("seed=1,2,3", PARALLEL)
+    if is_down:
+        assert code == 2
+        assert "hydra/launcher: " in said
+        assert "sbatch is not installed" in said
+        return
+    assert code == 6
+    assert [len(batch) for batch in pool.batches] == [3]
+    assert [row(said, name)[2:] for name in names] == [
+        ["6.00", "0"],
+        ["-", "6"],
+        ["8.00", "0"],
+    ]
+    sweeps("seed=1,3,4", PARALLEL, "run.exists=resume")
+    assert sweeps.started == ["synthetic-fast_scnn-seed4"], "finished jobs are kept"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["submitit_local", "joblib"])
+def test_jobs_of_a_launcher_of_hydra_train_on_processes_of_their_own(
+    launcher: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = launcher.partition("_")[0]
+    pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher")
+    tiny = settings(tmp_path / "run", "compute.nproc=2", "run.name=run${seed}")
+    chosen = [f"hydra/launcher={launcher}", "seed=1,2"]
+    with torch_restored():
+        assert segpipe(["train", "--multirun", *tiny, *chosen]) == 0
+    said = capsys.readouterr().out
+    for seed in (1, 2):
+        found = json.loads((tmp_path / f"run{seed}" / "result.json").read_bytes())
+        assert found["world_size"] == 2
+        assert row(said, f"run{seed}")[2:] == [f"{100 * found['miou']:.2f}", "0"]

@@ -23,9 +23,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from runs import run
 from segpipe.errors import ConfigError
 from segpipe.run import trackers
+from segpipe.run.callbacks import open_tracker
 from segpipe.run.pictures import Picture
 from segpipe.run.trackers import check_tracking, run_id
-from segpipe.run.tracking import open_tracker, read_metrics
+from segpipe.run.tracking import read_metrics
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 from segpipe.settings.config import (
@@ -468,8 +469,29 @@ def wandb_records(folder: Path) -> Iterator[Any]:
             yield record
 
 
+SPY = """
+    from segpipe.run.report import is_live
+
+    class Spy:
+        def on_start(self, config, step):
+            self.folder = config.run_dir
+
+        def note(self, what):
+            with (self.folder / "spy.txt").open("a") as file:
+                print(what, is_live(self.folder / "report.html"), file=file)
+
+        def on_validation(self, step, scores, pictures):
+            self.note(step)
+
+        def on_end(self, result):
+            self.note("end")
+"""
+
+
 def test_a_real_run_is_in_wandb_and_tensorboard_with_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    project: Callable[[str, str], None],
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_PROJECT", "robots")
@@ -477,9 +499,13 @@ def test_a_real_run_is_in_wandb_and_tensorboard_with_pictures(
     monkeypatch.setenv("WANDB_RUN_ID", "run7")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     folder = tmp_path / "run"
-    trackers = ("track.name=[wandb,tensorboard]", "track.tags=[a,b]", "track.notes=why")
+    project("spy.py", SPY)
+    names = "track.name=[wandb,tensorboard,spy:Spy]"
+    trackers = (names, "track.tags=[a,b]", "track.notes=why")
     live = ("train.validate_every=1", "train.log_every=1", "track.job_type=train")
     assert run(folder, *trackers, *live) == 0
+    # The page is there at each validation, and then the report takes its place.
+    assert (folder / "spy.txt").read_text() == "1 True\n2 True\n3 True\nend False\n"
     records = list(wandb_records(folder))
     started = next(each.run for each in records if each.HasField("run"))
     assert (started.run_id, started.project) == ("run7", "robots")
@@ -605,7 +631,7 @@ TRAINING = """
 import sys
 from pathlib import Path
 from segpipe.settings.config import from_mapping
-from segpipe.run.tracking import open_tracker
+from segpipe.run.callbacks import open_tracker
 
 mode, folder, resume_step = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 run = {"root": str(folder.parent), "name": folder.name}
@@ -671,6 +697,8 @@ def train(
     )
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_offline_records_in_the_run_folder_and_calls_nobody(
     tmp_path: Path, proxy: tuple[int, list[bytes]]
 ) -> None:
@@ -689,6 +717,8 @@ def test_offline_records_in_the_run_folder_and_calls_nobody(
     assert attempts == []
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_unreachable_wandb_costs_a_warning(
     tmp_path: Path, proxy: tuple[int, list[bytes]]
 ) -> None:

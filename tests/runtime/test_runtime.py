@@ -45,9 +45,11 @@ from segpipe.runtime import (
 from segpipe.runtime.__main__ import main
 from segpipe.runtime.artifact import CONFIDENCE_SHARE
 from segpipe.runtime.bench import bench, fixed_work, resident_mib, spread, timed
-from segpipe.runtime.frames import FrameLimits, Levels, RepeatCounter, levels, subsample
+from segpipe.runtime.frames import RepeatCounter
 from segpipe.runtime.images import read_image
 from segpipe.runtime.session import Session
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,6 +102,7 @@ def test_names_of_statuses_are_a_contract() -> None:
         "STALE",
         "TOO_DARK",
         "SATURATED",
+        "IMPLAUSIBLE",
         "FROZEN",
         "DEADLINE",
         "ERROR",
@@ -238,8 +241,8 @@ def test_every_frame_gets_its_answer_or_a_reason_and_the_next_one_works(
             "stale",
             "stamp = 999.0 and the clock says 1000.0, but it must be within 0.5 s of the clock",
         ),
-        ("black", "Levels(mean=0.0"),
-        ("frozen", "the same frame 6 times in a row"),
+        ("black", "mean = 0, but the export allows 10 to 245"),
+        ("frozen", "5 frames in a row equal one of the last different ones"),
     ],
 )
 def test_a_refused_frame_is_explained(
@@ -307,15 +310,27 @@ def test_a_frozen_camera(shared_folder: Path) -> None:
     assert {patient.infer(buffer).status for _ in range(20)} == {Status.OK}
 
 
+@pytest.mark.parametrize("num_buffers", [1, 2, 3, 4])
+def test_a_driver_that_sends_its_buffers_in_turn_is_frozen(
+    num_buffers: int, shared_folder: Path
+) -> None:
+    segmenter = Segmenter.load(shared_folder, frozen_after=3)
+    buffers = [frame(seed) for seed in range(num_buffers)]
+    found = [segmenter.infer(buffer).status for buffer in buffers * 6]
+    last_ok = num_buffers + 2
+    assert found == [Status.OK] * last_ok + [Status.FROZEN] * (len(found) - last_ok)
+    assert segmenter.infer(frame(9)).status is Status.OK, "the camera is back"
+    assert segmenter.infer(buffers[-1]).status is Status.OK
+
+
 def test_a_camera_is_not_frozen_when_one_byte_changes() -> None:
     image = np.zeros((512, 512, 3), np.uint8)
     repetition = RepeatCounter()
     assert [repetition.count(image) for _ in range(3)] == [0, 1, 2]
     image[1, 1, 1] = 1
-    assert np.array_equal(subsample(image), subsample(np.zeros_like(image))), (
-        "the control: brightness does not look there"
-    )
     assert [repetition.count(image) for _ in range(3)] == [0, 1, 2]
+    smaller = image[:100]
+    assert [repetition.count(smaller) for _ in range(2)] == [0, 1]
 
 
 def test_an_id_that_no_class_has_is_an_error(tmp_path: Path) -> None:
@@ -354,27 +369,6 @@ def test_an_answer_is_not_overwritten_by_the_next(segmenter: Segmenter) -> None:
     assert np.array_equal(first.mask, kept[0])
     assert np.array_equal(first.confidence, kept[1])
     assert refuses(segmenter.infer(np.zeros((*SIZE, 3), np.uint8)), Status.TOO_DARK)
-
-
-def test_brightness_of_a_frame() -> None:
-    image = np.zeros((4, 4, 3), np.uint8)
-    image[:1] = (9, 0, 0)  # one channel above the level: not dark
-    image[3:] = 247
-    assert levels(image) == Levels(62.5, 0.5, 0.25)
-    large = np.zeros((1024, 2048, 3), np.uint8)
-    large[:, 512:] = 255
-    assert levels(large) == pytest.approx((191.25, 0.25, 0.75), rel=0.01)
-    limits = FrameLimits(
-        min_mean=10, max_mean=200, max_dark_share=0.5, max_bright_share=0.6
-    )
-    for found, status in (
-        (Levels(10, 0.5, 0.6), Status.OK),
-        (Levels(9.9, 0.0, 0.0), Status.TOO_DARK),
-        (Levels(100, 0.51, 0.0), Status.TOO_DARK),
-        (Levels(200.1, 0.0, 0.0), Status.SATURATED),
-        (Levels(100, 0.0, 0.61), Status.SATURATED),
-    ):
-        assert limits.status(found) is status
 
 
 # The deadline
@@ -705,16 +699,16 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "NaN as a limit": (  # every comparison with it is false
         lambda folder: change_manifest(
             folder,
-            frame_limits={**toy_manifest()["frame_limits"], "min_mean": math.nan},
+            frame_limits={**toy_manifest()["frame_limits"], "mean": [math.nan, 200]},
         ),
-        "min_mean=nan.* numbers from 0 to 255 were needed",
+        r"frame_limits.mean = \[ *nan.* finite numbers were needed",
     ),
     "an infinite limit": (
         lambda folder: change_manifest(
             folder,
-            frame_limits={**toy_manifest()["frame_limits"], "max_mean": math.inf},
+            frame_limits={**toy_manifest()["frame_limits"], "mean": [0, math.inf]},
         ),
-        "max_mean=inf",
+        r"frame_limits.mean = \[ *0.* *inf\]",
     ),
     "no source": (
         lambda folder: change_manifest(folder, source=[]),
@@ -753,7 +747,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "has no ONNX file of precision fp32, only: none",
     ),
     "mixed": (
-        lambda folder: change_manifest(folder, source={"weights_digest": "9"}),
+        lambda folder: change_manifest(folder, source={"ema_digest": "9"}),
         "holds weights 0123, but the manifest describes 9",
     ),
     "no onnx": (

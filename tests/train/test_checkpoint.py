@@ -465,7 +465,7 @@ def test_network_comes_back_with_all_that_is_needed(run: Path) -> None:
         assert not any(p.requires_grad for p in trained.model.parameters())
         state = load(run / f"{which}.pt")
         assert same(dict(trained.model.state_dict()), state["ema"])
-        assert trained.weights_digest == state["digests"]["ema"]
+        assert trained.ema_digest == state["digests"]["ema"]
     assert load_network(run / "last.pt").step == 9
     (run / "best.pt").unlink()
     assert load_network(run, "best").step == 9

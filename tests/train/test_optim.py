@@ -416,21 +416,15 @@ def test_frozen_parameters_get_no_gradient_and_whole_frozen_modules_run_in_eval_
     assert freeze(network(), []) == ""
 
 
-def test_wrong_patterns_are_refused_with_the_nearest() -> None:
+def test_wrong_patterns_are_refused_with_the_names() -> None:
     with pytest.raises(
         ConfigError,
         match=r"'enc\.\*' matches no parameter of Sequential, which has encoder\.\*, neck",
     ):
         freeze(network(), ["head.*", "enc.*"])
-    with pytest.raises(ConfigError, match=r"Did you mean encoder\.1\.\*\?"):
-        parameter_groups(network(), 0.1, {"encodr.1.*": 2.0})
-    with pytest.raises(ConfigError, match=r"Did you mean encoder\.\*\?"):
-        parameter_groups(network(), 0.1, {"encodr.*": 2.0})
     with pytest.raises(ConfigError, match="nothing is left to train"):
         freeze(network(), ["*"])
-    with pytest.raises(
-        ConfigError, match=r"head\.weight matches both '\*weight' and 'head\.\*'"
-    ):
+    with pytest.raises(ConfigError, match=r"'head\.\*' and another pattern match"):
         parameter_groups(network(), 0.1, {"head.*": 10.0, "*weight": 2.0})
     frozen = network()
     freeze(frozen, ["encoder.*"])

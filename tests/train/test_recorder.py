@@ -62,6 +62,7 @@ def test_an_audit_computes_what_elastic_does(alone: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "bare" / "ledger").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_ledger_of_one(alone: Path, tmp_path: Path) -> None:
     done = command(
         *TORCHRUN, "train.py", *settings(tmp_path / "two", *AUDIT, "data.workers=1")
@@ -186,8 +187,8 @@ def _plant_target(monkeypatch: pytest.MonkeyPatch) -> None:
 def _plant_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     forward, calls = Preprocess.forward, count()
 
-    def planted(self: Preprocess, image: Tensor, color: None) -> Tensor:
-        seen = forward(self, image, color)
+    def planted(self: Preprocess, image: Tensor) -> Tensor:
+        seen = forward(self, image)
         if next(calls) == 2 * STEP + SHARD:
             seen = seen.clone()
             seen[0, 0, 0, 0] += 1e-6

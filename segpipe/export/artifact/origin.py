@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segpipe.errors import DataError, WeightsError
-from segpipe.export.report import integrity_refusal
+from segpipe.export.verify_report import integrity_refusal
 from segpipe.files import sha256
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
     result = _result(path.parent)
     git = result.get("git")
     metrics = None
-    if result.get("ema_digest") == trained.weights_digest:
+    if result.get("ema_digest") == trained.ema_digest:
         metrics = {name: result.get(name) for name in _METRICS}
         metrics["split"] = trained.config.data.split
     planned = trained.config.train.steps

@@ -1,0 +1,125 @@
+"""segpipe from Python: the functions give what the commands give, raise what is wrong, and work in a thread."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import segpipe
+from runs import outcome, run, settings, torch_restored
+from segpipe.cli.api import configuration
+from segpipe.errors import ConfigError, NumericsError
+from segpipe.settings.compose import compose
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that a thread trained, as a notebook's server may."""
+    folder = tmp_path_factory.mktemp("api") / "run"
+    with torch_restored(), ThreadPoolExecutor(1) as thread:
+        done = thread.submit(segpipe.train, settings(folder)).result()
+    assert done.folder == folder
+    assert done.miou == done.figures["miou"]
+    return folder
+
+
+def test_a_training_from_python_is_that_of_the_command(
+    trained: Path, tmp_path: Path
+) -> None:
+    assert run(tmp_path / "run", "run.name=run") == 0
+    assert outcome(tmp_path / "run") == outcome(trained)
+    found = segpipe.compare(trained, tmp_path / "run")
+    assert found.verdict == "identical"
+
+
+def test_a_run_is_scored_and_answers_images(trained: Path) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    with torch_restored():
+        network = segpipe.load(trained, which="last")
+        ids, confidence = network.predict(image)
+        figures = segpipe.evaluate(trained, settings={"data.workers": 0})
+    assert (ids.shape, ids.dtype) == ((64, 96), np.uint8)
+    assert (confidence.shape, confidence.dtype) == ((64, 96), np.float32)
+    assert figures["miou"] == json.loads((trained / "result.json").read_bytes())["miou"]
+    with pytest.raises(ConfigError, match=r"'whihc' is not an argument.*which"):
+        segpipe.load(trained, whihc="best")
+    with pytest.raises(ConfigError, match=r"'optim\.lr' is not an argument"):
+        segpipe.evaluate(trained, settings={"optim.lr": 1})
+
+
+def test_an_error_is_raised_with_its_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = settings(tmp_path / "run", "optim.lr=1e38", "train.steps=9")
+    with torch_restored(), pytest.raises(NumericsError, match="step") as caught:
+        segpipe.train(broken)
+    assert caught.value.told  # it is on stderr, where the run said it
+    assert str(caught.value).split(".")[0] in " ".join(capsys.readouterr().err.split())
+    with torch_restored(), pytest.raises(ConfigError, match="already holds"):
+        segpipe.train(settings(tmp_path / "run"))
+    assert capsys.readouterr().err == ""
+
+
+def test_settings_are_given_as_typed_by_name_or_whole() -> None:
+    typed = ["model=pidnet_s", "optim.lr=0.2", "seed=3", "model.args.width=[1,a b]"]
+    named = {
+        "model": "pidnet_s",
+        "optim": {"lr": 0.2},
+        "seed": 3,
+        "model.args": {"width": [1, "a b"]},
+    }
+    assert configuration(typed) == configuration(named) == compose(typed)
+    assert configuration(compose(typed)) == compose(typed)
+    assert configuration({"run.name": 'a "b" \\'}).run.name == 'a "b" \\'
+    with pytest.raises(ConfigError) as caught:
+        configuration({"optim.lrr": 1, "train": {"steps": "x"}})
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_importing_segpipe_is_light() -> None:
+    code = (
+        "import sys, segpipe; print([n for n in ('torch', 'hydra', 'numpy') if n in sys.modules]); "
+        "print(callable(segpipe.train), callable(segpipe.export), 'torch' in sys.modules); "
+        "import segpipe.train.step; print(callable(segpipe.train), segpipe.train.step.__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        "[]",
+        "True True False",
+        "True segpipe.train.step",
+    ]
+
+
+def test_the_notebook_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its cells, one after another in one namespace, as a kernel executes them."""
+    notebook = json.loads((ROOT / "examples/notebook/segpipe.ipynb").read_text())
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    with torch_restored():
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                exec("".join(cell["source"]), names)
+            assert not cell.get("outputs")
+    assert "optim.lrr is not a setting" in capsys.readouterr().out
+    same = segpipe.compare(names["run"].folder, names["again"].folder)  # type: ignore[attr-defined]
+    assert same.verdict == "identical"
