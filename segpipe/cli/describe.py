@@ -6,6 +6,7 @@ import json
 import re
 import statistics
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -74,9 +75,8 @@ def describe(
 
     def update() -> None:
         heads = net.train().logits(several, aux=True)
-        torch.stack(
-            [logits.float().sum() for logits in heads.values()]
-        ).sum().backward()
+        total = torch.stack([logits.float().sum() for logits in heads.values()]).sum()
+        total.backward()  # type: ignore[no-untyped-call]
 
     training = _peak(update)
     weights = sum(
@@ -149,16 +149,16 @@ def _operations(net: torch.nn.Module, image: torch.Tensor) -> tuple[int, int]:
     return counter.get_total_flops() // 2, values
 
 
-def _peak(call: Any) -> int:
+def _peak(call: Callable[[], object]) -> int:
     """Most bytes of the tensors that `call()` makes and that are alive at the same time."""
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    class Memory(TorchDispatchMode):
+    class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __init__(self) -> None:
-            super().__init__()
-            self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.alive: dict[int, tuple[Any, int]] = {}
             self.peak = 0
 
         def __torch_dispatch__(
@@ -168,21 +168,17 @@ def _peak(call: Any) -> int:
             for leaf in tree_leaves(out):
                 if hasattr(leaf, "untyped_storage"):
                     storage = leaf.untyped_storage()
-                    self.alive[storage._cdata] = (
-                        StorageWeakRef(storage),
-                        storage.nbytes(),
-                    )
-            self.alive = {
-                key: entry
-                for key, entry in self.alive.items()
-                if not entry[0].expired()
-            }
+                    ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                    self.alive[storage._cdata] = ref, storage.nbytes()
+            for key, (ref, _) in list(self.alive.items()):
+                if ref.expired():
+                    del self.alive[key]
             self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
             return out
 
     with Memory() as memory:
         call()
-    return memory.peak
+    return int(memory.peak)
 
 
 def _size(text: str) -> tuple[int, int]:
