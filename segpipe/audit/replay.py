@@ -25,9 +25,8 @@ from segpipe.settings.config import Config, from_mapping, to_mapping
 from segpipe.train import checkpoint, state
 from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.recorder import Recorder
-from segpipe.train.start import read_start
+from segpipe.train.start import read_start, teacher_of
 from segpipe.train.step import TrainStep, train_step
-from segpipe.train.teacher import teacher_of
 
 PARTS = ("model", "ema", "optimizer")  # of a checkpoint, whose tensors are compared
 
@@ -87,7 +86,7 @@ def _train(
     samples = open_samples(config.data, "train", config.seed, packed=False)
     weights = None if start else read_start(config, checkpoint.load)
     current = state.build_state(config, samples.classes, group.device, weights)
-    current.teacher = teacher_of(config, group.device)
+    current.teacher = teacher_of(config, group.device, checkpoint.load_network)
     loss_backend = backend(config.loss, group.device.type)
     fingerprint, _ = common_fingerprint(config, group, loss_backend)
     if start:

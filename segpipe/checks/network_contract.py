@@ -34,9 +34,8 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.plugins import is_path
 from segpipe.settings.check import check_critical_classes
 from segpipe.train import checkpoint
-from segpipe.train.start import read_start
+from segpipe.train.start import check_teacher, read_start
 from segpipe.train.state import build_state
-from segpipe.train.teacher import check_teacher
 
 if TYPE_CHECKING:
     from segpipe.models.layers import SegmentationNet
@@ -380,7 +379,7 @@ def check_network(config: Config, classes: ClassTable) -> None:
     and classes of export.critical_classes that the data set does not have.
     """
     check_critical_classes(config.export.critical_classes, classes.names)
-    check_teacher(config, classes.names)
+    check_teacher(config, classes.names, checkpoint.load_network)
     if is_path(config.model.name):
         check_plugin(config, classes.num_classes)
 

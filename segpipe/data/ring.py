@@ -28,16 +28,18 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segpipe.data.workers import Items, work
 from segpipe.errors import DataError
 from segpipe.native import one_thread
+
+if TYPE_CHECKING:
+    from segpipe.data.workers import Items
 
 PAGE_BYTES = 4096
 END_S = 1.0  # for workers to finish the sample that they are at
@@ -245,6 +247,8 @@ class Ring:
             self._end()
 
     def _start(self, worker: int) -> None:
+        from segpipe.data.workers import work
+
         context = get_context(self._how.start_method)
         if self._how.start_method == "forkserver":
             # torch is imported once instead of once per worker.

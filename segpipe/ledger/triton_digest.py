@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 2048  # words that a program reads
+# Constants and formula are those of digest.py, which compares both before the first use.
 
 
 @triton.jit
@@ -27,7 +28,10 @@ def _mixed_indices(indices):
 
 @triton.jit
 def _add_to_blocks(addresses, pieces, sums, chunk: tl.constexpr):
-    """Adds what the words of one piece make to the sum of their block; integers, so the order does not matter."""
+    """Adds what the words of one piece make to the sum of their block; integers, so the order does not matter.
+
+    addresses: of each tensor, int64. pieces: the table of `_pieces`, a row for each program. sums: of each block.
+    """
     at = pieces + tl.program_id(0).to(tl.int64) * 5
     part, start, count, index, block = (
         tl.load(at),
@@ -47,7 +51,10 @@ def _add_to_blocks(addresses, pieces, sums, chunk: tl.constexpr):
 
 @triton.jit
 def _join_blocks(sums, edges, digests, chunk: tl.constexpr):
-    """The digest of one group, from the sums of its blocks."""
+    """The digest of one group, from the sums of its blocks: these are words themselves, with indices from 0.
+
+    edges: first block of each group, and the end of the last.
+    """
     group = tl.program_id(0)
     first, end = tl.load(edges + group), tl.load(edges + group + 1)
     total = tl.zeros((chunk,), tl.uint64)

@@ -20,6 +20,9 @@ from segpipe.losses.strips import ClassHead, LossPass
 if TYPE_CHECKING:
     from segpipe.models.resize import Axis
 
+# Names in the kernels: `pixels` columns of the target that a program owns; `padded`, the classes up to the next power
+# of 2, at least 16 as products need; `cells`, columns of the logits that its pixels touch, padded likewise. Shapes in
+# docstrings are those of the registers of one program.
 PIXELS = 64  # 16 where there are so many classes that the registers of a program would not hold them
 MOST_CLASSES = 64
 JOINED = 64  # columns of the logits that a program of the second kernel adds up
@@ -27,7 +30,11 @@ JOINED = 64  # columns of the logits that a program of the second kernel adds up
 
 @triton.jit
 def _upsampled(row, mask, left, right, share):
-    """A row of the logits at the columns of the target, (pixels, padded)."""
+    """A row of the logits at the columns of the target, (pixels, padded).
+
+    row: address of each class at column 0 of the row, (1, padded). left, right, share: for each pixel the two columns
+    between which it lies, and the weight of the right one, (pixels,).
+    """
     before = tl.load(row + left[:, None], mask=mask, other=0.0)
     after = tl.load(row + right[:, None], mask=mask, other=0.0)
     return before * (1.0 - share)[:, None] + after * share[:, None]
@@ -36,6 +43,9 @@ def _upsampled(row, mask, left, right, share):
 @triton.jit
 def _loss_of(z, total, hit, is_class, weight, on, smoothing, even_share, known):
     """Cross-entropy of pixels, (pixels,), from their logits less the largest, (pixels, padded).
+
+    total: sum of their exponentials. hit: 1 at the class of the target. on: weight of that class, less what label
+    smoothing takes from it. even_share: what it gives to each class. known: whether the target is a class.
 
     NaN where the target is not known as a class: that must not pass in silence.
     """
@@ -49,7 +59,12 @@ def _loss_of(z, total, hit, is_class, weight, on, smoothing, even_share, known):
 
 @triton.jit
 def _gradient_of(probability, hit, valid, on, even, weight, slopes, ids, is_class):
-    """By the logits of pixels, (pixels, padded)."""
+    """By the logits of pixels, (pixels, padded).
+
+    Of the cross-entropy, it is the probability times the sum of all weights of the pixel (`along`), less the weight of
+    each class: `on` at the target's, `even` times the class weight at all. With `slopes`, derivatives by the
+    probabilities of another loss, it also is p (slope - mean of the slopes under p), as of any softmax.
+    """
     along = on + even * tl.sum(weight, 0)
     if slopes is None:
         found = probability * along[:, None]
@@ -78,7 +93,10 @@ def _store_parts(
     classes,
     cells: tl.constexpr,
 ):
-    """Gathers gradients of two upsampled rows, (pixels, padded), into the columns of the logits."""
+    """Gathers gradients of two upsampled rows, (pixels, padded), into the columns of the logits, (cells, padded).
+
+    The matrix (cells, pixels) holds the weight of each column of the logits in each pixel, so a product gathers.
+    """
     cell = tl.arange(0, cells)
     first = tl.min(tl.where(inside, left, 1 << 30), 0)
     column = (first + cell)[:, None]
@@ -118,8 +136,12 @@ def _losses(
     pixels: tl.constexpr,
     cells: tl.constexpr,
 ):
-    """Programs (image and row of the logits, block of columns). None: `factors`, `slopes`, `sums` or `parts` (which
-    holds the gradient) is not given, or not wanted."""
+    """Losses, sums and parts of the gradient. Programs: (image and row of the logits, block of columns).
+
+    A program goes over the output rows that lie between its row of the logits (`upper`) and the next one (`lower`).
+    None for `factors`, `slopes`, `sums` or `parts`, which holds the gradient: it is not given, or not wanted.
+    """
+    # Where this program is.
     row_start, row_share, col_low, col_share = axes
     classes, rows_in, cols_in, rows, cols, ignore_index = shape
     smooth, even_share = smoothing
@@ -131,6 +153,7 @@ def _losses(
     is_class = ids < classes
     weight = tl.load(weights + ids, mask=is_class, other=0.0)
 
+    # Its columns of the target, and both rows of the logits at these.
     column = block * pixels + tl.arange(0, pixels)
     inside = column < cols
     left = tl.load(col_low + column, mask=inside, other=0)
@@ -146,11 +169,14 @@ def _losses(
     to_upper, to_lower = zeros, zeros
     common, everything, size = zeros, zeros, zeros
     for y in range(tl.load(row_start + row), tl.load(row_start + row + 1)):
+        # The logits of one output row, less the largest of each pixel.
         part = tl.load(row_share + y)
         mixed = upper * (1.0 - part) + lower * part
         z = tl.where(is_class[None, :], mixed, -float("inf"))
         z -= tl.max(z, 1)[:, None]
         total = tl.sum(tl.exp(z), 1)
+
+        # Its targets: `on` is the weight of the cross-entropy of each pixel.
         place = (image * rows + y).to(tl.int64) * cols + column
         wanted = tl.load(target + place, mask=inside, other=ignore_index).to(tl.int32)
         valid = wanted != ignore_index
@@ -159,11 +185,14 @@ def _losses(
         on = (1.0 - smooth) * tl.sum(tl.where(hit, weight[None, :], 0.0), 1)
         loss = _loss_of(z, total, hit, is_class, weight, on, smooth, even_share, known)
         tl.store(losses + place, tl.where(valid, loss, 0.0), mask=inside)
+
         probability = tl.exp(z) / total[:, None]
         if sums is not None:
             common += tl.where(hit, probability, 0.0)
             everything += tl.where(valid[:, None], probability, 0.0)
             size += tl.where(hit, 1.0, 0.0)
+
+        # Each row gives its gradient to the rows above and below, by its distance.
         if parts is not None:
             factor = 1.0
             if factors is not None:
@@ -199,7 +228,11 @@ def _join(
     width: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    """Programs (image, class and row of the logits, columns of the logits)."""
+    """The gradient of the logits from its parts. Programs: (image, class and row of the logits, columns of the logits).
+
+    A logit has parts of the programs of its own row and of the row above, in up to `overlap` neighboring blocks of
+    columns. They are added in this order, so the bits do not depend on which program came first.
+    """
     classes, rows_in, cols_in = shape
     plane = tl.program_id(0) // rows_in
     row = tl.program_id(0) % rows_in
@@ -240,12 +273,16 @@ class _Blocks:
         device, low = columns.low.device, columns.first
         edges = torch.searchsorted(torch.tensor(rows.first), torch.arange(rows_in + 1))
         self.row_start = edges.to(torch.int32).to(device)
+
+        # Of each block, the first and the last column of the logits that it touches.
         self.number = triton.cdiv(len(low), pixels)
         starts = low[::pixels]
         ends = [*range(pixels, len(low), pixels), len(low)]
         lasts = [min(low[end - 1] + 1, cols_in - 1) for end in ends]
+
         widest = max(b - a + 1 for a, b in zip(starts, lasts, strict=True))
         self.cells = max(16, triton.next_power_of_2(widest))
+
         # Blocks that touch a column of the logits; where none does, the first comes after the last.
         first = [bisect_left(lasts, column) for column in range(cols_in)]
         last = [bisect_right(starts, column) - 1 for column in range(cols_in)]

@@ -27,11 +27,10 @@ from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.metrics import miou, summary
 from segpipe.train.recorder import keeps_ledger, open_watch
 from segpipe.train.result import check_space, header, result_of
-from segpipe.train.start import WEIGHTS, read_start
+from segpipe.train.start import WEIGHTS, read_start, teacher_of
 from segpipe.train.state import TrainState, build_state
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
-from segpipe.train.teacher import teacher_of
 from segpipe.train.training import OpenOutputs, Run
 from segpipe.train.validate import Validation, validate
 
@@ -137,7 +136,7 @@ def _start(
     """The state, fresh or that of the checkpoint; the fingerprint of rank 0, and warnings."""
     weights = None if found else read_start(config, checkpoint.load)
     state = build_state(config, classes, group.device, weights)
-    state.teacher = teacher_of(config, group.device)
+    state.teacher = teacher_of(config, group.device, checkpoint.load_network)
     fingerprint, rank_differences = common_fingerprint(
         config, group, backend(config.loss, group.device.type)
     )

@@ -19,11 +19,12 @@ from torch.profiler import profile, record_function
 from segpipe.data.augment import Augmenter
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
+from segpipe.train import checkpoint
 from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.recorder import open_watch
+from segpipe.train.start import teacher_of
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep, train_step
-from segpipe.train.teacher import teacher_of
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import DataSet
@@ -164,7 +165,7 @@ def _updates(
     counts = counted(config, group, samples, kept=None, say=print)
     steps = range(WARM + TIMED + TRACED)
     state = build_state(config, samples.classes, group.device)
-    state.teacher = teacher_of(config, group.device)
+    state.teacher = teacher_of(config, group.device, checkpoint.load_network)
 
     stream = shard_stream(config, group, samples, steps, counts)
     with tempfile.TemporaryDirectory() as scratch, contextlib.closing(stream):

@@ -17,13 +17,18 @@ from segpipe.files import sha256
 from segpipe.settings.config import saved_config
 
 if TYPE_CHECKING:
+    import torch
+
     from segpipe.distributed.group import Group
+    from segpipe.models.layers import SegmentationNet
     from segpipe.models.weights import WeightsSource
     from segpipe.settings.config import Config
+    from segpipe.train.checkpoint import TrainedNetwork
 
 LoadCheckpoint = Callable[
     [Path], dict[str, Any]
 ]  # checkpoint.load; imported here, it would lengthen the chain
+LoadNetwork = Callable[[Path], "TrainedNetwork"]  # checkpoint.load_network
 WEIGHTS = "weights.json"  # in a run's folder: what became of every tensor
 
 
@@ -90,6 +95,42 @@ def teacher_path(config: Config) -> Path:
     """The checkpoint that `loss.teacher` names; of a run's folder, last.pt."""
     path = Path(config.loss.teacher).expanduser()
     return path / "last.pt" if path.is_dir() else path
+
+
+def read_teacher(config: Config, load: LoadNetwork) -> TrainedNetwork:
+    """The network of `loss.teacher`, averaged, in eval mode on the CPU.
+
+    `load` reads a checkpoint of segpipe. Raises CheckpointError when the file is gone, or was replaced meanwhile.
+    """
+    path, expected = teacher_path(config), config.loss.teacher_sha256
+    if not path.is_file():
+        raise CheckpointError(f"{path} of loss.teacher does not exist any more.")
+    if expected and sha256(path) != expected:
+        raise CheckpointError(
+            f"{path} of loss.teacher has another SHA-256 than the run was started with, {expected}. Put that file back."
+        )
+    return load(path)
+
+
+def check_teacher(config: Config, names: tuple[str, ...], load: LoadNetwork) -> None:
+    """Raise ConfigError for a teacher of other classes than `names`, those of the data set."""
+    if not config.loss.teacher:
+        return
+    known = read_teacher(config, load).classes.names
+    if known != names:
+        raise ConfigError(
+            f"loss.teacher = {config.loss.teacher} knows the classes {', '.join(known)}, but those of the data set are "
+            f"{', '.join(names)}. Take a run that was trained with them."
+        )
+
+
+def teacher_of(
+    config: Config, device: torch.device, load: LoadNetwork
+) -> SegmentationNet | None:
+    """The network of `loss.teacher` on the device; None without one."""
+    if not config.loss.teacher:
+        return None
+    return read_teacher(config, load).model.to(device)
 
 
 def _earlier_sha256(config: Config) -> str:

@@ -14,6 +14,8 @@ from segpipe.cli.commands import COMMANDS, RUN, TRUST
 from segpipe.cli.main import main as segpipe
 from segpipe.settings.config import SETTINGS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -450,6 +450,8 @@ def test_workers_leave_the_signals_of_the_whole_job_to_the_trainer(expected, how
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_workers_that_nobody_ends_do_not_hold_up_the_exit():
     without = next(
         step

@@ -58,6 +58,8 @@ from segpipe.runtime.__main__ import main as runtime
 from segpipe.runtime.artifact import EXPORT_AGAIN
 from segpipe.train.checkpoint import load_network
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
     "manifest.json", "SHA256SUMS", "model.onnx", "model.torchscript.pt", "model.pt2", "verify_report.json",

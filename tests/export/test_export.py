@@ -61,7 +61,7 @@ from segpipe.settings.config import Config
 from segpipe.settings.groups import ExportConfig
 from segpipe.train.checkpoint import TrainedNetwork
 
-pytestmark = pytest.mark.usefixtures("quick_exports")
+pytestmark = [pytest.mark.usefixtures("quick_exports"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from segpipe.export.graph.onnx_format import open_onnx
 from segpipe.export.lowprec import int8
 from segpipe.export.lowprec.int8 import SCHEMES, activation_ranges, to_int8
 
+pytestmark = pytest.mark.slow
+
 FRAMES = structured(6, SIZE, seed=3)
 IMAGES = structured(4, SIZE, seed=4)
 AGREEMENT = 0.97  # the int8 gate

@@ -61,7 +61,10 @@ OTHERS = {**converters(), "torch": "9.9"}
 MANY = f"export.images={SCENES}"  # so that ties on the made images weigh as little as they do beside photographs
 
 
-pytestmark = pytest.mark.usefixtures("quick_exports", "tiny_networks")
+pytestmark = [
+    pytest.mark.usefixtures("quick_exports", "tiny_networks"),
+    pytest.mark.slow,
+]
 
 
 def test_the_exit_code_reaches_the_shell(artifact: Path, tmp_path: Path) -> None:

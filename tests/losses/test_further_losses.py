@@ -19,7 +19,8 @@ from segpipe.losses.lovasz import lovasz_sum
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.settings.config import Config
 from segpipe.settings.groups import LossConfig
-from segpipe.train.teacher import check_teacher, read_teacher
+from segpipe.train.checkpoint import load_network
+from segpipe.train.start import check_teacher, read_teacher
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 C = 5
@@ -386,10 +387,10 @@ def test_a_teacher_that_does_not_fit_is_refused(
     assert runs.run(tmp_path / "teacher", "train.steps=1") == 0
     config = Config()
     config.loss.teacher = str(tmp_path / "teacher")
-    known = read_teacher(config).classes.names
-    check_teacher(config, known)
+    known = read_teacher(config, load_network).classes.names
+    check_teacher(config, known, load_network)
     with pytest.raises(ConfigError, match="knows the classes"):
-        check_teacher(config, (*known, "one more"))
+        check_teacher(config, (*known, "one more"), load_network)
     teacher = f"loss.teacher={tmp_path / 'teacher'}"
     other = f"loss.teacher_sha256={'0' * 64}"
     assert runs.run(tmp_path / "run", teacher, other) == 2
