@@ -80,7 +80,7 @@ def overlay(image: Image, mask: Image, palette: Image) -> Image:
     """Average of the image and the colors of its classes, uint8 (H, W, 3)."""
     height, width, _ = image.shape
     colors = palette[enlarged(mask, height, width)]
-    mixed = (image.astype(np.uint16) + colors) // 2
+    mixed: NDArray[np.uint16] = (image.astype(np.uint16) + colors) // 2
     return mixed.astype(np.uint8)
 
 
