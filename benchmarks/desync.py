@@ -88,7 +88,7 @@ FAULTS = {
     "extra": Fault("a barrier that the others do not make", lambda group: group.barrier(), BOTH),
     "order": Fault("a gather before the sum", _swapped, BOTH),
     "skipped": Fault("no part in the reduction of the gradients", _skips, BOTH),
-    "asleep": Fault("does not come", _asleep, r"not reached by rank 3, last seen after", TIMEOUT_S + 4.0),
+    "asleep": Fault("does not come", _asleep, r"not reached by rank 3, last seen (?!.*No answer)", TIMEOUT_S + 4.0),
     "forward": Fault(
         "sleeps in its forward pass, and the others wait inside of torch's DDP", _sleeps_in_forward,
         rf"backward of DDP at {CALL} __call__, was not reached by rank 3, last seen after",

@@ -41,7 +41,7 @@ from segpipe.export.gates.comparison import (
 from segpipe.export.gates.limits import LIMITS
 from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.network import deploy_model, run_eager
-from segpipe.export.report import ExportReport
+from segpipe.export.verify_report import ExportReport
 from segpipe.models import MODELS
 from segpipe.native import one_thread
 from segpipe.train.checkpoint import TrainedNetwork, load_network

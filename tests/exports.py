@@ -19,7 +19,7 @@ from segpipe.data.catalog import ClassTable
 from segpipe.data.samples import open_samples
 from segpipe.export import publish
 from segpipe.export.dataset import GateInputs, check_set
-from segpipe.export.report import ExportReport
+from segpipe.export.verify_report import ExportReport
 from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess

@@ -56,19 +56,6 @@ class Builder:
         pads = [shape[2] // 2] * 4
         return self.node("Conv", inputs, name, pads=pads, **attributes)
 
-    def norm(self, x: str, name: str) -> str:
-        low_high = {
-            "scale": (0.5, 1.5),
-            "shift": (-0.3, 0.3),
-            "mean": (-0.3, 0.3),
-            "variance": (0.2, 2.0),
-        }
-        names = [
-            self.weight(f"{name}_{part}", self.random.uniform(*bounds, PLANES))
-            for part, bounds in low_high.items()
-        ]
-        return self.node("BatchNormalization", [x, *names], name, epsilon=1e-3)
-
     def relu(self, x: str) -> str:
         return self.node("Relu", [x], f"{x}_relu")
 
@@ -87,19 +74,14 @@ class Builder:
 def write_graph(path: Path, *, is_probe: bool = True) -> Path:
     """`path`, after a file of the deploy model's inputs and outputs was written there.
 
-    It has BatchNorm, a depthwise convolution, a shortcut, global pooling with a resize, and a concatenation.
+    It has a depthwise convolution, a shortcut, global pooling with a resize, and a concatenation.
     """
     low = (HEIGHT // STRIDE, WIDTH // STRIDE)
     made = Builder()
     x = _preprocessed(made)
-    stem = made.relu(
-        made.norm(
-            made.conv(x, "stem", (PLANES, 3, 5, 5), bias=False, strides=[4, 4]),
-            "stem_norm",
-        )
-    )
+    stem = made.relu(made.conv(x, "stem", (PLANES, 3, 5, 5), strides=[4, 4]))
     deep = made.relu(made.conv(stem, "depthwise", (PLANES, 1, 3, 3), group=PLANES))
-    deep = made.norm(made.conv(deep, "project", (PLANES, PLANES, 1, 1)), "project_norm")
+    deep = made.conv(deep, "project", (PLANES, PLANES, 1, 1))
     deep = made.relu(made.node("Add", [deep, stem], "shortcut"))
     axes = made.weight("axes", [2, 3], np.int64)
     pooled = made.node("ReduceMean", [deep, axes], "pooled", keepdims=1)

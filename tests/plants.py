@@ -27,7 +27,7 @@ from segpipe.export.artifact.frame_statistics import unknown_frames
 from segpipe.export.artifact.manifest import in_file
 from segpipe.export.artifact.place import write_sums
 from segpipe.export.graph.profiles import manifest_text
-from segpipe.export.report import write_sidecars
+from segpipe.export.verify_report import write_sidecars
 
 Change = Callable[[Path], object]
 Fault = Callable[[onnx.ModelProto], object]

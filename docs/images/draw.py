@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +27,7 @@ from rich.text import Text
 
 from segpipe.data.samples import open_samples
 from segpipe.data.synthetic import scenes
+from segpipe.data.synthetic.canvas import Canvas
 from segpipe.keys import generator, sample_key
 from segpipe.predict.job import read_frames
 from segpipe.predict.outputs import beside, blend
@@ -112,23 +112,19 @@ def draw_predict(run: Path) -> None:
 
 def _drive(size: tuple[int, int]) -> Iterator[NDArray[np.uint8]]:
     """One street, by a camera that drives to the right lane and turns."""
-    camera = scenes._camera
-    for share in np.linspace(0, 1, FRAMES):
+    for share in np.linspace(0, 1, FRAMES).tolist():
 
-        def moved(*given: Any, share: float = float(share)) -> Any:
-            start = camera(*given)
-            return replace(
-                start,
-                side=start.side - 1.5 + 3.0 * share,
-                heading=start.heading + 0.05 * (share - 0.5),
-                column=start.column + 0.1 * start.focal * (share - 0.5),
-                focal=start.focal * (1 + 0.25 * share),
-            )
+        class Moved(Canvas):
+            def __init__(self, *given: Any, share: float = share) -> None:
+                super().__init__(*given)
+                self.side += 3.0 * share - 1.5
+                self.heading += 0.05 * (share - 0.5)
+                self.column += 0.1 * self.focal * (share - 0.5)
+                self.focal *= 1 + 0.25 * share
 
-        with patch.object(scenes, "_camera", moved):
-            yield scenes.paint_scene(
-                generator(sample_key(0, 0, SCENE, "scene/val")), size
-            )[0]
+        with patch.object(scenes, "Canvas", Moved):
+            key = sample_key(0, 0, SCENE, "scene/val")
+            yield scenes.paint_scene(generator(key), size)[0]
 
 
 def draw_divergence(run: Path) -> None:

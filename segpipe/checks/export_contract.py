@@ -50,7 +50,7 @@ def exported(
         preprocess=Preprocess(),
         config=config,
         classes=classes,
-        weights_digest="0" * 16,
+        ema_digest="0" * 16,
         step=0,
     )
     draws = np.random.default_rng(0)

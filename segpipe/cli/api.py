@@ -22,10 +22,10 @@ from segpipe import plugins
 from segpipe.cli.commands import COMMANDS, TRUST
 from segpipe.settings.arguments import complete, quoted
 from segpipe.settings.compose import compose
-from segpipe.settings.config import GROUPS, SETTINGS, Config
+from segpipe.settings.config import SETTINGS, Config
 
 if TYPE_CHECKING:
-    from segpipe.export.report import ExportReport
+    from segpipe.export.verify_report import ExportReport
     from segpipe.ledger.divergence import Comparison
     from segpipe.predict.predictor import Predictor
 
@@ -151,7 +151,8 @@ def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, Mapping) and key not in SETTINGS:
             yield from _overrides(value, f"{key}.")
         else:
-            yield f"{key}={value if key in GROUPS else _typed(value)}"
+            is_text = isinstance(value, str | Path)
+            yield f"{key}={value if is_text else _typed(value)}"
 
 
 def _typed(value: Any) -> str:

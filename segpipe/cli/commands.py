@@ -9,7 +9,7 @@ from segpipe.settings.setting import Setting
 
 RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
-IMPORTS = ("voc", "coco", "coco_panoptic", "labelme", "cvat", "roboflow")
+IMPORTS = ("voc", "coco", "labelme", "cvat", "roboflow")
 WAYS = ("sequence", "image", "tail")
 TRUST = Setting(
     "trust",
@@ -239,6 +239,14 @@ COMMANDS = {
                 "what pixels outside all shapes are",
                 choices=("class", "ignore"),
             ),
+            Setting("ignore", [], "labels whose pixels are ignored"),
+            Setting(
+                "val",
+                0.0,
+                "share of the images for validation, if the format has no splits; 0: none",
+                low=0,
+                high=0.99,
+            ),
             Setting("copy", False, "copy the images; links to them otherwise"),
             Setting("skip", False, "leave out what cannot be imported"),
             Setting("lines", 20, "problems to print; 0: all", low=0),
@@ -355,6 +363,21 @@ COMMANDS = {
         "segpipe check-plugin model.name=package.module:Class loss.name=... data.name=... augment.extra=[...]\n"
         "names what training, validation or export would stumble over, see docs/plugins.md.",
         overrides=("model", "loss", "data", "augment"),
+    ),
+    "describe": Command(
+        "parameters, operations, memory and latency of a network",
+        "segpipe describe model=NAME size=512x1024 counts without computing, then times forwards on this machine.\n"
+        "docs/models.md compares all networks.",
+        (
+            Setting("size", "1024x2048", "HEIGHTxWIDTH of the image"),
+            Setting("classes", 19, "number of classes", low=1, high=255),
+            Setting(
+                "batch", 2, "images in the training whose memory is counted", low=2
+            ),
+            Setting("runs", 5, "forwards whose median is the latency; 0: none", low=0),
+            Setting("json", False, "print one line of JSON"),
+        ),
+        overrides=("model",),
     ),
     "profile": Command(
         "show where an update spends its time",

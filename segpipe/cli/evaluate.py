@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 
 from segpipe.data.data_set import Samples
-from segpipe.data.problems import verify
 from segpipe.data.samples import open_samples, sequences
+from segpipe.datasets.problems import verify
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group, choose_device
 from segpipe.errors import ConfigError, DataError

@@ -12,7 +12,7 @@ from segpipe.export.artifact.origin import every_tensor_used
 from segpipe.export.artifact.place import sums_line
 from segpipe.export.dataset import training_images, validation_samples
 from segpipe.export.publish import export_checkpoint
-from segpipe.export.report import NOT_EXPORTED, ExportReport
+from segpipe.export.verify_report import NOT_EXPORTED, ExportReport
 from segpipe.settings.arguments import with_settings
 from segpipe.train.checkpoint import load_network
 

@@ -7,18 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from segpipe.data.catalog import table_path
-from segpipe.data.division import divide
-from segpipe.data.pairs import Pair, scan_undivided
-from segpipe.data.samples import (
-    class_pixels,
-    file_samples,
-    image_pixels,
-    open_samples,
-    sequence,
-)
+from segpipe.data.pairs import scan_undivided
+from segpipe.data.samples import file_samples, image_pixels, sequence
+from segpipe.datasets.division import divide
 from segpipe.errors import ConfigError, DataError, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, progress, share_table
@@ -42,59 +35,49 @@ def main(given: dict[str, Any]) -> int:
         raise ConfigError(
             f"data.root = {data.root!r} is not a folder. Set data.root=FOLDER."
         )
-    listings = [root / f"{split}.txt" for split in SPLITS]
-    for path in [*listings, *(path.with_suffix(".csv") for path in listings)]:
-        if path.exists() and not (given["replace"] and path.suffix == ".txt"):
+    replaced = {".txt"} if given["replace"] else set()
+    for path in (
+        root / f"{split}{end}" for split in SPLITS for end in (".txt", ".csv")
+    ):
+        if path.exists() and path.suffix not in replaced:
             raise ConfigError(
                 f"{path} already divides the images. Set replace=true to write train.txt and val.txt anew."
             )
     pairs, faults = scan_undivided(data)
     if faults:
-        raise DataError(
-            f"{faults[0]}{f' ({len(faults)} problems in all)' if len(faults) > 1 else ''}"
+        more = f" ({len(faults)} problems in all)" if len(faults) > 1 else ""
+        raise DataError(f"{faults[0]}{more}")
+    names, pixels = [pair.name for pair in pairs], None
+    if table_path(data).is_file():
+        samples = file_samples(data, pairs)
+        rows = []
+        with progress("reading masks", len(pairs)) as show:
+            for row in image_pixels(samples, range(len(samples))):
+                rows.append(row)
+                show(len(rows))
+        pixels = np.stack(rows)
+    ways = {key: given[key] for key in ("val", "by", "seed", "pattern")}
+    chosen = np.array(divide(names, **ways, pixels=pixels))
+    for split, side in zip(SPLITS, (~chosen, chosen), strict=True):
+        own = [names[place] for place in np.flatnonzero(side)]
+        path = root / f"{split}.txt"
+        write_atomically(path, "".join(f"{name}\n" for name in own).encode())
+        counts = Counter(sequence(name, given["pattern"]) for name in own)
+        shown = [f"{name} ({count})" for name, count in counts.most_common()]
+        CONSOLE.print(
+            f"{path}: {len(own)} images ({len(own) / len(names):.1%}) of {len(counts)} "
+            f"sequence{'s' * (len(counts) != 1)}: {listed(shown, 10)}",
+            markup=False,
         )
-    names = [pair.name for pair in pairs]
-    pixels = class_pixels_of(data, pairs) if table_path(data).is_file() else None
-    chosen = divide(
-        names,
-        val=given["val"],
-        by=given["by"],
-        seed=given["seed"],
-        pattern=given["pattern"],
-        pixels=pixels,
-    )
-    for path, side in zip(listings, (False, True), strict=True):
-        stems = [
-            name for name, of_val in zip(names, chosen, strict=True) if of_val == side
-        ]
-        write_atomically(path, "".join(f"{stem}\n" for stem in stems).encode())
-        CONSOLE.print(summary(path, stems, len(names), given["pattern"]), markup=False)
     if pixels is None:
         CONSOLE.print(
             f"{table_path(data)} does not exist, so classes did not count: see segpipe doctor.",
             markup=False,
         )
     else:
-        opened = {split: open_samples(data, split, 0) for split in SPLITS}
-        shares = {split: class_pixels(samples) for split, samples in opened.items()}
-        CONSOLE.print(share_table(opened["train"].classes, shares))
+        shares = {
+            "train": pixels[~chosen].sum(axis=0),
+            "val": pixels[chosen].sum(axis=0),
+        }
+        CONSOLE.print(share_table(samples.classes, shares))
     return 0
-
-
-def class_pixels_of(data: DataConfig, pairs: list[Pair]) -> NDArray[np.int64]:
-    """Pixels of each class in each mask, int64 (N, C)."""
-    samples = file_samples(data, pairs)
-    counts = []
-    with progress("reading masks", len(pairs)) as show:
-        for row in image_pixels(samples, range(len(samples))):
-            counts.append(row)
-            show(len(counts))
-    return np.stack(counts)
-
-
-def summary(path: Path, stems: list[str], num: int, pattern: str) -> str:
-    """What a list holds: share of the images, and sequences with their number of images."""
-    counts = Counter(sequence(stem, pattern) for stem in stems)
-    shown = listed([f"{name} ({count})" for name, count in counts.most_common()], 10)
-    plural = "sequence" if len(counts) == 1 else "sequences"
-    return f"{path}: {len(stems)} images ({len(stems) / num:.1%}) of {len(counts)} {plural}: {shown}"

@@ -115,10 +115,11 @@ def sweep(line: CommandLine) -> int:
         with explained(line.added):
             app.multirun("config", train_job, line.overrides + line.search_path)
     except OSError as error:
-        if f"hydra.sweep.dir={error.filename}" not in line.overrides:
+        if not error.filename:
             raise
         raise ConfigError(
-            f"hydra.sweep.dir = {error.filename} cannot be created: {error.strerror}."
+            f"{error.filename}: {error.strerror}. A sweep writes into hydra.sweep.dir, "
+            f"which is run.root unless it is set."
         ) from error
     except (Interrupted, JobFailedError):
         pass  # Ctrl-C, or the search gave up: the table says so

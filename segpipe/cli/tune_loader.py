@@ -7,9 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from segpipe.run.console import CONSOLE
 from segpipe.settings.check import check
@@ -25,14 +23,6 @@ GAIN = 0.05  # a further worker that gains less is the last one that is measured
 MARGIN = 1.2  # times the network's rate: more would only wait
 UPDATES = 4  # that are timed, after one that is not
 STEPS = 10**5  # more than are measured
-
-
-class Choice(NamedTuple):
-    """What the measurements say."""
-
-    rates: dict[int, float]  # samples per second by number of workers
-    workers: int
-    limits: bool  # the loader is slower than the network
 
 
 def main(given: dict[str, Any]) -> int:
@@ -52,53 +42,62 @@ def main(given: dict[str, Any]) -> int:
     try:
         needed = network_rate(config, group, samples)
         gpus = torch.cuda.device_count() if group.device.type == "cuda" else 1
-        ranks = (
-            gpus if config.compute.nproc == "auto" else int(config.compute.nproc)
-        )  # which share the cores
+        nproc = config.compute.nproc
+        ranks = gpus if nproc == "auto" else int(nproc)  # which share the cores
         cores = max(len(os.sched_getaffinity(0)) // ranks, 1)
         CONSOLE.print(
-            f"The network ({config.model.name}, {group.device}) takes {needed:.1f} samples/s. Measuring up to {cores} "
-            f"workers, {seconds:g} s each.",
+            f"The network ({config.model.name}, {group.device}) takes {needed:.1f} samples/s.",
             markup=False,
         )
-        found = choose(
-            lambda workers: loader_rate(config, group, samples, workers, seconds),
-            cores,
-            needed,
-        )
+
+        def measure(workers: int) -> float:
+            rate = loader_rate(config, group, samples, workers, seconds)
+            CONSOLE.print(f"workers {workers:3}: {rate:.1f} samples/s", markup=False)
+            return rate
+
+        workers, rate = choose(measure, cores, needed)
     finally:
         leave(group)
-    CONSOLE.print(table(found))
-    CONSOLE.print(verdict(found, needed, config, cores, ranks), markup=False)
+    lines = [f"data:\n  workers: {workers}\n  prefetch: {config.data.prefetch}"]
+    if rate < needed:
+        lines.append(
+            "The loader is the bottleneck. Keep decoded samples (data.pack=auto, see docs/data.md), remove transforms "
+            "from augment.extra, or take a machine with more cores per GPU."
+        )
+    else:
+        lines.append("The loader is not the bottleneck.")
+    if ranks > 1:
+        lines.append(
+            f"{ranks} ranks share the cores: at most {cores} workers for each."
+        )
+    CONSOLE.print("\n".join(lines), markup=False)
     return 0
 
 
-def choose(measure: Callable[[int], float], cores: int, needed: float) -> Choice:
-    """Rates of 0, 1, 2, ... workers, up to `cores`, and the fewest that keep the network busy, or else the best.
+def choose(
+    measure: Callable[[int], float], cores: int, needed: float
+) -> tuple[int, float]:
+    """The fewest workers that keep the network busy, or else the best number, and samples per second with them.
 
-    Stops where a further worker gains less than GAIN, or where there is MARGIN to the rate `needed`. No worker is never
-    enough: the network waits while the training process loads.
+    Measures 0, 1, 2, ... workers, up to `cores`; stops where a further one gains less than GAIN, or where there is
+    MARGIN to the rate `needed`. No worker is never enough: the network waits while the training process loads.
     """
-    rates = {0: measure(0)}
+    measure(0)
+    rates: list[float] = []
     for workers in range(1, cores + 1):
-        rates[workers] = measure(workers)
-        if rates[workers] >= MARGIN * needed or (
-            workers > 1 and rates[workers] < (1 + GAIN) * rates[workers - 1]
-        ):
+        rates.append(measure(workers))
+        gained = workers == 1 or rates[-1] >= (1 + GAIN) * rates[-2]
+        if not gained or rates[-1] >= MARGIN * needed:
             break
-    best = max(rate for workers, rate in rates.items() if workers)
-    wanted = MARGIN * needed if best >= MARGIN * needed else best / (1 + GAIN)
-    return Choice(
-        rates,
-        min(workers for workers, rate in rates.items() if workers and rate >= wanted),
-        best < needed,
-    )
+    wanted = min(MARGIN * needed, max(rates) / (1 + GAIN))
+    chosen = next(place for place, rate in enumerate(rates) if rate >= wanted)
+    return chosen + 1, rates[chosen]
 
 
 def loader_rate(
     config: Config, group: Group, samples: DataSet, workers: int, seconds: float
 ) -> float:
-    """DataSet per second that `workers` loader processes deliver in the order and with the checks of a training."""
+    """Samples per second that `workers` loader processes deliver in the order and with the checks of a training."""
     from segpipe.train.batches import shard_stream
 
     data = replace(config.data, workers=workers)
@@ -118,7 +117,7 @@ def loader_rate(
 
 
 def network_rate(config: Config, group: Group, samples: DataSet) -> float:
-    """DataSet per second that whole updates of the configured network take, with batches that are there already."""
+    """Samples per second that whole updates of the configured network take, with batches that are there already."""
     import torch
 
     from segpipe.train.batches import shard_stream
@@ -144,37 +143,3 @@ def network_rate(config: Config, group: Group, samples: DataSet) -> float:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return config.global_batch / min(times[1:])
-
-
-def table(found: Choice) -> Table:
-    """The measurements."""
-    shown = Table("workers", "samples/s", "per worker, % of the first")
-    for workers, rate in found.rates.items():
-        efficiency = f"{100 * rate / (workers * found.rates[1]):.0f}" if workers else ""
-        mark = " <-" if workers == found.workers else ""
-        shown.add_row(f"{workers}{mark}", f"{rate:.1f}", efficiency)
-    return shown
-
-
-def verdict(
-    found: Choice, needed: float, config: Config, cores: int, ranks: int
-) -> str:
-    """What to paste, and whether it helps."""
-    rate = found.rates[found.workers]
-    lines = [f"data:\n  workers: {found.workers}\n  prefetch: {config.data.prefetch}"]
-    if not found.limits:
-        lines.append(
-            f"The loader is not the bottleneck: {found.workers} workers give {rate:.1f} samples/s, the network takes "
-            f"{needed:.1f}."
-        )
-    else:
-        lines.append(
-            f"The loader is the bottleneck: at best {rate:.1f} samples/s ({found.workers} workers), and the network "
-            f"takes {needed:.1f}. Keep decoded samples (data.pack=auto, see docs/data.md), "
-            f"remove transforms from augment.extra, or take a machine with more cores per GPU."
-        )
-    if ranks > 1:
-        lines.append(
-            f"compute.nproc = {ranks} ranks share the cores: at most {cores} workers for each."
-        )
-    return "\n".join(lines)

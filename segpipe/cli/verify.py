@@ -13,8 +13,13 @@ from segpipe.errors import CHECKED_IN_PART, DataError, ExportMismatch
 from segpipe.export.artifact.origin import every_tensor_used, origin_of
 from segpipe.export.artifact.place import sums_line
 from segpipe.export.dataset import gather, training_images, validation_samples
-from segpipe.export.report import ANSWERS_ONLY, FOLDER, NOT_VERIFIED, ExportReport
 from segpipe.export.verify import image_size, read_manifest, verify_folder
+from segpipe.export.verify_report import (
+    ANSWERS_ONLY,
+    FOLDER,
+    NOT_VERIFIED,
+    ExportReport,
+)
 from segpipe.ledger.inputs import changed_since
 from segpipe.settings.arguments import with_settings
 from segpipe.train.checkpoint import load_network

@@ -27,9 +27,9 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe import IGNORE_INDEX
+from segpipe import IGNORE_INDEX, plugins
 from segpipe.data.transforms import PAD_COLOR, Builder, builder
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, SegpipeError
 from segpipe.keys import generator
 from segpipe.models.preprocess import COLOR_UNIT
 
@@ -329,7 +329,16 @@ class Augmenter:
 
     def crop(self, image: Uint8, target: Uint8, key: int) -> Crop:
         """The same, but with `augment.color_on=device` before its color, and the matrix of that."""
-        return self._apply(self._keyed_pipeline(key), image, target)
+        try:
+            return self._apply(self._keyed_pipeline(key), image, target)
+        except SegpipeError:
+            raise
+        except Exception as error:
+            if not any(map(plugins.is_path, self.config.extra)):
+                raise
+            raise ConfigError(
+                f"augment.extra = {self.config.extra}: {plugins.located(error)}."
+            ) from error
 
     def looked_at(self, image: Uint8, target: Uint8, key: int, look: Look) -> Crop:
         """The same as `crop` by the same pipeline; `look` is called with the input of each transform."""

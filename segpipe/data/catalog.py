@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 KEYS = ("name", "names", "palette", "masks", "ids", "colors", "ignore", "exif")
 SETS = Path(__file__).parent / "sets"
 PUBLISHED = tuple(sorted(path.stem for path in SETS.glob("*.yaml")))
-MOST_BYTES, DEEPEST = 1 << 20, 20
+MOST_BYTES = 1 << 20
 LARGEST_ID = 65535  # of a mask with 16 bits
 Color = tuple[int, int, int]
 
@@ -268,18 +268,9 @@ def _yaml(path: Path) -> Any:
             f"it has {path.stat().st_size} bytes, but a class table has a few hundred."
         )
     text = path.read_bytes().decode("utf-8-sig")
-    depth = 0
     for event in yaml.parse(text, yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-            event, yaml.CollectionEndEvent
-        )
-        if depth > DEEPEST:
-            raise ValueError(
-                f"line {event.start_mark.line + 1} has more than {DEEPEST} brackets in each other."
-            )
-        if isinstance(
-            event, yaml.AliasEvent
-        ):  # a few lines of them can stand for millions
+        # A few lines of them can stand for millions.
+        if isinstance(event, yaml.AliasEvent):
             raise ValueError(
                 f"line {event.start_mark.line + 1} has the alias *{event.anchor}. Write its value instead."
             )
@@ -369,54 +360,43 @@ def _rgb(hue: float, saturation: float, value: float) -> Color:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not 1 <= len(value) <= IGNORE_INDEX:
-        found = (
-            f"names = {value!r}"
-            if not isinstance(value, list) or not value
-            else f"names holds {len(value)}"
-        )
+    names = value if isinstance(value, list) else []
+    if not 1 <= len(names) <= IGNORE_INDEX:
         raise ValueError(
-            f"{found}, but a list of 1 to {IGNORE_INDEX} class names was needed."
+            f"names holds {len(names) or repr(value)}, but a list of 1 to {IGNORE_INDEX} class names was needed."
         )
-    for name in value:
+    for name in names:
         if isinstance(name, bool) or name is None:
             raise ValueError(
                 f'names holds {name}, which YAML makes of words such as yes, no, on and null: quote it, as in ["no"].'
             )
-        if not str(name).strip() or not str(name).isprintable():
+        text = str(name)
+        if not text.isprintable() or not text or text != text.strip():
             raise ValueError(
-                f"names holds {str(name)!r}, but a name of printable characters was needed."
+                f"names holds {text!r}, but printable characters without a space around them were needed."
             )
-        if str(name) != str(name).strip():
-            raise ValueError(
-                f"names holds {str(name)!r}. Remove the space around it: it cannot be seen."
-            )
-    names = tuple(str(name) for name in value)
-    if len(set(names)) < len(names):
-        raise ValueError(
-            f"names holds {next(n for n in names if names.count(n) > 1)} twice."
-        )
-    return names
+        if names.count(name) > 1:
+            raise ValueError(f"names holds {name} twice.")
+    return tuple(map(str, names))
 
 
-def _palette(value: Any, num_classes: int) -> tuple[tuple[int, int, int], ...]:
+def _palette(value: Any, num_classes: int) -> tuple[Color, ...]:
     if not isinstance(value, list) or len(value) != num_classes:
         found = f"{len(value)} colors" if isinstance(value, list) else repr(value)
         raise ValueError(
             f"palette = {found}, but {num_classes} colors [R, G, B] were needed, one per name."
         )
-    return tuple(
-        _color(f"palette[{place}]", color) for place, color in enumerate(value)
-    )
+    return tuple(_color("palette", color) for color in value)
 
 
 def _color(key: str, value: Any) -> Color:
-    fits = isinstance(value, list) and len(value) == 3
-    if not fits or any(
-        not isinstance(part, int) or not 0 <= part <= 255 for part in value
-    ):
-        raise ValueError(f"{key} = {value!r}, but [R, G, B] from 0 to 255 was needed.")
-    return value[0], value[1], value[2]
+    try:
+        red, green, blue = map(bytes, ([part] for part in value))
+        return red[0], green[0], blue[0]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{key} = {value!r}, but [R, G, B] from 0 to 255 was needed."
+        ) from None
 
 
 def _colors(
@@ -428,39 +408,31 @@ def _colors(
     strict: bool,
 ) -> dict[Color, int]:
     """Train id of each color. One with two meanings is left out, or refused if `strict`."""
-    if not isinstance(more, dict) or any(
-        not isinstance(value, list) for value in more.values()
+    if not isinstance(more, dict) or not all(
+        isinstance(v, list) for v in more.values()
     ):
         raise ValueError(
             f"colors = {more!r}, but a map such as {{{names[0]}: [[0, 70, 70]]}} was needed."
         )
-    pairs = list(zip(palette, range(len(names)), strict=False))
+    pairs = [(color, train) for train, color in enumerate(palette)]
     for name, values in more.items():
-        if name not in names:
-            raise ValueError(
-                f"colors: {name} is not one of names.{did_you_mean(str(name), names)}"
-            )
-        pairs += [
-            (_color(f"colors.{name}", value), names.index(name)) for value in values
-        ]
-    pairs += [
-        (_color("ignore", value), IGNORE_INDEX)
-        for value in ignore
-        if isinstance(value, list)
-    ]
-    found: dict[Color, set[int]] = {}
+        train = _train_id("colors", name, names)
+        pairs += [(_color(f"colors.{name}", value), train) for value in values]
+    for value in ignore:
+        if isinstance(value, list):
+            pairs.append((_color("ignore", value), IGNORE_INDEX))
+    found: dict[Color, int] = {}
+    twice: set[Color] = set()
     for color, train in pairs:
-        found.setdefault(color, set()).add(train)
-    for color, trains in found.items():
-        if strict and len(trains) > 1:
-            meanings = " and of ".join(
-                names[train] if train < len(names) else "ignore"
-                for train in sorted(trains)
-            )
-            raise ValueError(
-                f"{list(color)} is the color of {meanings}. Give each its own."
-            )
-    return {color: trains.pop() for color, trains in found.items() if len(trains) == 1}
+        if found.setdefault(color, train) != train:
+            twice.add(color)
+            if strict:
+                meanings = sorted({train, found[color]})
+                named = [names[i] if i < len(names) else "ignore" for i in meanings]
+                raise ValueError(
+                    f"{list(color)} is the color of {' and of '.join(named)}. Give each its own."
+                )
+    return {color: train for color, train in found.items() if color not in twice}
 
 
 def _train_ids(names: tuple[str, ...], ids: Any, ignore: list[Any]) -> dict[int, int]:
@@ -470,19 +442,19 @@ def _train_ids(names: tuple[str, ...], ids: Any, ignore: list[Any]) -> dict[int,
             f"ids = {ids!r}, but a map such as {{7: {names[0]}}} was needed."
         )
     table: dict[int, int] = {}
-    for raw, name in ids.items():
-        if name not in names:
+    meanings = [
+        *((raw, _train_id(f"ids[{raw}]", name, names)) for raw, name in ids.items()),
+        *((raw, IGNORE_INDEX) for raw in ignore),
+    ]
+    for raw, train in meanings:
+        whole = isinstance(raw, int) and not isinstance(raw, bool)
+        if not whole or not 0 <= raw <= LARGEST_ID:
             raise ValueError(
-                f"ids[{raw}] = {name!r} is not one of names.{did_you_mean(str(name), names)}"
+                f"ids or ignore holds {raw!r}, but mask ids are whole numbers from 0 to {LARGEST_ID}."
             )
-        table[_raw_id("ids", raw)] = names.index(name)
-    for value in ignore:
-        raw = _raw_id("ignore", value)
         if raw in table:
-            raise ValueError(
-                f"id {raw} is in ids and in ignore. Take it out of one of them."
-            )
-        table[raw] = IGNORE_INDEX
+            raise ValueError(f"id {raw} is in ids and in ignore, or twice in one.")
+        table[raw] = train
     for train, name in enumerate(names):
         if train not in table.values():
             raise ValueError(
@@ -491,16 +463,12 @@ def _train_ids(names: tuple[str, ...], ids: Any, ignore: list[Any]) -> dict[int,
     return table
 
 
-def _raw_id(key: str, value: Any) -> int:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or not 0 <= value <= LARGEST_ID
-    ):
+def _train_id(where: str, name: Any, names: tuple[str, ...]) -> int:
+    if name not in names:
         raise ValueError(
-            f"{key} holds {value!r}, but mask ids are whole numbers from 0 to {LARGEST_ID}."
+            f"{where}: {name!r} is not one of names.{did_you_mean(str(name), names)}"
         )
-    return value
+    return names.index(name)
 
 
 STREET = ClassTable(

@@ -16,17 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segpipe.data.plan import Member, Request, requests
+from segpipe.data.order import Member, Order, Request, requests
 from segpipe.data.ring import Delivery, deliver
-from segpipe.data.workers import Room
 from segpipe.keys import sample_key
 from segpipe.models.preprocess import colored
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter, Crop
     from segpipe.data.data_set import Samples
-    from segpipe.data.order import Order
     from segpipe.data.samples import CachedSamples
+    from segpipe.data.workers import Room
 
 ID_BYTES = 16  # of a sample: epoch and index, int64
 COLOR_BYTES = 48  # of a sample: int32 (3, 4)
@@ -56,7 +55,7 @@ class ShardBatch(NamedTuple):
 
 
 class Repeats(Protocol):
-    """Compares watched samples (see plan.py) as delivered with the same samples as another process made them."""
+    """Compares watched samples (see order.py) as delivered with the same samples as another process made them."""
 
     @property
     def augment(self) -> Callable[[Augmenter, Pixels, int, bool], tuple[Crop, Any]]:

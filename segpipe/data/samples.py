@@ -48,7 +48,6 @@ from segpipe.data.pack import Pack, open_pack
 from segpipe.data.pairs import Pair, pairing, scan
 from segpipe.data.plugin_samples import open_plugin
 from segpipe.data.readers import read_image, threaded
-from segpipe.data.synthetic.scenes import paint_scene
 from segpipe.errors import DataError
 from segpipe.keys import generator, sample_key
 from segpipe.plugins import is_path
@@ -188,6 +187,8 @@ class SyntheticSamples(DataSet):
     def read(self, index: int) -> Sample:
         if not 0 <= index < self.num:
             raise IndexError(f"scene {index} of {self.num}")
+        from segpipe.data.synthetic.scenes import paint_scene
+
         key = sample_key(self.seed, 0, index, f"scene/{self.split}")
         return paint_scene(generator(key), self.scene_size)
 

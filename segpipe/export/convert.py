@@ -21,13 +21,13 @@ from segpipe.export.graph.onnx_format import IR_VERSION, write_probe
 from segpipe.export.graph.profiles import Image, Manifest, Size, manifest_text
 from segpipe.export.lowprec.half import to_fp16
 from segpipe.export.lowprec.int8 import to_int8
-from segpipe.export.report import one_line
+from segpipe.export.verify_report import one_line
 from segpipe.files import sha256
 from segpipe.runtime.artifact import MANIFEST_KEY
 
 if TYPE_CHECKING:
     from segpipe.export.graph.network import DeployModel
-    from segpipe.export.report import ExportReport
+    from segpipe.export.verify_report import ExportReport
 
 # What another processor may change: share of a tensor's largest value
 _ROUNDING = {"fp32": 1e-5, "fp16": 1e-3, "int8": 1e-5}

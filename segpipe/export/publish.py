@@ -43,7 +43,7 @@ from segpipe.export.graph.profiles import (
     Manifest,
     manifest_text,
 )
-from segpipe.export.report import (
+from segpipe.export.verify_report import (
     MARKDOWN,
     NOT_EXPORTED,
     ExportReport,
@@ -155,6 +155,11 @@ def _check_request(
     for problem in export_problems(settings):
         raise ConfigError(problem)
     require_engines(settings)
+    stride = trained.model.output_stride
+    if settings.mask_stride not in (1, stride):
+        raise ConfigError(
+            f"export.mask_stride = {settings.mask_stride}, but it must be 1 or {stride}, the output stride."
+        )
     classes = trained.classes
     if classes.num_classes > MAX_CLASSES:
         raise ConfigError(
@@ -177,7 +182,12 @@ def _described(
     labelled = inputs.labelled if CONFIDENCE in profile.outputs else None
     calibration = calibration_entry(trained, labelled)
     temperature = calibration["temperature"]
-    model = deploy_model(trained, profile=profile, temperature=temperature)
+    model = deploy_model(
+        trained,
+        profile=profile,
+        temperature=temperature,
+        mask_stride=settings.mask_stride,
+    )
     entries = {
         "calibration": calibration,
         "allow_unverified": settings.allow_unverified,

@@ -36,7 +36,7 @@ from segpipe.export.graph.profiles import (
     Manifest,
     Size,
 )
-from segpipe.export.report import (
+from segpipe.export.verify_report import (
     FOLDER,
     NOT_VERIFIED,
     ExportReport,
@@ -157,7 +157,10 @@ def _claims(
     claimed = dict(result.manifest)
     profile = PROFILES[claimed["profile"]]
     temperature = claimed["calibration"]["temperature"]
-    model = deploy_model(trained, profile=profile, temperature=temperature)
+    stride = claimed["io"]["outputs"][0]["stride"]
+    model = deploy_model(
+        trained, profile=profile, temperature=temperature, mask_stride=stride
+    )
     labelled = inputs.labelled if CONFIDENCE in profile.outputs else None
     entries = {
         "calibration": calibration_entry(trained, labelled),

@@ -20,11 +20,13 @@ class DABNet(SegmentationNet):
         )
         self.shrink = nn.AvgPool2d(3, 2, 1)
         self.act1 = BNPReLU(32 + 3)
-        self.down1 = Down(32 + 3, 64)
-        self.stage1 = nn.Sequential(*(Block(64, 2) for _ in range(3)))
+        self.down1 = DABDownsampler(32 + 3, 64)
+        self.stage1 = nn.Sequential(*(DABModule(64, 2) for _ in range(3)))
         self.act2 = BNPReLU(2 * 64 + 3)
-        self.down2 = Down(2 * 64 + 3, 128)
-        self.stage2 = nn.Sequential(*(Block(128, dilation) for dilation in DILATIONS))
+        self.down2 = DABDownsampler(2 * 64 + 3, 128)
+        self.stage2 = nn.Sequential(
+            *(DABModule(128, dilation) for dilation in DILATIONS)
+        )
         self.act3 = BNPReLU(2 * 128 + 3)
         self.head = Classifier(2 * 128 + 3, num_classes, bias=False)
         self.train_only = nn.ModuleDict()
@@ -49,7 +51,7 @@ class BNPReLU(nn.Sequential):
         super().__init__(nn.BatchNorm2d(planes, eps=1e-3), nn.PReLU(planes))
 
 
-class Down(nn.Module):
+class DABDownsampler(nn.Module):
     """Half the size: a strided convolution and, where the channels grow, a max-pooling of the input beside it."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
@@ -68,7 +70,7 @@ class Down(nn.Module):
         return activated
 
 
-class Block(nn.Module):
+class DABModule(nn.Module):
     """Half the channels, the sum of a plain and a dilated pair of depthwise 3x1 and 1x3, all channels; a shortcut."""
 
     def __init__(self, planes: int, dilation: int) -> None:

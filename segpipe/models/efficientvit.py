@@ -42,7 +42,7 @@ class EfficientViT(SegmentationNet):
         self.encoder = create_encoder(self.name)
         channels = self.encoder.feature_info.channels()[:0:-1]
         self.inputs = nn.ModuleList(_conv(num, width, 1) for num in channels)
-        self.middle = nn.Sequential(*(InvertedResidual(width) for _ in range(depth)))
+        self.middle = nn.Sequential(*(MBConv(width) for _ in range(depth)))
         self.widen = _conv(width, 4 * width, 1, act=True)
         self.head = Classifier(4 * width, num_classes)
         self.train_only = nn.ModuleDict()
@@ -63,7 +63,7 @@ class EfficientViT(SegmentationNet):
         return encoder_weights(self.name) if self.wants_pretrained else ("", {})
 
 
-class InvertedResidual(nn.Module):
+class MBConv(nn.Module):
     """1x1 to four times the width, depthwise 3x3, linear 1x1, and a shortcut."""
 
     def __init__(self, planes: int) -> None:

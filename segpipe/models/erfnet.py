@@ -23,18 +23,24 @@ class ERFNet(SegmentationNet):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
-        context = [Block(128, dilation, dropout=0.3) for dilation in DILATIONS * 2]
-        fine = [Block(64, 1, dropout=0.03) for _ in range(5)]
+        context = [
+            NonBottleneck1D(128, dilation, dropout=0.3) for dilation in DILATIONS * 2
+        ]
+        fine = [NonBottleneck1D(64, 1, dropout=0.03) for _ in range(5)]
         self.encoder = nn.Sequential(
-            Down(3, 16), Down(16, 64), *fine, Down(64, 128), *context
+            ERFDownsampler(3, 16),
+            ERFDownsampler(16, 64),
+            *fine,
+            ERFDownsampler(64, 128),
+            *context,
         )
         self.decoder = nn.Sequential(
-            Up(128, 64),
-            Block(64, 1),
-            Block(64, 1),
-            Up(64, 16),
-            Block(16, 1),
-            Block(16, 1),
+            ERFUpsampler(128, 64),
+            NonBottleneck1D(64, 1),
+            NonBottleneck1D(64, 1),
+            ERFUpsampler(64, 16),
+            NonBottleneck1D(16, 1),
+            NonBottleneck1D(16, 1),
         )
         self.head = nn.ConvTranspose2d(16, num_classes, 2, stride=2)
         self.train_only = nn.ModuleDict()
@@ -46,7 +52,7 @@ class ERFNet(SegmentationNet):
         return {"main": self.head(self.decoder(self.encoder(image)))}
 
 
-class Down(nn.Module):
+class ERFDownsampler(nn.Module):
     """Half the size: a strided convolution beside a max-pooling, which keeps the channels of the input."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
@@ -60,7 +66,7 @@ class Down(nn.Module):
         return F.relu(self.bn(both), inplace=True)
 
 
-class Up(nn.Module):
+class ERFUpsampler(nn.Module):
     """Twice the size, by a transposed convolution."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
@@ -72,7 +78,7 @@ class Up(nn.Module):
         return F.relu(self.bn(self.conv(x)), inplace=True)
 
 
-class Block(nn.Module):
+class NonBottleneck1D(nn.Module):
     """Two pairs of 3x1 and 1x3 convolutions, the second pair dilated, and a shortcut."""
 
     def __init__(self, planes: int, dilation: int, *, dropout: float = 0.0) -> None:

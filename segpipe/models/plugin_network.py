@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from segpipe.settings.config import Config
 
 MAIN = ("main", "out")  # the second is torchvision's
-RESERVED = ("total", "dice", "edge", "lovasz", "teacher")  # names of other parts of the loss
+RESERVED = (
+    "total",
+    "dice",
+    "edge",
+    "lovasz",
+    "teacher",
+)  # names of other parts of the loss
 BOUNDARY = (
     "boundary"  # a head of one channel, supervised by the borders between classes
 )

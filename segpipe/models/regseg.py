@@ -56,7 +56,7 @@ class RegSeg(SegmentationNet):
         self.stage4 = _stage(32, p4, [(1,)] * (blocks[0] - 1), group_width)
         self.stage8 = _stage(p4, p8, [(1,)] * (blocks[1] - 1), group_width)
         self.stage16 = _stage(p8, p16, DILATIONS[:-1], group_width)
-        self.stage16.append(Block(p16, last, DILATIONS[-1], group_width))
+        self.stage16.append(DBlock(p16, last, DILATIONS[-1], group_width))
         deep, fine, width = decoder
         self.head16 = conv_bn_relu(last, deep, 1)
         self.head8 = conv_bn_relu(p8, deep, 1)
@@ -81,7 +81,7 @@ class RegSeg(SegmentationNet):
         return {"main": self.head(x4)}
 
 
-class Block(nn.Module):
+class DBlock(nn.Module):
     """1x1, grouped 3x3 and 1x1 convolutions with squeeze-and-excitation, and a shortcut.
 
     The channels of the 3x3 are divided evenly among `dilations`.
@@ -141,8 +141,8 @@ def _stage(
     group_width: int,
 ) -> nn.Sequential:
     """A block of stride 2, then one for each entry of `later`, with these dilations."""
-    first = Block(num_in, num_out, (1,), group_width, stride=2)
-    blocks = (Block(num_out, num_out, dilations, group_width) for dilations in later)
+    first = DBlock(num_in, num_out, (1,), group_width, stride=2)
+    blocks = (DBlock(num_out, num_out, dilations, group_width) for dilations in later)
     return nn.Sequential(first, *blocks)
 
 

@@ -278,9 +278,9 @@ def traced_pool_weights(
 
 
 def _separable(x: Tensor, size: tuple[int, int], kind: str, stride: int = 1) -> Tensor:
-    if torch.is_autocast_enabled(
-        x.device.type
-    ):  # autocast would run the products in bf16
+    on_meta = x.device.type == "meta"  # which has no autocast
+    if not on_meta and torch.is_autocast_enabled(x.device.type):
+        # Autocast would run the products in bf16.
         with torch.autocast(x.device.type, enabled=False):
             return _separable(x, size, kind, stride)
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -99,7 +99,7 @@ class STDCEncoder(nn.Module):
         return stride8, stride16, self.stage32(stride16)
 
 
-class Block(nn.Module):
+class STDCModule(nn.Module):
     """Four convolutions in a row, all of whose outputs are concatenated: 1/2, 1/4, 1/8 and 1/8 of the channels."""
 
     def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
@@ -168,8 +168,8 @@ def seg_head(num_in: int, planes: int, num_out: int) -> nn.Sequential:
 
 
 def _stage(num_in: int, num_out: int, num_blocks: int) -> nn.Sequential:
-    first = Block(num_in, num_out, stride=2)
-    later = (Block(num_out, num_out, stride=1) for _ in range(num_blocks - 1))
+    first = STDCModule(num_in, num_out, stride=2)
+    later = (STDCModule(num_out, num_out, stride=1) for _ in range(num_blocks - 1))
     return nn.Sequential(first, *later)
 
 

@@ -223,11 +223,10 @@ def fit(
             f"no tensor of {where} fits {type(model).__name__}: it has {_first(tensors)}, the network {_first(own)}. "
             f"Check that model.name is the network that the weights were trained with."
         )
-    rows = {
-        name: len(value)
-        for name, value in found.items()
-        if _is_class_layer(value, own[name], num_classes)
-    }
+    rows = {}
+    for name, value in found.items():
+        if classes := _other_classes(value, own[name], num_classes):
+            rows[name] = classes
     adapted = list(rows) if len(set(rows.values())) == 1 else []
     misshapen = [name for name in found if name not in {*kept, *adapted}]
     missing = [name for name in own if name not in found]
@@ -309,10 +308,18 @@ def _fits(value: Tensor, own: Tensor) -> bool:
     return same_kind and value.shape == own.shape
 
 
-def _is_class_layer(value: Tensor, own: Tensor, num_classes: int) -> bool:
-    if value.ndim != own.ndim or not own.ndim or value.shape == own.shape:
-        return False
-    return own.shape[0] == num_classes and value.shape[1:] == own.shape[1:]
+def _other_classes(value: Tensor, own: Tensor, num_classes: int) -> int:
+    """Number of classes of a class layer in the file, where that alone differs; 0 for any other tensor.
+
+    Classes are the first axis or, in a transposed convolution, the second.
+    """
+    for axis in range(min(own.ndim, 2)):
+        shape = list(own.shape)
+        if value.ndim == own.ndim and shape[axis] == num_classes:
+            shape[axis] = value.shape[axis]
+            if list(value.shape) == shape != list(own.shape):
+                return shape[axis]
+    return 0
 
 
 def _may_be_missing(name: str) -> bool:

@@ -167,7 +167,6 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
     """Check all that a run needs beside its settings and its folder; returns the data as it was opened."""
     from segpipe.checks import purity
     from segpipe.checks.data_contract import check_data
-    from segpipe.checks.loss_contract import check_plugins
     from segpipe.checks.network_contract import check_network
     from segpipe.data.augment import Augmenter
     from segpipe.data.samples import open_splits
@@ -176,6 +175,8 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
 
     check_tracking(config)
     if config.import_paths or config.model.args:
+        from segpipe.checks.loss_contract import check_plugins
+
         check_plugins(config)
     splits = splits or open_splits(config)
     check_splits(config, splits)

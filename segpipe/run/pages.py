@@ -152,7 +152,7 @@ class Chart:
     def x(self) -> PlotAxis:
         """The horizontal axis."""
         values = [x for line in self.lines for x, _ in line.points]
-        return PlotAxis(min(values), max(values), 48, self.width - 10)
+        return PlotAxis(min(values), max(values), 56, self.width - 10)
 
     @cached_property
     def y(self) -> PlotAxis:

@@ -5,8 +5,6 @@ torch and OpenCV are imported inside the functions.
 
 from __future__ import annotations
 
-import os
-import resource
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from segpipe.data.samples import image_sizes
 from segpipe.errors import ConfigError, SegpipeError
+from segpipe.settings.config import SETTINGS
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import DataSet
@@ -28,9 +27,9 @@ TINY = 10  # times as small as the usual image
 def check_splits(config: Config, splits: Splits) -> None:
     """Raise DataError or ConfigError for the first thing in the data that would spoil a run."""
     from segpipe.data.frequency import check_given_weights
-    from segpipe.data.overlap import check_overlap
-    from segpipe.data.problems import verify
     from segpipe.data.samples import check_labelled, image_files, sequences
+    from segpipe.datasets.overlap import check_overlap
+    from segpipe.datasets.problems import verify
 
     data, (train, val) = config.data, splits
     verify(data, {"train": train, data.split: val})
@@ -52,10 +51,13 @@ def check_crop(config: Config, samples: DataSet) -> None:
     width = max(size[1] for size in sizes)
     crop = config.augment.crop_size
     fitting = [min(crop[0], int(height * largest)), min(crop[1], int(width * largest))]
+    fix = f"Set 'augment.crop_size={fitting}' or smaller."
+    if min(fitting) < SETTINGS["augment.crop_size"].low:
+        fix = "Use larger images, or raise the second number of augment.scale."
     if crop != fitting:
         raise ConfigError(
             f"augment.crop_size = {crop}, but the training images have at most {height}x{width} pixels (height x width)"
-            f" and augment.scale reaches {largest}. Set 'augment.crop_size={fitting}' or smaller."
+            f" and augment.scale reaches {largest}. {fix}"
         )
 
 
@@ -97,17 +99,6 @@ def worker_problems(config: Config, samples: DataSet) -> Iterator[str]:
                 f"sends it to every loader process. Open files and databases in read, not in __init__, and define "
                 f"functions at the top of a module; or set data.start_method=fork."
             )
-
-
-def machine(config: Config) -> dict[str, str]:
-    """What this machine gives to loader processes, in words."""
-    threads, workers = config.compute.threads, config.data.workers
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return {
-        "cores": f"{len(os.sched_getaffinity(0))} for one process; a rank uses compute.threads = {threads} and "
-        f"data.workers = {workers}",
-        "open files": f"{soft} (ulimit -n; at most {hard})",
-    }
 
 
 def first_batch(config: Config, samples: DataSet) -> tuple[ShardBatch | None, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,5 +78,14 @@ def write_picture(stem: Path, picture: Image) -> None:
 
 def overlay(image: Image, mask: Image, palette: Image) -> Image:
     """Average of the image and the colors of its classes, uint8 (H, W, 3)."""
-    mixed = (image.astype(np.uint16) + palette[mask]) // 2
+    height, width, _ = image.shape
+    colors = palette[enlarged(mask, height, width)]
+    mixed: NDArray[np.uint16] = (image.astype(np.uint16) + colors) // 2
     return mixed.astype(np.uint8)
+
+
+def enlarged(mask: NDArray[Any], height: int, width: int) -> NDArray[Any]:
+    """The mask at this size: each pixel takes the id of the cell in which it lies."""
+    rows = np.arange(height) * mask.shape[0] // height
+    columns = np.arange(width) * mask.shape[1] // width
+    return np.asarray(mask[np.ix_(rows, columns)])

@@ -522,6 +522,11 @@ class ExportConfig:
         "engines besides onnxruntime in which every ONNX file must pass the gates",
         choices=("openvino",),
     )
+    mask_stride: int = setting(
+        1,
+        "1: masks of the image's size; the network's output stride: smaller masks, without the last upsampling",
+        low=1,
+    )
     images: int = setting(
         ENOUGH_IMAGES, "validation images that the gates compare", low=1
     )

@@ -2,7 +2,7 @@
 
 The purity check runs before the first step, on a few samples, one at a time. It cannot see threads of a worker that
 share data, a module that keeps the parameters of one call for the next, or a cache that somebody writes into. So one
-sample in `augment.canary` is read and augmented `plan.REPEATS` more times by another process, and each transform leaves
+sample in `augment.canary` is read and augmented `REPEATS` more times by another process, and each transform leaves
 a digest of what it was given, so that the one at fault can be named. docs/race.md has the arithmetic.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from segpipe.data.plan import REPEATS, Member
+from segpipe.data.order import REPEATS, Member
 from segpipe.errors import ImpureAugmentError
 from segpipe.ledger.digest import digest_groups, kernels
 

@@ -44,6 +44,8 @@ from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, config_hash, from_mapping
 from segpipe.train import checkpoint
 
+pytestmark = pytest.mark.slow
+
 STEPS, KEPT = 4, 2
 LAST_SPAN = 0  # a seed that chooses the last span
 

@@ -27,6 +27,8 @@ def console() -> Console:
     return Console(file=io.StringIO(), width=200)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_it_comes_as_told(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,8 @@ from segpipe.data.samples import open_splits
 from segpipe.ledger import inputs
 from segpipe.settings.config import Config
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def drives(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -115,11 +117,6 @@ def test_a_split_that_is_named_is_scored_whole(
     assert text.index("Worst images") < text.index("Best images")
     assert evaluated(capsys, *arguments)[0] == found
     assert page.read_text() == text
-
-
-def test_a_report_is_a_page(capsys: pytest.CaptureFixture[str]) -> None:
-    assert segpipe(["evaluate", "run=x", "out=report"]) == 2
-    assert "out = report, but" in capsys.readouterr().err
 
 
 def test_the_page_shows_the_predictions_that_were_scored(

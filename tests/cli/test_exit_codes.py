@@ -4,7 +4,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from segpipe.errors import SegpipeError
+
+pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "exit-codes.md"
 WITHOUT_ERROR = {0, 1, 13, 14}  # success, bug, and the verdicts of an audit

@@ -19,6 +19,8 @@ from segpipe.determinism import flags
 from segpipe.settings.check import check
 from segpipe.settings.config import Config
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def bench(tmp_path: Path) -> gpu.Bench:

@@ -14,6 +14,8 @@ from segpipe.cli.commands import COMMANDS, RUN, TRUST
 from segpipe.cli.main import main as segpipe
 from segpipe.settings.config import SETTINGS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -175,6 +177,7 @@ def test_each_script_is_one_command() -> None:
     found = [text.partition('main(["')[2].partition('"')[0] for text in scripts]
     without = {
         "check-plugin",
+        "describe",
         "import",
         "pack",
         "prepare",

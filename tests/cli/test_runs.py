@@ -16,6 +16,8 @@ from segpipe.run.pages import COLORS
 from segpipe.settings.compose import compose
 from segpipe.settings.config import to_mapping
 
+pytestmark = pytest.mark.slow
+
 
 def write_run(
     root: Path,

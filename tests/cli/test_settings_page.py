@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from segpipe.cli.help import all_pages, settings_page
 from segpipe.settings.config import SETTINGS
+
+pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 

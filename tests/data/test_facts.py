@@ -18,8 +18,6 @@ from segpipe.data.facts import CACHE, facts_of
 from segpipe.data.masks import read_target, settled
 from segpipe.data.pack import Pack
 from segpipe.data.pairs import Pair, left_out, scan
-from segpipe.data.problems import problems
-from segpipe.data.problems import verify as verify_opened
 from segpipe.data.readers import read_image
 from segpipe.data.samples import (
     check_labelled,
@@ -27,6 +25,8 @@ from segpipe.data.samples import (
     image_sizes,
     open_samples,
 )
+from segpipe.datasets.problems import problems
+from segpipe.datasets.problems import verify as verify_opened
 from segpipe.errors import DataError
 from segpipe.ledger import inputs
 from segpipe.settings.groups import DataConfig

@@ -10,8 +10,8 @@ import pytest
 
 from segpipe.data.folders import missing
 from segpipe.data.pairs import scan
-from segpipe.data.problems import problems
 from segpipe.data.samples import open_samples
+from segpipe.datasets.problems import problems
 from segpipe.errors import ConfigError
 from segpipe.ledger.inputs import data_hashes
 from segpipe.settings.check import check

@@ -15,9 +15,9 @@ from PIL import Image
 
 from segpipe.data.catalog import MaskTable, load_masks
 from segpipe.data.masks import read_target, settled
-from segpipe.data.problems import problems
 from segpipe.data.readers import TURNS, read_header, read_image, read_mask
 from segpipe.data.samples import image_sizes, open_samples
+from segpipe.datasets.problems import problems
 from segpipe.errors import DataError
 from segpipe.settings.groups import DataConfig
 

@@ -15,7 +15,6 @@ from segpipe.cli.main import main as segpipe
 from segpipe.data.data_set import DataSet
 from segpipe.data.frequency import FILE_NAME, PixelCounts, load
 from segpipe.data.mix import MixedSamples, absent_root, parts
-from segpipe.data.problems import problems
 from segpipe.data.samples import (
     CachedSamples,
     check_labelled,
@@ -23,6 +22,7 @@ from segpipe.data.samples import (
     image_sizes,
     open_samples,
 )
+from segpipe.datasets.problems import problems
 from segpipe.errors import DataError
 from segpipe.ledger.inputs import data_hashes
 from segpipe.settings.groups import DataConfig

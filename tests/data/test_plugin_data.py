@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from segpipe.data.augment import Augmenter
-from segpipe.data.problems import problems
 from segpipe.data.samples import class_pixels, image_sizes, open_samples
+from segpipe.datasets.problems import problems
 from segpipe.errors import ConfigError, DataError
 from segpipe.ledger.inputs import data_hashes
 from segpipe.settings.groups import AugmentConfig, DataConfig

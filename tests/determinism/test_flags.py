@@ -92,23 +92,6 @@ def test_every_switch_is_set_whatever_it_was(mode: str, wanted: dict[str, Any]) 
     assert found == wanted
 
 
-@pytest.mark.parametrize("name", list(SETTERS))
-@pytest.mark.parametrize("mode", ["elastic", "off"])
-def test_a_switch_that_does_not_hold_is_named(
-    name: str, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    switches = flags.switches
-    right = (OFF if mode == "off" else EXACT)[name]
-    wrong = 3 if name.endswith("threads") else not right
-    monkeypatch.setattr(flags, "switches", lambda: {**switches(), name: wrong})
-    with pytest.raises(ConfigError) as caught:
-        flags.apply(1, mode)
-    assert (
-        f"compute.mode = {mode}, but {name} is {wrong} instead of {right} right after it was set."
-        in str(caught.value)
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "value", "needed"),
     [

@@ -39,6 +39,8 @@ from segpipe.settings.config import Config
 from segpipe.train import gradients
 from segpipe.train.forward import AllHeads
 
+pytestmark = pytest.mark.slow
+
 FAR = 10**6
 
 

@@ -149,6 +149,8 @@ def test_other_errors_pass() -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_memory_that_really_runs_out_is_explained() -> None:
     """The address space of this process is limited for a moment."""
     used = psutil.Process().memory_info().vms

@@ -25,6 +25,8 @@ from segpipe.errors import ConfigError, DataError
 from segpipe.settings.compose import compose
 from segpipe.settings.groups import AugmentConfig, DataConfig
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "bucket"
 DRAWS = np.random.Generator(np.random.Philox(3))
 

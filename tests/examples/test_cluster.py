@@ -20,6 +20,8 @@ from segpipe.data.loader import PIXEL_BYTES, ROW_BYTES
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = ROOT / "examples" / "cluster"
 SCRIPT = EXAMPLES / "train.sbatch"
 PAGE = (ROOT / "docs" / "cluster.md").read_text()

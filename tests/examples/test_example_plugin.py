@@ -13,6 +13,8 @@ from segpipe import plugins
 from segpipe.cli.main import main as segpipe
 from segpipe.train.checkpoint import load
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "plugin"
 FAST = (
     "--config-dir=conf", "experiment=mine", "train.steps=2", "train.progress=false", "compute.device=cpu",

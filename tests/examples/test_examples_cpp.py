@@ -19,6 +19,8 @@ from exports import IMAGES, NAMES, export_run, tiny_network
 from segpipe.export.gates import latency
 from segpipe.runtime.artifact import FORMAT
 
+pytestmark = pytest.mark.slow
+
 SOURCES = Path(__file__).resolve().parents[2] / "examples" / "cpp"
 PROGRAMS = ("segpipe_torch", "segpipe_ort")
 

@@ -18,6 +18,8 @@ from artifacts import SIZE, answer, frame, write_artifact
 import segpipe.runtime
 from segpipe.runtime import Result, Segmenter, Status
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(__file__).resolve().parents[2] / "examples" / "ros2" / "segpipe_ros"
 NOW = 1000.0
 

@@ -52,11 +52,13 @@ from segpipe.export.graph.network import deploy_model
 from segpipe.export.graph.onnx_format import write_probe
 from segpipe.export.graph.profiles import manifest_text
 from segpipe.export.graph.torch_formats import jit, quiet_torchscript
-from segpipe.export.report import render
+from segpipe.export.verify_report import render
 from segpipe.runtime import Segmenter, Status
 from segpipe.runtime.__main__ import main as runtime
 from segpipe.runtime.artifact import EXPORT_AGAIN
 from segpipe.train.checkpoint import load_network
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
@@ -634,9 +636,7 @@ def test_origin_of_a_run(tmp_path: Path) -> None:
     assert found.metrics is not None
     assert found.metrics["miou"] == 0.25
     (tmp_path / "best.pt").write_bytes(b"better")
-    best = origin_of(
-        tmp_path, "best", dataclasses.replace(network, ema_digest="89")
-    )
+    best = origin_of(tmp_path, "best", dataclasses.replace(network, ema_digest="89"))
     assert best.checkpoint is not None
     assert best.checkpoint["file"] == "best.pt"
     assert best.metrics is None, "result.json speaks of other weights"

@@ -54,10 +54,14 @@ from segpipe.export.graph import torch_formats
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
 from segpipe.export.graph.onnx_format import open_onnx
+from segpipe.predict.predictor import of_exported
+from segpipe.runtime import Segmenter
+from segpipe.runtime.images import enlarged, overlay
 from segpipe.settings.config import Config
+from segpipe.settings.groups import ExportConfig
 from segpipe.train.checkpoint import TrainedNetwork
 
-pytestmark = pytest.mark.usefixtures("quick_exports")
+pytestmark = [pytest.mark.usefixtures("quick_exports"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +108,15 @@ def test_an_export_holds_what_it_promises(exported: publish.ExportReport) -> Non
         "model.torchscript.pt",
     }
     assert all(found["n"] == 10 for found in exported.latency.values())
+
+
+def test_the_converter_folds_every_batchnorm_of_a_convolution(
+    trained: TrainedNetwork, exported: publish.ExportReport
+) -> None:
+    """int8 relies on it: in fp32 between int8 convolutions a norm would cost more than it saves."""
+    assert any(isinstance(each, nn.BatchNorm2d) for each in trained.model.modules())
+    graph = onnx.load(exported.folder / "model.onnx").graph
+    assert "BatchNormalization" not in {node.op_type for node in graph.node}
 
 
 def test_the_manifest_explains_a_lone_file(exported: publish.ExportReport) -> None:
@@ -515,6 +528,52 @@ def test_unusable_requests(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         export_run(tiny, images, tmp_path / "export", formats)
+
+
+def test_masks_at_the_output_stride(tiny: TrainedNetwork, tmp_path: Path) -> None:
+    """Gated, self-tested and drawn as the others; each id is that of the logits in its cell."""
+    settings = ExportConfig(mask_stride=4)
+    labelled = [(image, np.zeros(SIZE, np.uint8)) for image in IMAGES]
+    report = export_run(
+        tiny, IMAGES, tmp_path / "export", settings=settings, labelled=labelled
+    )
+    assert report.passed
+    assert report.gates["model.onnx"][-2].name == "G5 quality"
+    segmenter = Segmenter.load(tmp_path / "export", deadline_ms=60_000)
+    with torch.no_grad():
+        logits = tiny.model(tiny.preprocess(torch.from_numpy(IMAGES[0])[None]))
+    result = segmenter.infer(IMAGES[0])
+    assert np.array_equal(result.mask, logits[0].argmax(0).numpy())
+    mask = report.manifest["io"]["outputs"][0]
+    assert (mask["shape"], mask["stride"]) == ([1, 16, 24], 4)
+    shown = overlay(IMAGES[0], result.mask, segmenter.artifact.palette)
+    assert shown.shape == (*SIZE, 3)
+    assert np.array_equal(enlarged(result.mask, *SIZE)[::4, ::4], result.mask)
+    predictor = of_exported(tmp_path / "export")
+    ids, confidence = predictor.predict(IMAGES[0])
+    assert ids.shape == confidence.shape == SIZE
+    assert np.array_equal(ids, enlarged(result.mask, *SIZE))
+
+
+@pytest.mark.parametrize("fault", ["bgr", "classes_permuted"])
+def test_a_fault_is_refused_at_the_output_stride_too(
+    fault: str, tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, "torchscript", CONTROLS[fault])
+    settings = ExportConfig(mask_stride=4)
+    with pytest.raises(ExportMismatch, match="G3 mask agreement"):
+        export_run(
+            tiny, IMAGES, tmp_path / "export", ["torchscript"], settings=settings
+        )
+
+
+def test_another_mask_stride_is_refused(tiny: TrainedNetwork, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"export\.mask_stride = 3, but it must be 1 or 4"
+    ):
+        export_run(
+            tiny, IMAGES, tmp_path / "export", settings=ExportConfig(mask_stride=3)
+        )
 
 
 # The check set and the command line

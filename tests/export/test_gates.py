@@ -39,7 +39,7 @@ from segpipe.export.gates.limits import LIMITS, GateResult, Limits, Sigma
 from segpipe.export.gates.quality import Score, calibration_entry, gate_quality, scores
 from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
 from segpipe.export.graph.profiles import PROFILES, ROBOT, Answer, Image
-from segpipe.export.report import ExportReport, refusal
+from segpipe.export.verify_report import ExportReport, refusal
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.check import check
 from segpipe.settings.config import Config

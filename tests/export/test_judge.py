@@ -23,7 +23,7 @@ from segpipe.export.graph import formats
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
 from segpipe.export.graph.profiles import Answer, Image, Run
-from segpipe.export.report import EAGER, ExportReport
+from segpipe.export.verify_report import EAGER, ExportReport
 from segpipe.settings.groups import ExportConfig
 
 pytestmark = pytest.mark.usefixtures("quick_exports")

@@ -26,9 +26,12 @@ from segpipe.export.gates import latency
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.onnx_format import write_probe
 from segpipe.export.lowprec import int8
-from segpipe.export.report import write_sidecars
+from segpipe.export.verify_report import write_sidecars
 
-pytestmark = pytest.mark.usefixtures("quick_exports", "tiny_networks")
+pytestmark = [
+    pytest.mark.usefixtures("quick_exports", "tiny_networks"),
+    pytest.mark.slow,
+]
 OTHERS = {**converters(), "torch": "9.9"}
 BY_ANSWERS = [name for name, plant in PLANTS.items() if plant.answers]
 CODE = ["a pickle in pt2", "an operator that writes files", "a bit of a weight"]

@@ -22,7 +22,10 @@ from exports import export
 PATH = (
     Path(__file__).resolve().parents[2] / "examples" / "tensorrt" / "verify_engine.py"
 )
-pytestmark = pytest.mark.usefixtures("quick_exports", "tiny_networks")
+pytestmark = [
+    pytest.mark.usefixtures("quick_exports", "tiny_networks"),
+    pytest.mark.slow,
+]
 _KINDS = {
     "tensor(float)": np.float32,
     "tensor(int32)": np.int32,

@@ -97,6 +97,8 @@ def test_nothing_is_written_before_a_flush_and_tensors_are_read_then(
     writer.close()
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_a_killed_process_leaves_what_it_flushed(tmp_path: Path) -> None:
     code = f"""
 import os, signal, sys

@@ -18,6 +18,8 @@ from segpipe.ledger.rows import (
     slots,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def keys(run: RunLedger, kind: int = SHARD) -> list[tuple[int, int]]:
     rows = run.rows[run.rows["kind"] == kind]

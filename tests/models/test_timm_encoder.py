@@ -129,7 +129,7 @@ def test_without_a_network_it_is_said_what_to_do(
     start = read_start(settings, checkpoint.load)
     with pytest.raises(
         ConfigError,
-        match=r"neither in timm's cache nor.*HF_HUB_OFFLINE is set.*weights_partial=true",
+        match=r"neither in timm's cache nor.*HF_HOME.*weights_partial=true",
     ):
         build_state(settings, STREET, CPU, start)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from parity import PUBLISHED, state_dict
+from parity import state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -26,12 +27,15 @@ from segpipe.models.weights import (
     state_dict_in,
 )
 
-any_published = pytest.mark.parametrize("name", PUBLISHED)
 CLASS_LAYERS = {
     "fast_scnn": ("classifier.3", "train_only.aux.2"),
     "ddrnet23_slim": ("head.conv2", "train_only.aux.conv2"),
     "pidnet_s": ("head.conv2", "train_only.aux_p.conv2"),
+    "erfnet": ("head",),  # a transposed convolution
+    "dabnet": ("head",),
+    "stdc1": ("head.1", "train_only.aux16.1", "train_only.aux32.1"),
 }
+any_published = pytest.mark.parametrize("name", CLASS_LAYERS)
 
 
 class Small(nn.Module):
@@ -67,7 +71,12 @@ def training_file(name: str) -> dict[str, Tensor]:
 def test_files_of_the_authors_training_code_are_read(name: str) -> None:
     net, tensors = build_model(name, 19), training_file(name)
     found = fit(net, source(tensors), num_classes=19)
-    assert set(found.left_over) == {"sem_loss.criterion.weight", "model.total_ops"}
+    left_over = {
+        key
+        for key in found.left_over
+        if not net.unused_keys or not re.search(net.unused_keys, key)
+    }
+    assert left_over == {"sem_loss.criterion.weight", "model.total_ops"}
     assert all(key.startswith("train_only.") for key in found.fresh)
     assert not found.adapted
     assert sorted((*found.kept, *found.fresh)) == sorted(net.state_dict())
@@ -93,7 +102,10 @@ def test_another_class_count_initializes_the_class_layers_and_nothing_else(
     before = {key: value.clone() for key, value in net.state_dict().items()}
     found = fit(net, source(training_file(name)), num_classes=7)
     layers = [
-        f"{layer}.{part}" for layer in CLASS_LAYERS[name] for part in ("weight", "bias")
+        f"{layer}.{part}"
+        for layer in CLASS_LAYERS[name]
+        for part in ("weight", "bias")
+        if f"{layer}.{part}" in before
     ]
     absent = (
         {"train_only.aux.2.weight"} if name == "fast_scnn" else set()
@@ -132,7 +144,7 @@ def test_prefixes_are_dropped_and_a_mixture_is_refused(prefix: str) -> None:
         fit(build_model(name, 19), source(mixed), num_classes=19)
 
 
-@any_published
+@pytest.mark.parametrize("name", ["fast_scnn"])
 def test_what_does_not_fit_is_named(name: str) -> None:
     weights = state_dict(name)
     key = next(key for key, value in weights.items() if value.ndim == 4)
@@ -418,35 +430,10 @@ def test_safetensors_of_others_have_no_class_names(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("key", "expected"),
-    [
-        ("b.c.weight", "long.weight"),  # "b.c." is longer than "b."
-        ("b.d.weight", "short.d.weight"),
-        ("b.c.b.c.weight", "long.b.c.weight"),  # only the prefix is replaced
-        ("d.weight", "d.weight"),
-    ],
-)
-@pytest.mark.parametrize("reverse", [False, True])
-def test_published_key_replaces_the_longest_prefix(
-    key: str, expected: str, reverse: bool
-) -> None:
-    prefixes = {"b.": "short.", "b.c.": "long.", "c.": "other."}
-    entries = reversed(prefixes.items()) if reverse else prefixes.items()
-    assert published_key(key, dict(entries)) == expected
-
-
-@any_published
-def test_published_key_maps_know_every_key(name: str) -> None:
-    """Every key has a prefix in the map, and no two keys get the same name."""
-    net = build_model(name, 19)
-    keys = net.published_keys
-    assert all(
-        any(key.startswith(prefix) for prefix in keys) for key in net.state_dict()
-    )
-    assert len({published_key(key, keys) for key in net.state_dict()}) == len(
-        net.state_dict()
-    )
+def test_published_key_applies_the_patterns_in_order() -> None:
+    patterns = ((r"^b\.(\d)\.", r"c\1."), (r"^c", "long.c"), (r"\.d\.", ".e."))
+    assert published_key("b.3.d.weight", patterns) == "long.c3.e.weight"
+    assert published_key("a.b.3.weight", patterns) == "a.b.3.weight"
 
 
 def test_messages_name_five_keys_then_count() -> None:

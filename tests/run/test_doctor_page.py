@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from segpipe.cli.main import main as segpipe
-from segpipe.data.census import take
-from segpipe.data.overlap import UNKNOWN_LOOK, look, near_duplicates
 from segpipe.data.samples import open_samples
+from segpipe.datasets.census import take
+from segpipe.datasets.overlap import UNKNOWN_LOOK, look, near_duplicates
 from segpipe.settings.groups import DataConfig
 
 SIZE = (96, 128)
@@ -243,10 +243,13 @@ def test_a_census_counts_colors_and_samples_of_any_kind(tmp_path: Path) -> None:
     (root / "classes.yaml").write_text(
         "names: [floor, shelf]\npalette: [[0, 0, 0], [7, 7, 7]]\nmasks: colors\nignore: [[255, 255, 255]]\n"
     )
-    colors = take(open_samples(DataConfig(name="folder", root=str(root)), "train", 0))
-    assert colors.values[(255, 255, 255)] == 4 * 128
+    opened = open_samples(DataConfig(name="folder", root=str(root)), "train", 0)
+    colors = take("train", opened)
+    white = [row.content.values[255, 255, 255] for row in colors.rows]
+    assert white == [128] * 4
     assert colors.table[:, 1].tolist() == [10 * number * 128 for number in (1, 2, 3, 4)]
-    painted = take(open_samples(DataConfig(size=[64, 96], num_train=3), "train", 0))
+    scenes = open_samples(DataConfig(size=[64, 96], num_train=3), "train", 0)
+    painted = take("train", scenes)
     assert painted.table.shape == (3, 12)
     assert painted.table.sum(1).tolist() == [64 * 96] * 3
 

@@ -39,6 +39,8 @@ from segpipe.run.tracking import failure
 from segpipe.settings.compose import compose
 from segpipe.train.checkpoint import load
 
+pytestmark = pytest.mark.slow
+
 LONG = ("train.steps=2000", "train.log_every=1", "checkpoint.every=2")
 HOLD = """
 import sys, time

@@ -66,6 +66,8 @@ def _rank_of_sixteen(rank: int, folder: str) -> int:
     return run(Path(folder), *RECIPE)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_sixteen_processes_compute_the_same_bits(alone: Path, tmp_path: Path) -> None:
     """The ranks are forked, as a launcher would start them: importing torch 16 times takes a minute on two cores."""
     folder = tmp_path / "sixteen"
@@ -91,6 +93,8 @@ def test_two_and_three_processes_compute_the_same_bits(
     assert result(folder)["versions"] == result(alone)["versions"]
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_multirun_makes_two_runs_and_a_table(alone: Path, tmp_path: Path) -> None:
     """fp32 and bf16, each in two processes, and the bits of one process."""
     changes = (
@@ -160,6 +164,8 @@ def test_another_recipe_computes_other_bits(
     )
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_mode_ddp_keeps_its_promise_and_says_its_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -468,6 +474,8 @@ def test_a_rank_that_lost_another_leaves_the_exit_code_to_it(
     assert (code, reason.endswith(f"RuntimeError: {said}")) == (1, True)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["python", "torchrun"])
 def test_an_error_on_one_rank_ends_all_and_is_named(
     tmp_path: Path, launcher: tuple[str, ...]

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from runs import settings
+from runs import settings, torch_restored
 from segpipe.cli import train
 from segpipe.cli.main import main as segpipe
 from segpipe.errors import ConfigError, DataError
@@ -457,3 +458,79 @@ def test_a_search_in_the_wrong_direction_is_refused(
     code, said = sweeps()
     assert (code, sweeps.started) == (2, [])
     assert "hydra.sweeper.direction = minimize, but jobs return their mIoU" in said
+
+
+def test_a_sweep_under_torchrun_is_refused_with_the_form_to_use(
+    sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "under_launcher", lambda: True)
+    code, said = sweeps("seed=1,2")
+    assert (code, sweeps.started) == (2, [])
+    assert "Use: segpipe train --multirun compute.nproc=N key=1,2,3" in said
+
+
+class Pool:
+    """A launcher that starts a batch at once, and one that is not there."""
+
+    def __init__(self, sweeps: Sweeps, *, is_down: bool = False) -> None:
+        self.sweeps, self.is_down = sweeps, is_down
+        self.batches: list[list[list[str]]] = []
+
+    def launch(self, job_overrides: list[list[str]], first: int) -> list[JobReturn]:
+        if self.is_down:
+            raise FileNotFoundError("sbatch is not installed")
+        self.batches.append(job_overrides)
+        plain = (
+            [text.replace('"', "") for text in overrides] for overrides in job_overrides
+        )
+        configs = [compose([*each, f"run.root={self.sweeps.root}"]) for each in plain]
+        codes = [self.sweeps.train(config, None) for config in configs]
+        return [JobReturn(_return_value=code) for code in codes]
+
+
+PARALLEL = "hydra.launcher._target_=hydra_plugins.pool.Pool"
+
+
+@pytest.mark.parametrize("is_down", [False, True])
+def test_a_launcher_gets_a_batch_at_once(
+    sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch, is_down: bool
+) -> None:
+    pool = Pool(sweeps, is_down=is_down)
+    monkeypatch.setattr(
+        Plugins.instance(), "instantiate_launcher", lambda **given: pool
+    )
+    sweeps.outcome = lambda config: 6 if config.seed == 2 else 0
+    names = [f"synthetic-fast_scnn-seed{seed}" for seed in (1, 2, 3)]
+    code, said = sweeps("seed=1,2,3", PARALLEL)
+    if is_down:
+        assert code == 2
+        assert "hydra/launcher: " in said
+        assert "sbatch is not installed" in said
+        return
+    assert code == 6
+    assert [len(batch) for batch in pool.batches] == [3]
+    assert [row(said, name)[2:] for name in names] == [
+        ["6.00", "0"],
+        ["-", "6"],
+        ["8.00", "0"],
+    ]
+    sweeps("seed=1,3,4", PARALLEL, "run.exists=resume")
+    assert sweeps.started == ["synthetic-fast_scnn-seed4"], "finished jobs are kept"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["submitit_local", "joblib"])
+def test_jobs_of_a_launcher_of_hydra_train_on_processes_of_their_own(
+    launcher: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = launcher.partition("_")[0]
+    pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher")
+    tiny = settings(tmp_path / "run", "compute.nproc=2", "run.name=run${seed}")
+    chosen = [f"hydra/launcher={launcher}", "seed=1,2"]
+    with torch_restored():
+        assert segpipe(["train", "--multirun", *tiny, *chosen]) == 0
+    said = capsys.readouterr().out
+    for seed in (1, 2):
+        found = json.loads((tmp_path / f"run{seed}" / "result.json").read_bytes())
+        assert found["world_size"] == 2
+        assert row(said, f"run{seed}")[2:] == [f"{100 * found['miou']:.2f}", "0"]

@@ -697,6 +697,8 @@ def train(
     )
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_offline_records_in_the_run_folder_and_calls_nobody(
     tmp_path: Path, proxy: tuple[int, list[bytes]]
 ) -> None:
@@ -715,6 +717,8 @@ def test_offline_records_in_the_run_folder_and_calls_nobody(
     assert attempts == []
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_unreachable_wandb_costs_a_warning(
     tmp_path: Path, proxy: tuple[int, list[bytes]]
 ) -> None:

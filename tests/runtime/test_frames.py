@@ -15,6 +15,8 @@ import pytest
 from segpipe.export.artifact.frame_statistics import frame_entries, unknown_frames
 from segpipe.runtime.frames import QUANTITIES, FrameLimits, Refused, Status, look_at
 
+pytestmark = pytest.mark.slow
+
 CAMVID = Path("/work/shared/data/camvid")
 CITYSCAPES = CAMVID.with_name("cityscapes_frames")
 GREEN = (0, 135, 0)  # what decoders make of planes of zeros

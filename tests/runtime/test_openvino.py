@@ -15,6 +15,8 @@ from openvino_stand_in import StandIn
 from segpipe.runtime import EngineError, Segmenter, Status
 from segpipe.runtime.__main__ import main
 
+pytestmark = pytest.mark.slow
+
 REAL = importlib.util.find_spec("openvino") is not None
 
 

@@ -49,6 +49,8 @@ from segpipe.runtime.frames import RepeatCounter
 from segpipe.runtime.images import read_image
 from segpipe.runtime.session import Session
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

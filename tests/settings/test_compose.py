@@ -334,7 +334,11 @@ def test_a_sweep_folder_that_cannot_be_made_is_named(
     (tmp_path / "file").write_text("")
     place = f"hydra.sweep.dir={tmp_path / 'file' / 'sweep'}"
     assert segpipe(["train", "-m", "seed=1", f"run.root={tmp_path}", place]) == 2
-    assert "hydra.sweep.dir = " in capsys.readouterr().err
+    assert f"{tmp_path / 'file'}" in (said := capsys.readouterr().err)
+    assert "writes into hydra.sweep.dir" in said
+    root = f"run.root={tmp_path / 'file' / 'runs'}"
+    assert segpipe(["train", "-m", "seed=1", root]) == 2
+    assert "which is run.root unless it is set" in capsys.readouterr().err
 
 
 def test_hydra_gets_absolute_folders(own_files: Path) -> None:

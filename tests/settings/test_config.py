@@ -127,8 +127,8 @@ def test_wrong_types_are_refused_by_name(key: str) -> None:
     default = value_of(Config(), key)
     for value in WRONG[kind]:
         if value == [] == default or (
-            value == ["a"] and SETTINGS[key].numbers
-        ):  # there, refused as no number
+            value == ["a"] and (SETTINGS[key].numbers or SETTINGS[key].several)
+        ):  # there, refused as no number or choice
             continue
         with pytest.raises(ConfigError, match=f"^{key}"):
             with_value(key, value)
@@ -138,6 +138,15 @@ def test_wrong_types_are_refused_by_name(key: str) -> None:
                 key,
                 [*(default or [{} if SETTINGS[key].mappings else "name"])[:1], None],
             )
+
+
+def test_a_setting_of_several_choices_takes_one_or_a_list() -> None:
+    both = with_value("track.name", ["wandb", "tensorboard"])
+    assert both.track.names == ["wandb", "tensorboard"]
+    assert with_value("track.name", "wandb").track.names == ["wandb"]
+    assert Config().track.names == []
+    for wrong in (["wandb", "wandbb"], ["wandb", "wandb"]):
+        assert SETTINGS["track.name"].problem(wrong)
 
 
 def test_numbers_become_the_declared_type() -> None:
@@ -280,7 +289,7 @@ def test_wrong_mixtures_are_refused(entries: list[dict[str, Any]], words: str) -
 
 def test_choices_name_the_nearest() -> None:
     assert "Did you mean pidnet_s?" in refused(with_value("model.name", "pidnet"))
-    assert "fast_scnn, ddrnet23_slim, pidnet_s" in refused(
+    assert "is not one of fast_scnn, ddrnet23_slim, " in refused(
         with_value("model.name", "unet")
     )
     assert "Did you mean resume?" in refused(with_value("run.exists", "resumed"))
@@ -392,6 +401,7 @@ FREE = {
     "augment.check", "augment.canary", "train.log_every", "train.validate_every", "train.progress", "compute.nproc",
     "compute.timeout_s", "compute.ledger", "checkpoint.every", "checkpoint.keep_every", "checkpoint.keep_last",
     "track.name", "track.project", "track.entity", "track.mode", "model.weights",
+    "track.group", "track.job_type", "track.tags", "track.notes",
 }  # fmt: skip
 
 

@@ -22,8 +22,7 @@ from impure import Noise, config
 from runs import command, settings
 from segpipe.data.augment import Augmenter, ColorMatrix
 from segpipe.data.loader import ShardBatch, train_batches
-from segpipe.data.order import Order
-from segpipe.data.plan import REPEATS, Member, Request, chosen, requests
+from segpipe.data.order import REPEATS, Member, Order, Request, chosen, requests
 from segpipe.data.samples import CachedSamples
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ConfigError, ImpureAugmentError
@@ -612,6 +611,7 @@ def test_its_setting_is_checked_and_free() -> None:
     assert "augment.canary" in FREE_KEYS
 
 
+@pytest.mark.slow
 def test_all_ranks_end_when_one_finds_it(tmp_path: Path) -> None:
     """A rate at which rank 1 alone has samples to make again, after its first step."""
     order = Order(0, 16, 4, 2)

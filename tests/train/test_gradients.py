@@ -300,6 +300,7 @@ def answers() -> list[dict[str, Any]]:
     return gloo(RANKS, _work)
 
 
+@pytest.mark.slow
 def test_all_ranks_hold_the_same_weights(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
         assert all(
@@ -309,6 +310,7 @@ def test_all_ranks_hold_the_same_weights(answers: list[dict[str, Any]]) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", ["one bucket", "many buckets", "tiny buckets", "two machines", *DAWDLING]
 )
@@ -319,6 +321,7 @@ def test_elastic_gives_the_bits_of_one_process(
     assert answers[0][how] == updates(fresh(elastic, unused=True), elastic, ALONE, 4)
 
 
+@pytest.mark.slow
 def test_the_control_a_sum_in_order_of_arrival_depends_on_it(
     answers: list[dict[str, Any]],
 ) -> None:
@@ -334,11 +337,13 @@ def test_the_control_a_sum_in_order_of_arrival_depends_on_it(
     assert answers[0]["rank 0 first"] == answers[0]["rank 0 last"]
 
 
+@pytest.mark.slow
 def test_buckets_leave_while_the_backward_runs(answers: list[dict[str, Any]]) -> None:
     counts = [int(count) for count in answers[0]["sent early"].split()]
     assert [count > 0 for count in counts] == [True] * 4
 
 
+@pytest.mark.slow
 def test_sums_come_back_while_the_backward_runs(answers: list[dict[str, Any]]) -> None:
     """In one order on all ranks; the last bucket, which holds the statistics, leaves when the backward is over."""
     events = answers[0]["collectives"].split(", ")
@@ -357,6 +362,7 @@ def test_sums_come_back_while_the_backward_runs(answers: list[dict[str, Any]]) -
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "off"])
 def test_ddp_trains_a_network_with_a_parameter_that_nobody_uses(
     answers: list[dict[str, Any]], mode: str
@@ -364,6 +370,7 @@ def test_ddp_trains_a_network_with_a_parameter_that_nobody_uses(
     assert all(answer[f"{mode} unused"] for answer in answers)
 
 
+@pytest.mark.slow
 def test_the_loss_scale_of_fp16_moves_alike_on_any_number_of_processes(
     answers: list[dict[str, Any]],
 ) -> None:
@@ -445,18 +452,21 @@ def test_every_view_starts_at_the_same_512_bytes_for_any_number_of_ranks(
     assert [places(world_size) for world_size in range(2, 17)] == [alone] * 15
 
 
+@pytest.mark.slow
 def test_ddp_repeats_its_bits_and_keeps_them_across_a_resume(
     answers: list[dict[str, Any]],
 ) -> None:
     assert answers[0]["ddp"] == answers[0]["ddp again"] == answers[0]["ddp resumed"]
 
 
+@pytest.mark.slow
 def test_the_control_ddp_that_rebuilds_its_buckets_differs_after_a_resume(
     answers: list[dict[str, Any]],
 ) -> None:
     assert answers[0]["rebuilt"] != answers[0]["rebuilt resumed"]
 
 
+@pytest.mark.slow
 def test_the_control_ddp_depends_on_the_number_of_processes(
     answers: list[dict[str, Any]],
 ) -> None:
@@ -464,6 +474,7 @@ def test_the_control_ddp_depends_on_the_number_of_processes(
     assert answers[0]["ddp"] != updates(fresh(ddp), ddp, ALONE, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "off"])
 def test_ddp_of_several_processes_computes_the_gradients_of_one(
     answers: list[dict[str, Any]], mode: str

@@ -62,6 +62,7 @@ def test_an_audit_computes_what_elastic_does(alone: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "bare" / "ledger").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_ledger_of_one(alone: Path, tmp_path: Path) -> None:
     done = command(
         *TORCHRUN, "train.py", *settings(tmp_path / "two", *AUDIT, "data.workers=1")

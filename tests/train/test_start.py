@@ -210,6 +210,7 @@ def state_of(folder: Path) -> dict[str, Tensor]:
     return dict(checkpoint.load(folder / "last.pt")["model"])
 
 
+@pytest.mark.slow
 def test_frozen_parts_keep_their_bits_and_a_resumed_run_needs_no_file(
     tensors_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,6 +270,7 @@ def test_frozen_parts_keep_their_bits_and_a_resumed_run_needs_no_file(
     assert "model.weights_sha256: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_audit_replays_step_0_where_the_file_is_at_hand(
     tensors_file: Path, tmp_path: Path
 ) -> None:

@@ -57,6 +57,8 @@ from segpipe.train import checkpoint, engine, state
 from segpipe.train.stop import StopRequest
 from segpipe.train.validate import Validation, validate
 
+pytestmark = pytest.mark.slow
+
 STEPS = 24  # enough that a signal sent after the first lines of metrics.jsonl comes long before the end
 LONG = (f"train.steps={STEPS}", "train.log_every=1", "compute.shards=2")
 

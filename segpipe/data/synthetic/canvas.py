@@ -1,181 +1,119 @@
-"""A pinhole camera over a curved street, and the two images it paints at once: colors and class ids.
+"""A camera on a curved street, and the two images it paints at once: colors and class ids.
 
-World coordinates are in metres: x to the right of the camera, y up from the ground, z ahead. A place on the street is
-(side, z), with `side` metres to the right of the middle of the road. Painting goes from far to near: later objects hide
-earlier ones in both images.
+Places are (side, up, ahead) in metres: `side` to the right of the middle of the road, `ahead` along its bend. A paint
+is a color and a class id. Painting goes from far to near: later surfaces hide earlier ones in both images.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from math import cos, exp, pi, sin
+from typing import NamedTuple
 
 import cv2
 import numpy as np
+from numpy.random import Generator
 from numpy.typing import NDArray
 
-Point = tuple[float, float, float]
-Color = tuple[float, float, float]
-SUPERSAMPLE = 2  # colors are averaged over 2x2 painted pixels, class ids are taken from one of them
-SHORT, LONG = (
-    np.linspace(0, 1, 3),
-    np.linspace(0, 1, 16),
-)  # steps along a strip of ground
-NEAR = 1.2  # metres; nothing nearer is painted, so no division by z gets too large
+Floats = NDArray[np.float64]
+Paint = Floats  # (4,): red, green, blue, class id
+SUPERSAMPLE = 2  # a pixel's color is the mean of 2x2 painted ones, its id that of one
+NEAR = 1.2  # metres; nothing nearer is painted
 
 
-class Chance:
-    """Random draws from one generator, taken in blocks because a single draw by numpy costs a microsecond."""
-
-    def __init__(self, generator: np.random.Generator) -> None:
-        self.generator = generator
-        self._block: list[float] = []
-
-    def uniform(self, low: float, high: float) -> float:
-        if not self._block:
-            self._block = self.generator.random(512).tolist()
-        return low + (high - low) * self._block.pop()
-
-    def happens(self, probability: float) -> bool:
-        return self.uniform(0, 1) < probability
-
-    def integer(self, low: int, high: int) -> int:
-        """From low to high, both included."""
-        return min(high, int(self.uniform(low, high + 1)))
-
-    def color(self, palette: Sequence[Color], spread: float) -> Color:
-        """One of the palette, with brightness moved by at most `spread` and each channel by a third of it."""
-        chosen = palette[self.integer(0, len(palette) - 1)]
-        shift, third = self.uniform(-spread, spread), spread / 3
-        red, green, blue = (
-            max(0.0, part + shift + self.uniform(-third, third)) for part in chosen
-        )
-        return red, green, blue
-
-
-@dataclass(frozen=True)
-class Light:
+class Light(NamedTuple):
     """Time of day and weather."""
 
-    sky_top: Color
-    sky_low: Color
-    gain: Color  # color of the light, 1 = neutral daylight
+    zenith: Floats  # colors (3,)
+    haze: Floats  # of the horizon
+    tint: Floats  # of the light, 1 = neutral daylight
     visibility: float  # metres at which a color is 63 % haze
-    sun: float  # strength of direct light, 0 = overcast; decides how dark shadows are
-    lamps: float  # 0 = daylight, 1 = every lamp and many windows are lit
-
-
-@dataclass(frozen=True)
-class Camera:
-    """Where the image is taken; lengths in pixels of the painted canvas and in metres."""
-
-    focal: float
-    column: float  # of the vanishing point
-    row: float  # of the horizon
-    height: float
-    side: float  # of the camera, from the middle of the road
-    heading: float  # of the road relative to the camera, as a slope
-    bend: float  # curvature of the road, 1/m
-
-    def across(self, side: float, z: float) -> float:
-        """x of a place on the street."""
-        return side - self.side + self.heading * z + 0.5 * self.bend * z * z
-
-    def slope(self, z: float) -> float:
-        """Direction of the street at z, as dx/dz."""
-        return self.heading + self.bend * z
+    sun: float  # strength of direct light, 0 = overcast
+    lamps: float  # share of lamps and windows that are lit
 
 
 class Canvas:
-    """Both images in one array, uint8 (2H, 2W, 4): red, green, blue, class id. One call paints both."""
+    """Both images in one array `pixels`, uint8 (2H, 2W, 4): red, green, blue, class id."""
 
-    def __init__(self, size: tuple[int, int], camera: Camera, light: Light) -> None:
-        self.height, self.width = size[0] * SUPERSAMPLE, size[1] * SUPERSAMPLE
-        self.camera, self.light = camera, light
-        self.pixels = np.empty(
-            (self.height, self.width, 4), np.uint8
-        )  # sky and ground cover all of it
+    def __init__(self, size: tuple[int, int], light: Light, rng: Generator) -> None:
+        rows, columns = size[0] * SUPERSAMPLE, size[1] * SUPERSAMPLE
+        self.light = light
+        self.pixels = np.zeros((rows, columns, 4), np.uint8)
+        self.focal = columns * rng.uniform(0.7, 0.92)  # in pixels, like the next two
+        self.column = columns * rng.uniform(0.38, 0.62)  # of the vanishing point
+        self.row = rows * rng.uniform(0.4, 0.52)  # of the horizon
+        self.height = rng.uniform(1.35, 1.9)  # of the camera, in metres
+        self.side = rng.uniform(1.0, 2.2)
+        self.heading = rng.uniform(-0.04, 0.04)  # of the road, as a slope
+        self.bend = rng.uniform(-0.007, 0.007)  # curvature of the road, 1/m
 
-    def project(self, points: Sequence[Point]) -> NDArray[np.int32]:
-        """Pixels (N, 2) as (column, row) of world points."""
-        camera = self.camera
-        column, row, focal, height = (
-            camera.column,
-            camera.row,
-            camera.focal,
-            camera.height,
-        )
-        pixels = []
-        for x, y, z in points:
-            scale = focal / (z if z > NEAR else NEAR)
-            pixels.append(
-                (round(column + x * scale), round(row + (height - y) * scale))
-            )
-        return np.array(pixels, np.int32)
+    def project(self, places: Floats) -> NDArray[np.int32]:
+        """Pixels (..., 2) as (column, row) of places (..., 3)."""
+        ahead = np.maximum(places[..., 2], NEAR)
+        scale = self.focal / ahead
+        bent = (self.heading + 0.5 * self.bend * ahead) * ahead
+        pixels = np.empty((*ahead.shape, 2))
+        pixels[..., 0] = self.column + (places[..., 0] + bent - self.side) * scale
+        pixels[..., 1] = self.row + (self.height - places[..., 1]) * scale
+        return np.rint(pixels).astype(np.int32)
 
-    def shade(self, color: Color, z: float, gain: float = 1.0) -> Color:
-        """A surface color under the light, behind `z` metres of haze."""
-        clear = math.exp(-max(z - 4.0, 0.0) / self.light.visibility)
-        tint, haze = self.light.gain, self.light.sky_low
-        gain, thick = gain * clear, 1 - clear
-        return (
-            color[0] * gain * tint[0] + haze[0] * thick,
-            color[1] * gain * tint[1] + haze[1] * thick,
-            color[2] * gain * tint[2] + haze[2] * thick,
-        )
+    def fill(self, places: Floats, paint: Paint, gain: float = 1.0) -> None:
+        """Paint a polygon (K, 3), or several (N, K, 3), under the light and behind haze."""
+        ahead = places[..., 2].min(initial=1000.0)
+        clear = exp(-max(ahead - 4, 0) / self.light.visibility)
+        color = paint[:3] * self.light.tint * (gain * clear)
+        color += self.light.haze * (1 - clear)
+        polygons = self.project(places).reshape(-1, places.shape[-2], 2)
+        cv2.fillPoly(self.pixels, list(polygons), (*color.tolist(), paint[3]))
 
-    def fill(
-        self, points: Sequence[Point], color: Color, label: int, gain: float = 1.0
+    def draw(
+        self, face: Floats, shape: Floats, paint: Paint, gain: float = 1.0
     ) -> None:
-        """Paint a polygon of world points."""
-        self.fill_pixels(
-            [self.project(points)], self.shade(color, points[0][2], gain), label
-        )
+        """Paint shapes (..., K, 2) on a face (4, 3), whose corners are at (0, 0), (1, 0), (1, 1) and (0, 1)."""
+        x, y = shape[..., :1], shape[..., 1:]
+        low = face[0] + x * (face[1] - face[0])
+        high = face[3] + x * (face[2] - face[3])
+        self.fill(low + y * (high - low), paint, gain)
 
-    def fill_pixels(
-        self, polygons: Sequence[NDArray[np.int32]], shaded: Color, label: int
-    ) -> None:
-        """Paint polygons of pixels, which must not overlap, in an already shaded color."""
-        cv2.fillPoly(self.pixels, polygons, (*shaded, label))
+    def box(self, front: Floats, back: Floats, paint: Paint) -> tuple[Floats, Floats]:
+        """Paint the body between two faces; returns the front and the side that is seen."""
+        corners = np.concatenate([front, back])
+        left, right = corners[[4, 0, 3, 7]], corners[[1, 5, 6, 2]]
+        near, far = self.project(right[:2])[:, 0]
+        seen = right if far > near else left
+        self.fill(corners[[3, 2, 6, 7]], paint, 1.1)
+        self.fill(seen, paint)
+        self.fill(front, paint, 0.82)
+        return front, seen
 
-    def ball(
-        self, centre: Point, radius: float, color: Color, label: int, gain: float = 1.0
-    ) -> None:
-        """Paint a disc that faces the camera; radius in metres."""
-        ((column, row),) = self.project([centre]).tolist()
-        pixels = max(1, round(radius * (self.camera.focal / max(centre[2], NEAR))))
-        cv2.circle(
-            self.pixels,
-            (column, row),
-            pixels,
-            (*self.shade(color, centre[2], gain), label),
-            cv2.FILLED,
-        )
 
-    def fill_strip(
-        self, strip: tuple[float, float, float, float], shaded: Color, label: int
-    ) -> None:
-        """Paint a strip of ground, given as for `strip`."""
-        self.fill_pixels([self.strip(*strip)], shaded, label)
+ROUND = np.array([(cos(turn * pi / 6), sin(turn * pi / 6)) for turn in range(12)])
 
-    def strip(
-        self, left: float, right: float, near: float, far: float
-    ) -> NDArray[np.int32]:
-        """Pixels of a strip of ground between two sides of the street, following its bend."""
-        camera = self.camera
-        near = max(near, NEAR)
-        z = near * (far / near) ** (SHORT if far < 1.6 * near else LONG)
-        scale = camera.focal / z
-        middle = (
-            camera.column
-            + (camera.heading * z + 0.5 * camera.bend * z * z - camera.side) * scale
-        )
-        pixels = np.empty((2, len(z), 2))
-        pixels[0, :, 0], pixels[1, :, 0] = (
-            middle + left * scale,
-            (middle + right * scale)[::-1],
-        )
-        pixels[0, :, 1] = camera.row + camera.height * scale
-        pixels[1, :, 1] = pixels[0, ::-1, 1]
-        return np.rint(pixels.reshape(-1, 2)).astype(np.int32)
+
+def shape(points: str) -> Floats:
+    """A shape by its corners in percent of a face, as in "0,0 100,0 50,100"."""
+    corners = [point.split(",") for point in points.split()]
+    outline: Floats = np.array(corners, np.float64) / 100
+    return outline
+
+
+def grid(
+    columns: int, rows: int, width: float = 1.0, low: float = 0.0, high: float = 1.0
+) -> Floats:
+    """Rectangles (N, 4, 2): a share of the width of each column, from `low` to `high` of each row."""
+    unit = np.array([(-width, low), (width, low), (width, high), (-width, high)])
+    places = [[(x + 0.5, y)] for x in range(columns) for y in range(rows)]
+    whole: Floats = (np.array(places) + unit * (0.5, 1)) / (columns, rows)
+    return whole
+
+
+def paints(label: int, colors: str) -> Floats:
+    """Paints (N, 4) of a class from hexadecimal colors."""
+    rows = [[*bytes.fromhex(color), label] for color in colors.split()]
+    return np.array(rows, np.float64)
+
+
+def pick(rng: Generator, choices: Floats) -> Paint:
+    """One of some paints, a little brighter or darker."""
+    gain = rng.uniform(0.88, 1.12)
+    paint: Paint = rng.choice(choices) * (gain, gain, gain, 1)
+    return paint

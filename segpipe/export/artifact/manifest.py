@@ -22,7 +22,7 @@ from segpipe.export.graph.profiles import (
     Manifest,
     Size,
 )
-from segpipe.export.report import NOT_EXPORTED, integrity_refusal
+from segpipe.export.verify_report import NOT_EXPORTED, integrity_refusal
 from segpipe.files import plain
 from segpipe.runtime.artifact import FORMAT
 from segpipe.runtime.frames import NO_ANSWER
@@ -171,12 +171,10 @@ def _agree(claimed: Any, computed: Any, where: str) -> bool:
 
 def _io(model: DeployModel, size: Size) -> dict[str, Any]:
     profile = model.profile
-    network: Any = model.network
-    stride = network.output_stride
     meanings: dict[str, dict[str, Any]] = {
-        MASK: {"meaning": "class id", "stride": 1, "invalid": NO_ANSWER},
-        CONFIDENCE: {"meaning": "largest probability * 255", "stride": stride},
-        LOGITS: {"meaning": "logits of the classes at the image's size", "stride": 1},
+        MASK: {"meaning": "class id", "invalid": NO_ANSWER},
+        CONFIDENCE: {"meaning": "largest probability * 255"},
+        LOGITS: {"meaning": "logits of the classes"},
     }
     example = profile.example(size)
     with torch.no_grad():
@@ -195,6 +193,7 @@ def _io(model: DeployModel, size: Size) -> dict[str, Any]:
             "name": name,
             "dtype": _name_of(output),
             "shape": list(output.shape),
+            "stride": round(size[0] / output.shape[-2]),
             **meanings[name],
         }
         for name, output in outputs.items()

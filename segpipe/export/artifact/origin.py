@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from segpipe.errors import DataError, WeightsError
-from segpipe.export.report import integrity_refusal
+from segpipe.export.verify_report import integrity_refusal
 from segpipe.files import sha256
 
 if TYPE_CHECKING:

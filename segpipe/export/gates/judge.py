@@ -28,7 +28,7 @@ from segpipe.export.gates.quality import gate_quality, scores
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import DeployModel, run_eager
 from segpipe.export.graph.profiles import ROBOT, Run
-from segpipe.export.report import EAGER, ExportReport
+from segpipe.export.verify_report import EAGER, ExportReport
 from segpipe.runtime.segmenter import Segmenter
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from segpipe.errors import DataError
 from segpipe.export.gates.limits import FP32, GateResult, Limits
 from segpipe.export.graph.profiles import Answer, Image, Run
 from segpipe.keys import generator, sample_key
+from segpipe.runtime.images import enlarged
 from segpipe.train.metrics import confusion, iou_per_class, miou
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ class Score:
     def add(self, answer: Answer, target: NDArray[np.uint8]) -> None:
         """Adds one image; a pixel with an invalid id counts as class 0."""
         num_classes = len(self.counts)
-        mask = answer.mask
+        mask = enlarged(answer.mask, *target.shape)
         invalid = (mask < 0) | (mask >= num_classes)
         self.invalid_pixels += int(np.count_nonzero(invalid))
         pred = torch.from_numpy(np.where(invalid, 0, mask).astype(np.uint8))

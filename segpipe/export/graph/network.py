@@ -39,7 +39,7 @@ class DeployModel(nn.Module):
         align_corners: bool,
         profile: Profile = ROBOT,
         temperature: float = 1.0,
-        is_probe: bool = False,
+        mask_stride: int = 1,
     ) -> None:
         super().__init__()
         self.network = network
@@ -47,19 +47,22 @@ class DeployModel(nn.Module):
         self.align_corners = align_corners
         self.profile = profile
         self.temperature = temperature
-        self.is_probe = is_probe
+        self.mask_stride = mask_stride
+        self.is_probe = False
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         """Outputs of the profile; a probe adds the tensors that the gates compare.
 
         Shapes: image as the profile has it -> mask (B, H, W), class ids, never 255; confidence uint8 (B, h, w) at the
         output stride, 255 * largest probability of softmax(logits / temperature); logits float32 (B, C, H, W);
-        normalised float32 (B, 3, H, W).
+        normalised float32 (B, 3, H, W). With a mask stride above 1, mask and logits are at the output stride, too.
         """
         normalised = self._normalise(image)
         logits = self.network(normalised)
-        height, width = normalised.shape[2:]
-        full = bilinear(logits, (height, width), align_corners=self.align_corners)
+        full = logits
+        if self.mask_stride == 1:
+            height, width = normalised.shape[2:]
+            full = bilinear(logits, (height, width), align_corners=self.align_corners)
         tensors = {
             LOGITS: full,
             NORMALISED: normalised,
@@ -81,27 +84,23 @@ class DeployModel(nn.Module):
 
     def probe(self) -> DeployModel:
         """Same modules and weights, with `logits` and `normalised` as further outputs."""
-        return self._variant(self.profile, is_probe=True)
+        variant = copy.copy(self)
+        variant.is_probe = True
+        return variant
 
     def as_robot(self) -> DeployModel:
         """Same modules and weights in the profile `robot`."""
-        return self._variant(ROBOT, is_probe=False)
-
-    def _variant(self, profile: Profile, *, is_probe: bool) -> DeployModel:
-        variant = DeployModel(
-            self.network,
-            self.preprocess,
-            align_corners=self.align_corners,
-            profile=profile,
-            temperature=self.temperature,
-            is_probe=is_probe,
-        )
-        variant.training = self.training  # train() would also set the shared modules
+        variant = copy.copy(self)
+        variant.profile = ROBOT
         return variant
 
 
 def deploy_model(
-    trained: TrainedNetwork, *, profile: Profile = ROBOT, temperature: float = 1.0
+    trained: TrainedNetwork,
+    *,
+    profile: Profile = ROBOT,
+    temperature: float = 1.0,
+    mask_stride: int = 1,
 ) -> DeployModel:
     """DeployModel of a trained network: a copy on the CPU, fp32, eval mode, without the training-only heads.
 
@@ -120,6 +119,7 @@ def deploy_model(
         align_corners=network.align_corners,
         profile=profile,
         temperature=temperature,
+        mask_stride=mask_stride,
     )
     return model.cpu().float().eval().requires_grad_(False)
 

@@ -32,9 +32,7 @@ from segpipe.export.lowprec.rewrite import (
     CONV,
     before_convolutions,
     between_convolutions,
-    fold_batchnorm,
     gather_stem,
-    norms_as_convolutions,
     widen_constants,
 )
 
@@ -139,8 +137,6 @@ def _prepared(original: onnx.ModelProto) -> onnx.ModelProto:
     """A copy that computes the same in a form that quantises well, with names and types."""
     model = onnx.ModelProto()
     model.CopyFrom(original)
-    fold_batchnorm(model.graph)
-    norms_as_convolutions(model.graph)
     model = _named(model)
     widen_constants(model.graph)
     if gather_stem(model.graph):

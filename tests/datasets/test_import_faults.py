@@ -91,22 +91,22 @@ LEFT_OUT: dict[str, tuple[str, Any, str]] = {
     "labelme line": (
         "labelme",
         lambda root: labelme(root, b=[LINE, LINE]),
-        "b.json has a linestrip of lane",
+        "b.png: a linestrip of lane has no area",
     ),
     "coco box": (
         "coco",
         lambda root: coco(root, {"id": 7, "segmentation": []}),
-        "annotation 7 is a box",
+        "b.png: an area of car is a box without a segmentation",
     ),
     "coco category": (
         "coco",
         lambda root: coco(root, {"id": 7, "category_id": 9}),
-        "7 has the category 9",
+        "the category 9, which categories does not list",
     ),
     "cvat line": (
         "cvat",
         lambda root: cvat(root, '<polyline label="lane" points="1,1;2,2"/>'),
-        "polyline of lane",
+        "b.png: a polyline of lane has no area",
     ),
 }
 
@@ -153,30 +153,15 @@ def test_labels_that_names_lacks_are_ignored_pixels(
     assert (mask[1:4, 1:4] == 1).all()
 
 
-def test_labels_without_image_and_images_without_labels_are_reported(
+def test_labels_without_an_image_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     coco(tmp_path / "coco", {"id": 7, "image_id": 99})
     assert imported("coco", tmp_path / "coco", tmp_path / "out") == 2
     assert (
-        "annotation 7 has the image_id 99, which images does not list"
+        "has labels of the image_id 99, which images does not list"
         in capsys.readouterr().out
     )
-    for name in "ab":
-        picture(tmp_path / f"roboflow/train/{name}.jpg")
-    Image.fromarray(np.zeros(SIZE, np.uint8)).save(
-        tmp_path / "roboflow/train/a_mask.png"
-    )
-    (tmp_path / "roboflow/train/_classes.csv").write_text(
-        'Pixel Value, Class\n0, background\n1, "red, blue"\n'
-    )
-    assert imported("roboflow", tmp_path / "roboflow", tmp_path / "masks") == 2
-    assert "b.jpg has no mask b_mask.png" in capsys.readouterr().out
-    assert (
-        imported("roboflow", tmp_path / "roboflow", tmp_path / "masks", "skip=true")
-        == 0
-    )
-    assert "2 classes (background, red, blue)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("up", [False, True])
@@ -232,13 +217,13 @@ BROKEN: dict[str, tuple[str, Any, tuple[str, ...], list[str]]] = {
     "coco area null": (
         "coco",
         lambda root: coco(root, {"area": None}),
-        ("instances_default.json is not a complete COCO file",),
+        ("instances_default.json is not complete",),
         [],
     ),
     "coco id of text": (
         "coco",
         lambda root: coco(root, {"image_id": "x"}),
-        ("instances_default.json is not a complete COCO file",),
+        ("instances_default.json is not complete",),
         [],
     ),
     "labelme points of three": (
@@ -324,14 +309,6 @@ def test_skip_is_not_proposed_where_nothing_is_left(
             == 2
         )
         assert wanted in capsys.readouterr().out
-
-
-def test_a_table_of_roboflow_with_other_columns_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "_classes.csv").write_text("Pixel Value;Class\n0;background\n")
-    assert imported("roboflow", tmp_path, tmp_path / "out") == 2
-    assert "_classes.csv" in capsys.readouterr().err
 
 
 def test_a_file_of_coco_finds_the_images_of_its_own_layout(tmp_path: Path) -> None:

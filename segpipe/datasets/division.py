@@ -1,6 +1,6 @@
 """Divides a data set into training and validation images, whole sequences at a time.
 
-Neighbouring frames of a video show nearly the same scene. With one in training and the next in validation, a network
+Neighboring frames of a video show nearly the same scene. With one in training and the next in validation, a network
 that has learned the scene by heart scores well and fails on the next street.
 """
 
@@ -38,28 +38,23 @@ def divide(
     """
     if by == "tail":
         return _tails(names, val, pattern)
-    groups = [
-        name.partition(COPY)[0]
-        if by == "image"
-        else sequence(name.partition(COPY)[0], pattern)
-        for name in names
-    ]
-    found = sorted(set(groups))
+    groups = [name.partition(COPY)[0] for name in names]
+    if by == "sequence":
+        groups = [sequence(name, pattern) for name in groups]
+    found, places = np.unique(groups, return_inverse=True)
     if len(found) < 2:
         raise DataError(
-            f"all {len(names)} images are of one {by}, {found[0] if found else 'none'}, which cannot be divided. If "
-            "they are frames of one video, set by=tail: its last frames. If they are independent photos, set by=image. "
-            "If sequences are named in another way, set pattern=REGEX, whose first group is the sequence."
+            f"all {len(names)} images are of one {by}, {', '.join(found)}, which cannot be divided. If they are frames "
+            "of one video, set by=tail: its last frames. If they are independent photos, set by=image. If sequences "
+            "are named in another way, set pattern=REGEX, whose first group is the sequence."
         )
-    places = {group: place for place, group in enumerate(found)}
-    columns = 1 if pixels is None else 1 + pixels.shape[1]
-    weights = np.zeros((len(found), columns))
-    for index, group in enumerate(groups):
-        weights[places[group], 0] += 1
-        if pixels is not None:
-            weights[places[group], 1:] += pixels[index]
+    rows = np.ones((len(names), 1))
+    if pixels is not None:
+        rows = np.column_stack([rows, pixels])
+    weights = np.zeros((len(found), rows.shape[1]))
+    np.add.at(weights, places, rows)
     chosen = _nearest_to(weights[:, weights.sum(axis=0) > 0], val, seed)
-    return [places[group] in chosen for group in groups]
+    return [place in chosen for place in places.tolist()]
 
 
 def _nearest_to(weights: NDArray[np.float64], val: float, seed: int) -> set[int]:
@@ -71,50 +66,39 @@ def _nearest_to(weights: NDArray[np.float64], val: float, seed: int) -> set[int]
     for trial in range(TRIALS):
         order = generator(sample_key(seed, 0, trial, "split")).permutation(len(weights))
         sums = np.cumsum(weights[order], axis=0)
-        errors = np.abs(sums[:-1] / sums[-1] - val) + (
-            (sums[:-1] == 0) | (sums[:-1] == sums[-1])
-        )
-        scores = errors[:, 0] + (
-            errors[:, 1:].mean(axis=1) if errors.shape[1] > 1 else 0.0
-        )
+        lacking = (sums[:-1] == 0) | (sums[:-1] == sums[-1])
+        errors = np.abs(sums[:-1] / sums[-1] - val) + lacking
+        classes = errors[:, 1:].sum(axis=1) / max(errors.shape[1] - 1, 1)
+        scores = errors[:, 0] + classes
         if scores.min() < best:
-            best, chosen = (
-                float(scores.min()),
-                {int(row) for row in order[: int(scores.argmin()) + 1]},
-            )
+            best = float(scores.min())
+            chosen = set(order[: int(scores.argmin()) + 1].tolist())
     return chosen
 
 
 def _tails(names: Sequence[str], val: float, pattern: str) -> list[bool]:
-    members: dict[str, list[int]] = {}
-    for index, name in enumerate(names):
-        members.setdefault(sequence(name, pattern), []).append(index)
-    chosen = set[int]()
-    for indices in members.values():
-        ordered = sorted(
-            indices, key=lambda index: (frame(names[index])[1] or 0, names[index])
-        )
-        chosen |= (
-            set(ordered[len(ordered) - ceil(val * len(ordered)) :])
-            if len(ordered) > 1
-            else set()
-        )
+    members: dict[str, list[str]] = {}
+    for name in names:
+        members.setdefault(sequence(name, pattern), []).append(name)
+    chosen = set[str]()
+    for frames in members.values():
+        frames.sort(key=lambda name: (frame(name)[1] or 0, name))
+        if len(frames) > 1:
+            chosen |= set(frames[-ceil(val * len(frames)) :])
     if not chosen:
         raise DataError(
             "by=tail found no sequence of two or more images. Set by=image, or pattern=REGEX."
         )
-    return [index in chosen for index in range(len(names))]
+    return [name in chosen for name in names]
 
 
 def shared_sequences(
     train: Sequence[str], val: Sequence[str], pattern: str
 ) -> dict[str, tuple[int, int]]:
     """Number of training and validation images of each sequence that is in both; `pattern` is `data.sequence`."""
-    counts = [
+    first, second = (
         Counter(sequence(name.partition(COPY)[0], pattern) for name in names)
         for names in (train, val)
-    ]
-    return {
-        name: (counts[0][name], counts[1][name])
-        for name in sorted(counts[0].keys() & counts[1].keys())
-    }
+    )
+    both = sorted(first.keys() & second.keys())
+    return {name: (first[name], second[name]) for name in both}

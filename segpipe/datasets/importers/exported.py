@@ -1,0 +1,166 @@
+"""What every importer reads: the images of an export, the labels on them, and how each mask is painted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from segpipe import IGNORE_INDEX
+from segpipe.datasets.importers.areas import Shape, Size
+from segpipe.errors import DataError
+
+BACKGROUND, BACKGROUND_TOO = "background", "_background_"
+IGNORED = ("ignore", "__ignore__", "void")
+SPLIT_NAMES = {"training": "train", "valid": "val", "validation": "val", "default": ""}
+# What content of other types than expected raises.
+INCOMPLETE = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+    cv2.error,
+)
+Target = NDArray[np.uint8]
+Paint = Callable[[Mapping[str, int]], Target]  # from the train id of each label
+
+
+class Item(NamedTuple):
+    """One image and how to make its mask."""
+
+    split: str  # empty: the format knows none
+    name: str  # path below the folder of the split, without suffix
+    image: Path
+    paint: Paint  # raises DataError
+    size: Size | None = None  # that the labels are for, as far as it is declared
+
+
+@dataclass
+class Export:
+    """Everything that an importer found."""
+
+    items: list[Item] = field(default_factory=list)
+    declared: list[str] = field(default_factory=list)  # labels in their order
+    drawn: set[str] = field(default_factory=set)  # labels that images have
+    faults: list[str] = field(default_factory=list)
+    exif: str = ""
+
+    def classes(
+        self, names: Sequence[str], ignored: Sequence[str]
+    ) -> tuple[tuple[str, ...], dict[str, int]]:
+        """Names of the classes, and the train id of each label.
+
+        The classes are `names`, or the labels that are drawn and not `ignored`: declared ones in their order, then
+        others. What lies outside all areas is the first class, unless it is in `names` or ignored.
+        """
+        ids = dict.fromkeys([*IGNORED, *ignored], IGNORE_INDEX)
+        ordered = dict.fromkeys([*self.declared, *sorted(self.drawn)])
+        drawn = [each for each in ordered if each in self.drawn]
+        drawn = [BACKGROUND if each == BACKGROUND_TOO else each for each in drawn]
+        drawn = [each for each in drawn if each not in ids]
+        first = [BACKGROUND] if BACKGROUND in drawn and BACKGROUND not in names else []
+        chosen = tuple(dict.fromkeys([*first, *(names or drawn)]))
+        ids |= {name: place for place, name in enumerate(chosen)}
+        ids[BACKGROUND_TOO] = ids.get(BACKGROUND, IGNORE_INDEX)
+        self.faults += [
+            f"label {label} is not one of names = {', '.join(chosen)}. With skip=true, these pixels are ignored."
+            for label in drawn
+            if label not in ids
+        ]
+        if len(chosen) > IGNORE_INDEX:
+            self.faults.append(
+                f"{len(chosen)} classes, but at most {IGNORE_INDEX} fit. Choose some with names=[...]."
+            )
+        return chosen, ids
+
+    @contextmanager
+    def part(self, what: object) -> Iterator[None]:
+        """A file, or a part of one, whose fault does not concern the others."""
+        try:
+            yield
+        except DataError as error:
+            self.faults.append(str(error))
+        except INCOMPLETE as error:
+            self.faults.append(f"{what} is not complete ({error!r}). Export it again.")
+
+    def add(
+        self,
+        split: str,
+        file_name: str,
+        image: Path,
+        size: Size,
+        shapes: Sequence[tuple[str, Shape]],
+    ) -> None:
+        """An image with shapes on it, of which later ones cover those before; label "" is of one without an area."""
+        self.drawn |= {BACKGROUND, *(label for label, _ in shapes if label)}
+
+        def paint(ids: Mapping[str, int]) -> Target:
+            target = np.full(size, ids.get(BACKGROUND, IGNORE_INDEX), np.uint8)
+            for label, shape in shapes:
+                where = f" an area of {label}" if label else ""
+                try:
+                    target[shape(size)] = ids.get(label, IGNORE_INDEX)
+                except ValueError as error:
+                    raise DataError(f"{image}:{where} {error}.") from None
+                except INCOMPLETE as error:
+                    raise DataError(
+                        f"{image}:{where} cannot be read ({error!r})."
+                    ) from None
+            return target
+
+        self.items.append(Item(split, entry_name(file_name), image, paint, size))
+
+
+def find_image(folders: Sequence[Path], file_name: str) -> Path:
+    """The file in the first folder that has it at its whole path: one of the same name elsewhere is another image.
+
+    Raises DataError if none has it.
+    """
+    parts = PurePosixPath(file_name.replace("\\", "/")).parts
+    for folder in folders:
+        if (path := folder.joinpath(*parts)).is_file():
+            return path
+    places = " or ".join(dict.fromkeys(map(str, folders)))
+    raise DataError(
+        f"{file_name} has labels, but is not in {places}. Export with the images."
+    )
+
+
+def entry_name(file_name: str) -> str:
+    """Where the files of an image go below those of its split, without suffix: never outside, whatever its path is."""
+    path = PurePosixPath(file_name.replace("\\", "/"))
+    parts = path.with_suffix("").parts
+    return "/".join(part for part in parts if part not in ("/", ".."))
+
+
+def split_name(name: str) -> str:
+    """The name of a split here: train, val, or as it is. Raises DataError for a name that is no folder's."""
+    if not re.fullmatch(r"(\w[\w .-]*)?", name):
+        raise DataError(
+            f"{name!r} is the name of a split, but letters, digits, _ and - were needed."
+            " Rename it in the labelling tool."
+        )
+    return SPLIT_NAMES.get(name.lower(), name.lower())
+
+
+def load_json(path: Path, *keys: str) -> dict[str, Any]:
+    """Content of a JSON file that has `keys`. Raises DataError for any other file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read as JSON: {error}.") from None
+    for key in keys:
+        if not isinstance(content, dict) or key not in content:
+            raise DataError(f"{path} has no {key!r}, so it is not of this format.")
+    return dict(content)

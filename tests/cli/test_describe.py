@@ -1,0 +1,51 @@
+"""`segpipe describe` against counts by hand, and its errors."""
+
+import json
+
+import pytest
+import torch
+
+from runs import torch_restored
+from segpipe.cli import describe
+from segpipe.cli.main import main
+
+
+def test_counts_are_those_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    with torch_restored():
+        assert (
+            main(
+                [
+                    "describe",
+                    "model=pidnet_s",
+                    "size=64x128",
+                    "classes=11",
+                    "runs=1",
+                    "json=true",
+                ]
+            )
+            == 0
+        )
+    found = json.loads(capsys.readouterr().out)
+    # 47.19 GMAC at 1024x2048 with 19 classes; the last layer has 128 x classes weights at stride 8.
+    assert found["macs"] == pytest.approx((47.194e9 - 8 * 128 * 2**15) / 256, rel=1e-3)
+    assert found["parameters"] == 7_625_715 - 8 * 129
+    assert found["latency_ms"] > 0
+    assert found["training_memory_mib_at_batch_2"] > found["inference_memory_mib"]
+
+
+def test_peak_memory_counts_what_is_alive_at_once() -> None:
+    def call() -> torch.Tensor:
+        one = torch.zeros(1000)
+        two = one + 1
+        del one
+        return two * 2
+
+    assert describe._peak(call) == 2 * 4000
+
+
+@pytest.mark.parametrize("size", ["64", "64x", "16x64"])
+def test_a_size_that_is_none_is_refused(
+    size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["describe", f"size={size}"]) == 2
+    assert f"size = '{size}'" in capsys.readouterr().err
