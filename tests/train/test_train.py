@@ -465,7 +465,7 @@ def test_fp16_that_overflows_at_any_scale_has_diverged(
         next(state.model.parameters()).register_hook(lambda grad: grad * float("nan"))
         return state
 
-    monkeypatch.setattr(state, "build_state", overflowing)
+    monkeypatch.setattr(engine, "build_state", overflowing)
     small = ("train.steps=2", "compute.shards=1", "augment.crop_size=[32,32]")
     assert run(tmp_path / "run", "train.precision=fp16", *small) == 6
     text = told(capsys)
