@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Line, shortened
 from segpipe.data.mix import absent_root
 from segpipe.data.samples import open_splits
-from segpipe.errors import CheckpointError, ConfigError, SegpipeError
+from segpipe.errors import CheckpointError, SegpipeError
 from segpipe.files import sha256
 from segpipe.ledger import inputs
 from segpipe.ledger.reader import RunLedger, read_run
 from segpipe.ledger.results import changes, mapping_differences, read_inputs
 from segpipe.ledger.rows import INPUTS
-from segpipe.settings.check import check
 from segpipe.settings.config import (
     Config,
     config_hash,
@@ -25,7 +24,6 @@ from segpipe.settings.config import (
     flat,
     from_mapping,
     recipe,
-    saved_config,
 )
 from segpipe.train import checkpoint
 from segpipe.train.start import weights_path
@@ -49,16 +47,6 @@ def differences(changed: Mapping[str, tuple[Any, Any]], here: str, there: str) -
             for name, (one, two) in changed.items()
         ]
     )
-
-
-def read_config(run: Path) -> Config:
-    """The configuration of a run. Raises CheckpointError when config.json is missing or invalid."""
-    try:
-        config = saved_config(run)
-        check(config, world_size=1)
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from error
-    return config
 
 
 def check_inputs(run: Path, config: Config) -> list[Line]:

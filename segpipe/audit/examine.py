@@ -14,7 +14,7 @@ import torch
 from segpipe import plugins
 from segpipe.audit import evidence
 from segpipe.audit.evidence import CheckedCheckpoint, Evaluate, Verify
-from segpipe.audit.replay import first_difference, replay
+from segpipe.audit.replay import first_difference, read_config, replay
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
 from segpipe.data.mix import absent_root
 from segpipe.data.samples import open_samples
@@ -113,7 +113,7 @@ def examine(
     obstacle = f"{run} holds no ledger and config.json that can be read"
     ledger, ledger_lines = evidence.check_ledger(run) if recorded else (None, [])
     try:
-        original = evidence.read_config(run)
+        original = read_config(run)
         config = with_settings(original, request.settings)
         lines += evidence.check_inputs(run, config)
         lines += evidence.check_weights(config)

@@ -9,19 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from segpipe.audit.evidence import read_config
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed import group as processes
 from segpipe.distributed.agreement import common_fingerprint
 from segpipe.distributed.group import Group
-from segpipe.errors import ConfigError
+from segpipe.errors import CheckpointError, ConfigError
 from segpipe.ledger.digest import tensor_digests
 from segpipe.ledger.divergence import RESULT, Comparison, compare
 from segpipe.ledger.reader import RunLedger, read_run
 from segpipe.ledger.results import mapping_differences
 from segpipe.losses.total import backend
-from segpipe.settings.config import Config, from_mapping, to_mapping
+from segpipe.settings.check import check
+from segpipe.settings.config import Config, from_mapping, saved_config, to_mapping
 from segpipe.train import checkpoint, state
 from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.recorder import Recorder
@@ -38,6 +38,16 @@ class Replay(NamedTuple):
 
     ledger: RunLedger
     tensors: dict[str, str]  # digests of all tensors at its end, as `tensor_digests`
+
+
+def read_config(run: Path) -> Config:
+    """The configuration of a run. Raises CheckpointError when config.json is missing or invalid."""
+    try:
+        config = saved_config(run)
+        check(config, world_size=1)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+    return config
 
 
 def in_folder(

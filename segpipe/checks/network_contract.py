@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -25,12 +22,10 @@ from segpipe.checks.clause import (
 )
 from segpipe.checks.elsewhere import UnansweredError, elsewhere, started
 from segpipe.checks.tripwire import preserved, seed_globals
-from segpipe.data.catalog import ClassTable
 from segpipe.errors import ConfigError, SegpipeError, listed
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import KEY, build_model
 from segpipe.models.plugin_network import ShardGuard
-from segpipe.models.preprocess import Preprocess
 from segpipe.plugins import is_path
 from segpipe.settings.check import check_critical_classes
 from segpipe.train import checkpoint
@@ -38,11 +33,11 @@ from segpipe.train.start import check_teacher, read_start
 from segpipe.train.state import build_state
 
 if TYPE_CHECKING:
+    from segpipe.data.catalog import ClassTable
     from segpipe.models.layers import SegmentationNet
     from segpipe.settings.config import Config
 
 LARGEST = 256  # side of the images, where the crop is larger
-NUM_IMAGES = 2  # of the export
 QUICK = 64  # the same before a training
 ODD = (13, 27)  # rows and columns that an odd image has less than the crop
 MISTAKES = (AttributeError, LookupError, NameError, TypeError)  # on a GPU the same
@@ -52,7 +47,7 @@ CLOSE = 1e-3  # largest difference of logits that are the same, in standard devi
 class NetworkContract:
     """Checks the network of a configuration with `num_classes` classes, on the CPU, with random images.
 
-    The images have the size of the crop, at most `largest` rows and columns.
+    The images have the size of the crop, at most `largest` rows and columns. `export` is `export_contract.exported`.
     """
 
     def __init__(
@@ -60,8 +55,10 @@ class NetworkContract:
         config: Config,
         num_classes: int,
         largest: int = LARGEST,
+        export: Callable[..., str] = lambda *_: "",
     ) -> None:
         self.config, self.num_classes, self.largest = config, num_classes, largest
+        self.export = export
         self.size = tuple(min(length, largest) for length in config.augment.crop_size)
         self.failed: Exception | None = None  # why it does not run
         draws = torch.Generator().manual_seed(0)
@@ -309,43 +306,8 @@ class NetworkContract:
         return ""
 
     def _export(self) -> str:
-        """A note of the formats in which an export of these weights and of random images passes all gates.
-
-        Random weights are held to no lower precision, speed or quality of classes.
-        """
-        # Seconds to import, which a training does not wait for.
-        from segpipe.export.dataset import GateInputs, check_set
-        from segpipe.export.publish import export_run
-
-        settings = replace(
-            self.config.export,
-            precision=["fp32"],
-            engines=[],
-            critical_classes=[],
-            latency_budget_ms=0.0,
-        )
-        ids = range(self.num_classes)
-        classes = ClassTable(
-            name="example",
-            names=tuple(f"class{i}" for i in ids),
-            palette=tuple((i, i, i) for i in ids),
-            train_ids={i: i for i in ids},
-        )
-        trained = checkpoint.TrainedNetwork(
-            model=copy.deepcopy(self.net).eval(),
-            preprocess=Preprocess(),
-            config=self.config,
-            classes=classes,
-            ema_digest="0" * 16,
-            step=0,
-        )
-        shape = (NUM_IMAGES, *self.size, 3)
-        images = [*np.random.default_rng(0).integers(0, 256, shape, np.uint8)]
-        names = [f"image_{index:06d}" for index in range(NUM_IMAGES)]
-        given = GateInputs(check_set(images, names), None, settings)
-        with tempfile.TemporaryDirectory(prefix="segpipe-contract-") as folder:
-            export_run(trained, given, Path(folder, "export"))
-        return f"{NOTE}{', '.join(settings.formats)}"
+        """Whether the export of these weights, with images of this size, would be published."""
+        return self.export(self.config, self.net, self.num_classes, self.size)
 
 
 def _same(one: Tensor, two: Tensor) -> bool:

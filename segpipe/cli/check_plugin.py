@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.markup import escape
-from rich.table import Table
-
 from segpipe.checks.clause import Clause
 from segpipe.checks.data_contract import DataContract, augment_clauses
+from segpipe.checks.export_contract import exported
 from segpipe.checks.loss_contract import CLASSES, LossContract
 from segpipe.checks.network_contract import NetworkContract
+from segpipe.cli.check_augment import show
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.errors import ConfigError, DataError
@@ -45,18 +44,6 @@ def main(arguments: list[str]) -> int:
     return ConfigError.exit_code if show(found, ", ".join(parts)) else 0
 
 
-def show(found: list[Clause], what: str) -> bool:
-    """Whether a check failed. Prints a table of the checks, then what is wrong and what to do."""
-    CONSOLE.print(table(found))
-    broken = [clause for clause in found if clause.problem]
-    for clause in broken:
-        CONSOLE.print(f"{clause.part}, {clause.name}: {clause.problem}", markup=False)
-    result = f"{len(broken)} failed" if broken else "all passed"
-    checks = "check" if len(found) == 1 else "checks"
-    CONSOLE.print(f"{len(found)} {checks} of {what}: {result}")
-    return bool(broken)
-
-
 def chosen(arguments: list[str], config: Config) -> list[str]:
     """Parts that the arguments name, and those that are plug-ins."""
     given = {text.lstrip("+").partition("=")[0] for text in arguments}
@@ -68,7 +55,8 @@ def chosen(arguments: list[str], config: Config) -> list[str]:
 def clauses(config: Config, parts: list[str]) -> Iterator[Clause]:
     """Clauses of these parts, as they are checked."""
     if "model" in parts:
-        yield from NetworkContract(config, _num_classes(config)).clauses()
+        num_classes = _num_classes(config)
+        yield from NetworkContract(config, num_classes, export=exported).clauses()
 
     if "loss" in parts:
         yield from LossContract(config).clauses()
@@ -87,12 +75,3 @@ def _num_classes(config: Config) -> int:
         return open_samples(config.data, "train", config.seed).classes.num_classes
     except (ConfigError, DataError):
         return CLASSES
-
-
-def table(found: list[Clause]) -> Table:
-    """One row for each clause."""
-    rows = Table("part", "check", "", "note")
-    for clause in found:
-        verdict = "[bold red]failed[/]" if clause.problem else "[green]passed[/]"
-        rows.add_row(clause.part, escape(clause.name), verdict, escape(clause.note))
-    return rows

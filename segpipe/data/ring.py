@@ -12,7 +12,6 @@ it gets copies.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import pickle
 import signal
@@ -23,25 +22,22 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing import get_context, reduction
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from segpipe.errors import DataError
 from segpipe.native import one_thread
 
 if TYPE_CHECKING:
-    from segpipe.data.workers import Items
+    from segpipe.data.workers import Items, SharedBlock
 
-PAGE_BYTES = 4096
 END_S = 1.0  # for workers to finish the sample that they are at
 EXIT_S = 1.0  # for a process that was killed to end
 STACK_S = 0.4  # for a worker to write its stack
@@ -118,46 +114,10 @@ class Fresh:
         """As in `Room`; nobody looks."""
 
 
-class Block:
-    """Shared memory, filled with zeros: a page of state per worker, then the slots. Pickled while a process starts."""
-
-    def __init__(self, workers: int, num_slots: int, slot_bytes: int) -> None:
-        self._workers = workers
-        self.slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
-        self._size = workers * PAGE_BYTES + num_slots * self.slot_bytes
-        self._fd = os.memfd_create("segpipe")
-        os.ftruncate(self._fd, self._size)
-        self._map()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_fd": reduction.DupFd(self._fd), "bytes": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._fd = state["_fd"].detach()
-        self._map()
-
-    def _map(self) -> None:
-        self.bytes = np.frombuffer(mmap.mmap(self._fd, self._size), np.uint8)
-
-    def state(self, worker: int) -> NDArray[np.int64]:
-        """Of a worker: the row that it makes, and whether it shall end."""
-        return self.bytes[PAGE_BYTES * worker :][:16].view(np.int64)
-
-    def slot(self, number: int) -> NDArray[np.uint8]:
-        """Memory of a slot."""
-        start = PAGE_BYTES * self._workers + number * self.slot_bytes
-        return self.bytes[start:][: self.slot_bytes]
-
-    def close(self) -> None:
-        """The memory stays as long as a tensor needs it."""
-        os.close(self._fd)
-
-
 class Slots:
     """The free slots of a block. The one that was returned last goes first: its memory is in use already."""
 
-    def __init__(self, block: Block, num_slots: int, pinned: bool) -> None:
+    def __init__(self, block: SharedBlock, num_slots: int, pinned: bool) -> None:
         self._block = block
         self._pinned = pinned
         self._free = list(reversed(range(num_slots)))
@@ -192,7 +152,7 @@ class Slots:
         self._copying.append((event, slot))
 
 
-def _page_lock(block: Block) -> None:
+def _page_lock(block: SharedBlock) -> None:
     """Lock the pages of a block for copies to the GPU, until its memory is given back."""
     address, size = block.bytes.ctypes.data, block.bytes.size
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -230,7 +190,11 @@ class Ring:
 
     def deliver(self) -> Generator[Item, None, None]:
         """As the function of this name."""
-        self._block = Block(self._num_processes, self._num_slots, self._slot_bytes)
+        from segpipe.data.workers import SharedBlock
+
+        self._block = SharedBlock(
+            self._num_processes, self._num_slots, self._slot_bytes
+        )
         # Should nobody close the generator: at its exit multiprocessing sends daemons SIGTERM, which they ignore, and
         # waits. Not atexit, which does not run in a process that multiprocessing has spawned.
         Finalize(self, _kill, args=(self._processes,), exitpriority=10)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import mmap
 import os
 import pickle
 import random
 import signal
 import sys
 import traceback
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import cv2
 import numpy as np
@@ -22,9 +24,7 @@ from torch import Tensor
 
 from segpipe.errors import DataError, SegpipeError
 
-if TYPE_CHECKING:
-    from segpipe.data.ring import Block
-
+PAGE_BYTES = 4096
 LOOK_S = 5.0  # between looks of an idle worker whether its trainer still lives
 
 
@@ -46,6 +46,42 @@ class Items(Protocol):
 
     def label(self, request: Any, row: int) -> str:
         """A sample of an item, for messages."""
+
+
+class SharedBlock:
+    """Shared memory, filled with zeros: a page of state per worker, then the slots. Pickled while a process starts."""
+
+    def __init__(self, workers: int, num_slots: int, slot_bytes: int) -> None:
+        self._workers = workers
+        self.slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._size = workers * PAGE_BYTES + num_slots * self.slot_bytes
+        self._fd = os.memfd_create("segpipe")
+        os.ftruncate(self._fd, self._size)
+        self._map()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_fd": reduction.DupFd(self._fd), "bytes": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._fd = state["_fd"].detach()
+        self._map()
+
+    def _map(self) -> None:
+        self.bytes = np.frombuffer(mmap.mmap(self._fd, self._size), np.uint8)
+
+    def state(self, worker: int) -> NDArray[np.int64]:
+        """Of a worker: the row that it makes, and whether it shall end."""
+        return self.bytes[PAGE_BYTES * worker :][:16].view(np.int64)
+
+    def slot(self, number: int) -> NDArray[np.uint8]:
+        """Memory of a slot."""
+        start = PAGE_BYTES * self._workers + number * self.slot_bytes
+        return self.bytes[start:][: self.slot_bytes]
+
+    def close(self) -> None:
+        """The memory stays as long as a tensor needs it."""
+        os.close(self._fd)
 
 
 class DoesNotFit(Exception):
@@ -77,7 +113,7 @@ class Slot:
             raise Ended
 
 
-def work(items: Items, block: Block, worker: int, pipe: Connection) -> None:
+def work(items: Items, block: SharedBlock, worker: int, pipe: Connection) -> None:
     """Answer requests until the trainer says that this is all, or is gone."""
     isolate()
     starter = os.getppid()

@@ -1,7 +1,6 @@
 """LR-ASPP on MobileNetV3-Large, arXiv:1905.02244, of torchvision's layers."""
 
 from torch import Tensor, nn
-from torchvision.models.segmentation import lraspp_mobilenet_v3_large
 
 from segpipe.models.layers import SegmentationNet, init_near_zero, upsample_like
 
@@ -13,6 +12,9 @@ class LRASPP(SegmentationNet):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
+        # A second of imports, torch's compiler among them, that other networks do not need.
+        from torchvision.models.segmentation import lraspp_mobilenet_v3_large
+
         net = lraspp_mobilenet_v3_large(
             weights=None, weights_backbone=None, num_classes=num_classes
         )

@@ -80,7 +80,7 @@ def overlay(image: Image, mask: Image, palette: Image) -> Image:
     """Average of the image and the colors of its classes, uint8 (H, W, 3)."""
     height, width, _ = image.shape
     colors = palette[enlarged(mask, height, width)]
-    mixed = (image.astype(np.uint16) + colors) // 2
+    mixed: NDArray[np.uint16] = (image.astype(np.uint16) + colors) // 2
     return mixed.astype(np.uint8)
 
 
@@ -88,4 +88,4 @@ def enlarged(mask: NDArray[Any], height: int, width: int) -> NDArray[Any]:
     """The mask at this size: each pixel takes the id of the cell in which it lies."""
     rows = np.arange(height) * mask.shape[0] // height
     columns = np.arange(width) * mask.shape[1] // width
-    return mask[np.ix_(rows, columns)]
+    return np.asarray(mask[np.ix_(rows, columns)])

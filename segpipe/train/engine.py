@@ -93,7 +93,9 @@ def _open(
     resumes = config.run.exists == "resume"
     notes = []
     if resumes and (config.run_dir / "config.json").is_file():
-        notes = [f"{config.run_dir} holds no checkpoint yet: the run starts at step 0"]
+        notes = [
+            f"{config.run_dir} holds no checkpoint yet: the run starts again at step 0"
+        ]
     found = checkpoint.newest_whole(config.run_dir) if resumes else None
     state, fingerprint, warnings = _start(config, group, data.train.classes, found)
     done = state.step if found else None

@@ -18,6 +18,7 @@ from segpipe.checks import network_contract
 from segpipe.checks.clause import Clause, answers
 from segpipe.checks.data_contract import DataContract, check_data
 from segpipe.checks.elsewhere import UnansweredError, elsewhere, started
+from segpipe.checks.export_contract import exported
 from segpipe.checks.loss_contract import LossContract
 from segpipe.checks.network_contract import NetworkContract, check_network
 from segpipe.checks.network_contract import check_plugin as check_network_of
@@ -213,7 +214,6 @@ def broken(clauses: Iterable[Clause]) -> dict[str, str]:
 def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
     """Clauses of a network but for the export, which takes seconds."""
     config = from_mapping({"model": model, "augment": {"crop_size": [64, 96]}})
-    monkeypatch.setattr(NetworkContract, "_export", lambda self: "")
     return {clause.name: clause for clause in NetworkContract(config, 5).clauses()}
 
 
@@ -445,7 +445,7 @@ def test_the_export_is_tried(project: Write) -> None:
                 "export": {"formats": ["onnx"]},
             }
         )
-        contract = NetworkContract(config, 5)
+        contract = NetworkContract(config, 5, export=exported)
         [*answered] = answers(
             "model", [("built", contract._is_built), ("export", contract._export)]
         )

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from segpipe.data import loader, ring
+from segpipe.data import loader, ring, workers
 from segpipe.data.augment import Augmenter
 from segpipe.data.loader import eval_images, train_batches
 from segpipe.data.order import Order
@@ -625,7 +625,7 @@ def test_a_slot_is_not_used_again_while_the_gpu_copies_from_it(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    block = ring.Block(1, 3, ring.PAGE_BYTES)
+    block = workers.SharedBlock(1, 3, workers.PAGE_BYTES)
     ring_slots = ring.Slots(block, 3, True)
     place = block.bytes.ctypes.data
     assert locked == [(place, block.bytes.size, 0)]

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from runs import metrics, outcome, result, run
-from segpipe.audit.evidence import check_config, read_config
+from segpipe.audit.evidence import check_config
+from segpipe.audit.replay import read_config
 from segpipe.ledger.reader import read_run
 from segpipe.run.launch import with_steps
 from segpipe.settings.config import from_mapping

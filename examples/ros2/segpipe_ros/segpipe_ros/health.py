@@ -16,6 +16,7 @@ LEVELS = {
     Status.TOO_DARK: WARN,
     Status.SATURATED: WARN,
     Status.DEADLINE: WARN,
+    Status.IMPLAUSIBLE: ERROR,
     Status.FROZEN: ERROR,
     Status.BAD_SHAPE: ERROR,
     Status.BAD_DTYPE: ERROR,
