@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from segpipe.cli.commands import COMMANDS
 from segpipe.errors import ConfigError
 from segpipe.run.console import CONSOLE
-from segpipe.settings.arguments import parse
 from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 
@@ -23,17 +21,13 @@ if TYPE_CHECKING:
 
     from segpipe.settings.config import Config
 
-KEYS = COMMANDS["describe"].keys
 SMALLEST = 32  # side of an image
 WARM_UP = 2  # forwards that are not timed
 
 
-def main(overrides: list[str]) -> int:
+def main(given: dict[str, Any]) -> int:
     """Exit code."""
-    names = [key.key for key in KEYS]
-    own = [text for text in overrides if text.partition("=")[0] in names]
-    given = parse(own, KEYS)
-    config = compose([text for text in overrides if text not in own])
+    config = compose(given["overrides"])
     check(config, world_size=1)
     size = _size(given["size"])
     found = describe(config, size, given["classes"], given["batch"])

@@ -1,6 +1,7 @@
 """The contract of every network in MODELS. It is the one place where all of them are tested.
 
-SEGPIPE_EVERY=1 also exports all of them and trains all of them with 1 and 2 processes; otherwise a few.
+SEGPIPE_EVERY=1 also exports all of them and trains all of them with 1 and 2 processes, otherwise a few; and it puts
+networks that differ from a smaller one in widths alone through the tests that take seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +36,18 @@ ARGS: dict[str, dict[str, Any]] = {
 MISSING = [] if find_spec("segmentation_models_pytorch") else ["smp"]
 NETWORKS = [name for name in MODELS if name not in MISSING]
 EVERY = bool(os.environ.get("SEGPIPE_EVERY"))
+SIBLINGS = {
+    "pidnet_m",
+    "ddrnet23",
+    "regseg_exp53",
+    "stdc2",
+    "pp_liteseg_b",
+    "efficientvit_seg_b1",
+}
 every_network = pytest.mark.parametrize("name", NETWORKS, scope="module")
+every_architecture = pytest.mark.parametrize(
+    "name", [name for name in NETWORKS if EVERY or name not in SIBLINGS], scope="module"
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +64,7 @@ def image(height: int = SIZE, width: int = SIZE, batch: int = 2) -> Tensor:
     )
 
 
-@every_network
+@every_architecture
 def test_clauses_of_networks_of_users(name: str) -> None:
     """Weights by the seed, odd sizes, gradients, randomness, batches, ops that CUDA repeats, copies."""
     config = from_mapping(
@@ -126,7 +138,7 @@ def test_channels_last_and_bf16_compute_the_same(
     assert 0 < (rough - expected).abs().mean() <= 0.1 * scale
 
 
-@every_network
+@every_architecture
 def test_one_image_is_learned(name: str, fresh: Callable[[], SegmentationNet]) -> None:
     """With all losses of the heads, by a few updates in bf16."""
     net = fresh().train()
@@ -155,7 +167,7 @@ def test_one_image_is_learned(name: str, fresh: Callable[[], SegmentationNet]) -
     assert losses[-1] <= 0.6 * losses[0], losses
 
 
-@every_network
+@every_architecture
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @torch.no_grad()
