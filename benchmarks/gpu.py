@@ -41,9 +41,7 @@ from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep
 
 CPU = torch.device("cpu")
-MODELS = {
-    name: ALL_MODELS[name] for name in ("fast_scnn", "ddrnet23_slim", "pidnet_s")
-}
+MODELS = {name: ALL_MODELS[name] for name in ("fast_scnn", "ddrnet23_slim", "pidnet_s")}
 GRACE_S = 20.0  # after the time limit; with the default limit a call ends within 10 minutes, whatever hangs
 LEFT_OUT = "left out"  # the figure of a check that was not made, or not to its end; it says why
 
