@@ -58,7 +58,7 @@ MODULES: dict[
     "segpipe/losses/ohem.py": LOSSES,
     "segpipe/losses/total.py": LOSSES,
     "segpipe/models/weights.py": (
-        "tests/models/test_models.py",
+        "tests/models/test_parity.py",
         "tests/models/test_weights.py",
     ),
     "segpipe/ledger/digest.py": (

@@ -464,10 +464,6 @@ BAD_SETTINGS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
         ("run.exists=resume",),
         ("last.pt (31 bytes) cannot be read", "truncated or foreign"),
     ),
-    (
-        ("data.workers=8", "data.prefetch=32", "compute.samples_per_shard=65536"),
-        ("shared memory", "data.prefetch"),
-    ),
 ]
 
 

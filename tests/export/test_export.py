@@ -397,17 +397,6 @@ def test_integrity_of_onnx_sees(
     assert ModelFile("onnx", "fp32", changed, changed, exported.manifest).problems()
 
 
-def test_integrity_sees_a_second_file(
-    exported: publish.ExportReport, tmp_path: Path
-) -> None:
-    for name in ("model.onnx", "model.onnx.data"):
-        (tmp_path / name).write_bytes((exported.folder / "model.onnx").read_bytes())
-    path = tmp_path / "model.onnx"
-    assert ModelFile("onnx", "fp32", path, path, exported.manifest).problems() == [
-        "needs more than one file: model.onnx, model.onnx.data"
-    ]
-
-
 # The folder
 
 
@@ -644,7 +633,6 @@ def test_command_line(
         ": VERIFIED_FEW_IMAGES, compared on 2 real images, verified needs 16"
     )
     assert "| model.torchscript.pt | " in report.partition("## Latency")[2]
-    assert "Prefer model.torchscript.pt: " in report
     captured = capsys.readouterr().out
     assert "G3 mask" in captured
     assert captured.splitlines()[-1].startswith(

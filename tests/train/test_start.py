@@ -74,12 +74,8 @@ def test_written_weights_are_the_averaged_ones_with_all_that_a_reader_needs(
     )
     assert json.loads(about["classes"]) == list(STREET.names)
     assert about["ema_digest"] == result(pretrained)["ema_digest"]
-    for out, message in (
-        (tensors_file, "exists already"),
-        (tensors_file.with_suffix(".pt"), "ends in .safetensors"),
-    ):
-        assert segpipe(["weights", f"run={pretrained}", f"out={out}"]) == 2
-        assert message in capsys.readouterr().err
+    assert segpipe(["weights", f"run={pretrained}", f"out={tensors_file}"]) == 2
+    assert "exists already" in capsys.readouterr().err
 
 
 def test_names_of_the_authors_are_written_and_read_back(
@@ -188,7 +184,7 @@ def test_settings_without_a_file_are_refused() -> None:
         with pytest.raises(ConfigError, match=match):
             check(from_mapping({"model": model}), world_size=1)
     for factor in ("fast", True):
-        with pytest.raises(ConfigError, match=r"a number such as 0\.1"):
+        with pytest.raises(ConfigError, match=r"a number of 1e-09 to .* was needed"):
             check(
                 from_mapping({"optim": {"lr_scale": {"head.*": factor}}}), world_size=1
             )
@@ -322,7 +318,7 @@ def test_a_file_that_does_not_fit_is_refused_before_the_folder_is_made(
         ),
         (
             ("model.freeze=[detial.*]", f"model.weights={tmp_path / 'y.pth'}"),
-            "Did you mean detail.*?",
+            "matches no parameter of FastSCNN",
         ),
         (
             ("optim.lr_scale={head.*: 10}",),
