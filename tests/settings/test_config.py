@@ -394,6 +394,7 @@ def test_data_in_files_needs_a_folder() -> None:
 
 # Written out, since a setting that is free by mistake lets a resumed run change its numbers.
 FREE = {
+    "loss.teacher",
     "run.name", "run.root", "run.exists", "run.allow_fingerprint_change", "data.root", "data.classes", "data.verify",
     "data.allow_overlap", "data.hash", "data.workers", "data.start_method", "data.prefetch", "data.timeout_s",
     "data.cache_mib", "data.max_pixels", "data.pack", "data.pack_images",
