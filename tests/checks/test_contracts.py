@@ -526,10 +526,6 @@ def test_no_training_starts_with_a_mean_or_a_wrong_argument(
         ),
         (["model.name=net:Nett"], "net has no Nett"),
         (["data.name=data:Dat"], "data has no Dat"),
-        (
-            ["data.name=data:Data", "data.root=.", "data.args.fault=random", "augment.crop_size=[4,6]"],
-            "sample 0 has other bytes when read twice",
-        ),
     ):
         with pytest.raises(ConfigError, match=says):
             launch.prepare(compose(overrides), 1)
