@@ -17,7 +17,7 @@ from segpipe.runtime.frames import QUANTITIES, FrameLimits, Refused, Status, loo
 
 pytestmark = pytest.mark.slow
 
-CAMVID = Path("/work/shared/data/camvid")
+CAMVID = Path(__file__).resolve().parents[3] / "shared" / "data" / "camvid"
 CITYSCAPES = CAMVID.with_name("cityscapes_frames")
 GREEN = (0, 135, 0)  # what decoders make of planes of zeros
 Image = np.ndarray
