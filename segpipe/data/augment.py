@@ -18,9 +18,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-os.environ.setdefault(
-    "NO_ALBUMENTATIONS_UPDATE", "1"
-)  # or its import asks the network for a newer release
+from segpipe.data.transforms import PAD_COLOR, Builder, Uint8, builder  # isort: skip
 
 import albumentations as A
 import cv2
@@ -28,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX, plugins
-from segpipe.data.transforms import PAD_COLOR, Builder, builder
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.keys import generator
 from segpipe.models.preprocess import COLOR_UNIT
@@ -36,10 +33,8 @@ from segpipe.models.preprocess import COLOR_UNIT
 if TYPE_CHECKING:
     from segpipe.settings.groups import AugmentConfig
 
-Uint8 = NDArray[np.uint8]
-Look = Callable[
-    [str, Uint8, Uint8], None
-]  # called with a transform's name and its input image and target
+# Called with a transform's name and its input image and target.
+Look = Callable[[str, Uint8, Uint8], None]
 Transform: TypeAlias = A.BasicTransform | A.BaseCompose
 GREY = np.array([0.299, 0.587, 0.114])
 IDENTITY = COLOR_UNIT * np.eye(3, 4, dtype=np.int32)
@@ -53,9 +48,8 @@ class Crop(NamedTuple):
 
     image: Uint8  # (H, W, 3)
     target: Uint8  # (H, W)
-    color: NDArray[np.int32] | None = (
-        None  # what the device applies to the image, see models/preprocess.py
-    )
+    # What the device applies to the image, see models/preprocess.py.
+    color: NDArray[np.int32] | None = None
 
 
 class ScaleCrop(A.DualTransform):  # type: ignore[misc]
@@ -82,67 +76,80 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
     def get_params_dependent_on_data(
         self, params: dict[str, Any], data: dict[str, Any]
     ) -> dict[str, Any]:
-        low, high = (math.log(factor) for factor in self.scale)
-        factor = math.exp(low + (high - low) * self.py_random.random())
+        """Parts of the source and of the crop that show the same, as slices of rows and columns."""
+        factor = log_uniform(*self.scale, self.py_random)
         draws = self.py_random.random(), self.py_random.random()
-        row, column = self._rare_pixel(data) or (None, None)
-        rows = _spans(params["shape"][0], self.crop_size[0], factor, draws[0], row)
-        columns = _spans(
-            params["shape"][1], self.crop_size[1], factor, draws[1], column
-        )
-        return {"source": (rows[0], columns[0]), "place": (rows[1], columns[1])}
+        kept = self._rare_pixel(data) or (None, None)
+        source, place = [], []
+        for axis, crop in enumerate(self.crop_size):
+            length = params["shape"][axis]
+            used, filled = _spans(length, crop, factor, draws[axis], kept[axis])
+            source.append(used)
+            place.append(filled)
+
+        return {"source": tuple(source), "place": tuple(place)}
 
     def _rare_pixel(self, data: dict[str, Any]) -> tuple[int, int] | None:
         """Row and column of the pixel that the crop shall contain; None for a crop anywhere."""
         if not self.rare or self.py_random.random() >= self.rare:
             return None
+
         target = data["mask"]
-        counts = cv2.calcHist(
-            [target], [0], None, [IGNORE_INDEX], [0, IGNORE_INDEX]
-        ).ravel()  # bincount takes 5 times
+        # bincount takes 5 times as long.
+        limits = [0, IGNORE_INDEX]
+        counts = cv2.calcHist([target], [0], None, limits[1:], limits).ravel()
         present = np.flatnonzero(counts).tolist()
         if not present:
             return None
+
         ends = list(accumulate(1.0 / float(counts[train]) for train in present))
-        chosen = present[
-            min(bisect(ends, self.py_random.random() * ends[-1]), len(present) - 1)
-        ]
+        drawn = bisect(ends, self.py_random.random() * ends[-1])
+        chosen = present[min(drawn, len(present) - 1)]
         places = np.flatnonzero(target == chosen)
-        place = int(places[math.floor(self.py_random.random() * len(places))])
-        row, column = divmod(place, int(target.shape[1]))
+        number = math.floor(self.py_random.random() * len(places))
+        row, column = divmod(int(places[number]), int(target.shape[1]))
         return row, column
 
     def apply(self, img: Uint8, **params: Any) -> Uint8:
+        """The crop of the image, uint8 (H, W, 3)."""
         return self._resample(img, PAD_COLOR, cv2.INTER_LINEAR_EXACT, **params)
 
     def apply_to_mask(self, mask: Uint8, **params: Any) -> Uint8:
-        return self._resample(mask, IGNORE_INDEX, cv2.INTER_NEAREST_EXACT, **params)
+        """The crop of the target, uint8 (H, W)."""
+        return self._resample(mask, (IGNORE_INDEX,), cv2.INTER_NEAREST_EXACT, **params)
 
     def _resample(
         self,
         array: Uint8,
-        fill: int | tuple[int, ...],
+        fill: tuple[int, ...],
         how: int,
         *,
         source: Any,
         place: Any,
         **_: Any,
     ) -> Uint8:
-        part, (rows, columns) = array[source], place
-        size = (rows.stop - rows.start, columns.stop - columns.start)
+        """The part `source` of the array, resized to `place` in a crop that is `fill` elsewhere."""
+        part = array[source]
+        rows, columns = place
+        size = rows.stop - rows.start, columns.stop - columns.start
         resized = part.shape[:2] != size
         if resized:
             part = _resized(part, size, how)
         if size == self.crop_size:
-            return (
-                np.asarray(part) if resized else part.copy()
-            )  # never memory of the sample, which others may read
+            # Never memory of the sample, which others may read.
+            return np.asarray(part if resized else part.copy())
+
         height, width = self.crop_size
-        edges = rows.start, height - rows.stop, columns.start, width - columns.stop
-        value = fill if isinstance(fill, tuple) else (fill,)
-        return np.asarray(
-            cv2.copyMakeBorder(part, *edges, cv2.BORDER_CONSTANT, value=value)
+        padded = cv2.copyMakeBorder(
+            part,
+            rows.start,
+            height - rows.stop,
+            columns.start,
+            width - columns.stop,
+            cv2.BORDER_CONSTANT,
+            value=fill,
         )
+        return np.asarray(padded)
 
 
 def _resized(part: Uint8, size: tuple[int, int], how: int) -> Uint8:
@@ -150,10 +157,15 @@ def _resized(part: Uint8, size: tuple[int, int], how: int) -> Uint8:
     three; its exact resampling treats each channel alone, so that the bytes are the same."""
     if part.ndim == 2:
         return np.asarray(cv2.resize(part, size[::-1], interpolation=how))
-    wide = cv2.resize(
-        cv2.cvtColor(part, cv2.COLOR_RGB2RGBA), size[::-1], interpolation=how
-    )
-    return np.asarray(cv2.cvtColor(wide, cv2.COLOR_RGBA2RGB))
+    wide = cv2.cvtColor(part, cv2.COLOR_RGB2RGBA)
+    resized = cv2.resize(wide, size[::-1], interpolation=how)
+    return np.asarray(cv2.cvtColor(resized, cv2.COLOR_RGBA2RGB))
+
+
+def log_uniform(low: float, high: float, rng: random.Random) -> float:
+    """A number whose logarithm is uniform between those of `low` and `high`."""
+    first, last = math.log(low), math.log(high)
+    return math.exp(first + (last - first) * rng.random())
 
 
 def _spans(
@@ -161,19 +173,45 @@ def _spans(
 ) -> tuple[slice, slice]:
     """Along one axis: the part of the source that is used, and its place in the crop; the pixel `kept` is in it."""
     box = max(1, round(crop / factor))
-    lowest, highest = min(0, length - box), max(0, length - box)
+    # Where the box may start: outside the source only if it is larger.
+    lowest = min(0, length - box)
+    highest = max(0, length - box)
     if kept is not None and box < length:
-        lowest, highest = max(lowest, kept - box + 1), min(highest, kept)
-    start = lowest + min(math.floor(draw * (highest - lowest + 1)), highest - lowest)
-    first, last = max(0, start), min(length, start + box)
+        lowest = max(lowest, kept - box + 1)
+        highest = min(highest, kept)
+
+    room = highest - lowest
+    start = lowest + min(math.floor(draw * (room + 1)), room)
+    first = max(0, start)
+    last = min(length, start + box)
     low = min(round((first - start) * crop / box), crop - 1)
-    return slice(first, last), slice(
-        low, max(low + 1, round((last - start) * crop / box))
-    )
+    high = max(low + 1, round((last - start) * crop / box))
+    return slice(first, last), slice(low, high)
+
+
+class Gamma(A.ImageOnlyTransform):  # type: ignore[misc]
+    """Values to the power of a random exponent, whose logarithm is uniform: dusk and glare. Black and white stay."""
+
+    def __init__(self, low: float, high: float) -> None:
+        super().__init__(p=1.0)
+        self.limits = low, high
+
+    def get_params(self) -> dict[str, Any]:
+        """The new value of each value."""
+        exponent = log_uniform(*self.limits, self.py_random)
+        shares = np.arange(256) / 255
+        table = np.rint(255 * shares**exponent)
+        return {"table": table.astype(np.uint8)}
+
+    def apply(self, img: Uint8, table: Uint8, **_: Any) -> Uint8:
+        """The image with these values."""
+        return np.asarray(cv2.LUT(img, table), np.uint8)
 
 
 class ColorMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
     """Random brightness, contrast, saturation and hue as one affine map of RGB, rounded once.
+
+    Each is drawn from a range, given as its middle and the largest distance from it; (0, 0) changes nothing.
 
     Contrast scales around the padding color and hue rotates in YIQ, so all four are matrices and their product costs
     one pass over the pixels. Libraries that convert to HSV need a pass or two for each.
@@ -185,39 +223,40 @@ class ColorMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        brightness: float,
-        contrast: float,
-        saturation: float,
-        hue: float,
+        brightness: tuple[float, float],
+        contrast: tuple[float, float],
+        saturation: tuple[float, float],
+        hue: tuple[float, float],
         deferred: bool = False,
     ) -> None:
-        self.strengths, self.deferred = (
-            (brightness, contrast, saturation, hue),
-            deferred,
-        )
-        super().__init__(p=1.0)
+        self.strengths = brightness, contrast, saturation, hue
+        self.deferred = deferred
+        super().__init__(p=1.0)  # asks for `targets`
 
     @property
     def targets(self) -> dict[str, Callable[..., Any]]:
-        return (
-            {"color": self.apply_to_color} if self.deferred else {"image": self.apply}
-        )
+        """What albumentations calls with the parameters."""
+        if self.deferred:
+            return {"color": self.apply_to_color}
+        return {"image": self.apply}
 
     def get_params(self) -> dict[str, Any]:
-        draws = [
-            strength * (2 * self.py_random.random() - 1) for strength in self.strengths
-        ]
+        """The map of the sample that the generator stands for."""
+        draws = []
+        for middle, most in self.strengths:
+            draws.append(middle + most * (2 * self.py_random.random() - 1))
         return {"matrix": color_matrix(*draws)}
 
     def apply(self, img: Uint8, matrix: NDArray[np.float64], **_: Any) -> Uint8:
+        """The image in its new colors."""
         return np.asarray(cv2.transform(img, matrix), np.uint8)
 
     def apply_to_color(
         self, color: NDArray[np.int32], matrix: NDArray[np.float64], **_: Any
     ) -> NDArray[np.int32]:
-        return np.asarray(
-            np.rint(matrix.astype(np.float32) * COLOR_UNIT), np.int32
-        )  # as OpenCV rounds it
+        """The map in steps of 1/COLOR_UNIT, int32 (3, 4), for the device."""
+        # As OpenCV rounds it.
+        return np.rint(matrix.astype(np.float32) * COLOR_UNIT).astype(np.int32)
 
 
 def color_matrix(
@@ -225,15 +264,14 @@ def color_matrix(
 ) -> NDArray[np.float64]:
     """Affine map (3, 4) of RGB values 0 to 255; the identity for zeros. Hue in turns, the rest relative."""
     angle = 2 * math.pi * hue
-    turn = np.array(
-        [
-            [1, 0, 0],
-            [0, math.cos(angle), -math.sin(angle)],
-            [0, math.sin(angle), math.cos(angle)],
-        ]
-    )
-    rotate = np.linalg.solve(RGB_TO_YIQ, turn @ RGB_TO_YIQ) if hue else np.eye(3)
-    saturate = (1 + saturation) * np.eye(3) - saturation * np.tile(GREY, (3, 1))
+    cos, sin = math.cos(angle), math.sin(angle)
+    turn = np.array([[1, 0, 0], [0, cos, -sin], [0, sin, cos]])
+    rotate = np.eye(3)
+    if hue:
+        rotate = np.linalg.solve(RGB_TO_YIQ, turn @ RGB_TO_YIQ)
+
+    to_grey = np.tile(GREY, (3, 1))
+    saturate = (1 + saturation) * np.eye(3) - saturation * to_grey
     linear = (1 + brightness) * (rotate @ saturate)
     offset = -contrast * (linear @ np.array(PAD_COLOR, float))
     return np.column_stack([(1 + contrast) * linear, offset])
@@ -242,37 +280,45 @@ def color_matrix(
 def steps(
     config: AugmentConfig, extra: tuple[Builder, ...]
 ) -> list[tuple[str, Builder]]:
-    """Name and builder of each transform, in the order of application; the first three have no name.
+    """Name and builder of each transform, in the order of application; the first four have no name.
 
     Transforms of strength zero are left out.
     """
-    crop_size, scale = (
-        (config.crop_size[0], config.crop_size[1]),
-        (config.scale[0], config.scale[1]),
-    )
-    found: list[tuple[str, Builder]] = [
-        ("", partial(ScaleCrop, crop_size, scale, config.rare_crop))
+    height, width = config.crop_size
+    smallest, largest = config.scale
+    found: list[Builder] = [
+        partial(ScaleCrop, (height, width), (smallest, largest), config.rare_crop)
     ]
     if config.flip:
-        found.append(("", partial(A.HorizontalFlip, p=config.flip)))
-    if any((strengths := _strengths(config)).values()):
-        found.append(
-            (
-                "",
-                partial(ColorMatrix, **strengths, deferred=config.color_on == "device"),
-            )
-        )
-    return [*found, *zip(config.extra, extra, strict=True)]
+        found.append(partial(A.HorizontalFlip, p=config.flip))
+    if config.gamma != [1, 1]:
+        found.append(partial(Gamma, *config.gamma))
+    if strengths := _strengths(config):
+        deferred = config.color_on == "device"
+        found.append(partial(ColorMatrix, **strengths, deferred=deferred))
+
+    named = zip(config.extra, extra, strict=True)
+    return [*(("", build) for build in found), *named]
 
 
-def _strengths(config: AugmentConfig) -> dict[str, float]:
-    return {
-        name: getattr(config, name)
-        for name in ("brightness", "contrast", "saturation", "hue")
+def _strengths(config: AugmentConfig) -> dict[str, tuple[float, float]]:
+    """Middle of each range of changes, and the largest distance from it; empty where none changes anything."""
+    contrast = config.contrast
+    if not isinstance(contrast, list):
+        contrast = [-contrast, contrast]
+
+    low, high = contrast
+    found = {
+        "brightness": (0.0, config.brightness),
+        "contrast": ((low + high) / 2, (high - low) / 2),
+        "saturation": (0.0, config.saturation),
+        "hue": (0.0, config.hue),
     }
+    return found if any(map(any, found.values())) else {}
 
 
 def _built(name: str, build: Builder) -> Transform:
+    """The transform of a step. Raises ConfigError for what is none."""
     step = build()
     if not isinstance(step, Transform):
         raise ConfigError(
@@ -286,9 +332,12 @@ def _leaves(
     step: Transform, certain: bool = True
 ) -> list[tuple[A.BasicTransform, bool]]:
     """The transform, or those inside OneOf and the like, and whether each is applied to every sample."""
-    if isinstance(step, A.BaseCompose):
-        return [leaf for inner in step.transforms for leaf in _leaves(inner, False)]
-    return [(step, certain and step.p >= 1)]
+    if not isinstance(step, A.BaseCompose):
+        return [(step, certain and step.p >= 1)]
+    found = []
+    for inner in step.transforms:
+        found += _leaves(inner, False)
+    return found
 
 
 class Augmenter:
@@ -299,19 +348,16 @@ class Augmenter:
     has registered. Raises ConfigError on a name that is not in TRANSFORMS.
 
     `config.keyed=False` is the control, not a way to train: the key is ignored and the pipeline keeps the random state
-    it was built with from `seed`, as in other trainers, so forked workers repeat each other.
+    it was built with, as in other trainers, so forked workers repeat each other.
 
     Shapes: image uint8 (H, W, 3), target uint8 (H, W) -> the same of `config.crop_size`, C-contiguous.
     """
 
     name = "whole pipeline"
 
-    def __init__(self, config: AugmentConfig, seed: int = 0) -> None:
+    def __init__(self, config: AugmentConfig) -> None:
         self.config = config
-        self.seed = seed
-        self.defers_color = config.color_on == "device" and any(
-            _strengths(config).values()
-        )
+        self.defers_color = config.color_on == "device" and bool(_strengths(config))
         self.extra = tuple(map(builder, config.extra))
         self._pipeline: A.Compose | None = None if config.keyed else self._build()
         self._owner = os.getpid()
@@ -321,88 +367,73 @@ class Augmenter:
 
     def __call__(self, image: Uint8, target: Uint8, key: int) -> tuple[Uint8, Uint8]:
         image, target, color = self.crop(image, target, key)
-        return (
-            image
-            if color is None
-            else np.asarray(cv2.transform(image, color / COLOR_UNIT), np.uint8)
-        ), target
+        if color is not None:
+            image = np.asarray(cv2.transform(image, color / COLOR_UNIT), np.uint8)
+        return image, target
 
-    def crop(self, image: Uint8, target: Uint8, key: int) -> Crop:
-        """The same, but with `augment.color_on=device` before its color, and the matrix of that."""
+    def crop(
+        self, image: Uint8, target: Uint8, key: int, look: Look | None = None
+    ) -> Crop:
+        """The same, but with `augment.color_on=device` before its color, and the matrix of that.
+
+        `look` is called with the input of each transform.
+        """
+        pipeline = self.ready()
+        if self.config.keyed:
+            pipeline.set_random_state(generator(key), random.Random(key))
+
+        more = {"color": IDENTITY} if self.defers_color else {}
+        inner = pipeline.transforms
+        if look is not None:
+            names = [name for name, _ in steps(self.config, self.extra)]
+            pairs = zip(names, inner, strict=True)
+            pipeline.transforms = [partial(_shown, *pair, look) for pair in pairs]
+
         try:
-            return self._apply(self._keyed_pipeline(key), image, target)
-        except SegpipeError:
-            raise
+            made = pipeline(image=image, mask=target, **more)
         except Exception as error:
-            if not any(map(plugins.is_path, self.config.extra)):
+            own = any(map(plugins.is_path, self.config.extra))
+            if not own or isinstance(error, SegpipeError):
                 raise
             raise ConfigError(
                 f"augment.extra = {self.config.extra}: {plugins.located(error)}."
             ) from error
-
-    def looked_at(self, image: Uint8, target: Uint8, key: int, look: Look) -> Crop:
-        """The same as `crop` by the same pipeline; `look` is called with the input of each transform."""
-        pipeline = self._keyed_pipeline(key)
-        inner = pipeline.transforms
-        names = [name for name, _ in steps(self.config, self.extra)]
-        pipeline.transforms = [
-            partial(_shown, *step, look) for step in zip(names, inner, strict=True)
-        ]
-        try:
-            return self._apply(pipeline, image, target)
         finally:
             pipeline.transforms = inner
+
+        image, target = map(np.ascontiguousarray, (made["image"], made["mask"]))
+        return Crop(image, target, made.get("color"))
 
     def fresh(self) -> Augmenter:
         """The same function, not called yet."""
         return copy.copy(self)
 
     def ready(self) -> A.Compose:
-        """The pipeline of this process, built if it has not been yet."""
-        return self._own_pipeline()
+        """The pipeline of this process, built if it has not been yet; one inherited through a fork is dropped."""
+        inherited = self.config.keyed and self._owner != os.getpid()
+        if self._pipeline is None or inherited:
+            self._pipeline, self._owner = self._build(), os.getpid()
+        return self._pipeline
 
     def parts(self) -> list[Part]:
         """Every transform of the pipeline alone, in the order of application.
 
         The first takes a sample; the others take the output of the first.
         """
-        numbers = [
-            len(_leaves(_built(*step))) for step in steps(self.config, self.extra)
-        ]
-        return [
-            Part(self, step, leaf)
-            for step, number in enumerate(numbers)
-            for leaf in range(number)
-        ]
-
-    def _keyed_pipeline(self, key: int) -> A.Compose:
-        pipeline = self._own_pipeline()
-        if self.config.keyed:
-            pipeline.set_random_state(generator(key), random.Random(key))
-        return pipeline
-
-    def _own_pipeline(self) -> A.Compose:
-        """The pipeline that this process built; one inherited through a fork is dropped."""
-        inherited = self.config.keyed and self._owner != os.getpid()
-        if self._pipeline is None or inherited:
-            self._pipeline, self._owner = self._build(), os.getpid()
-        return self._pipeline
+        found: list[Part] = []
+        for place, step in enumerate(steps(self.config, self.extra)):
+            leaves = range(len(_leaves(_built(*step))))
+            found += [Part(self, place, leaf) for leaf in leaves]
+        return found
 
     def _build(self) -> A.Compose:
+        """The pipeline of all transforms."""
         transforms = [_built(*step) for step in steps(self.config, self.extra)]
-        return A.Compose(transforms, seed=None if self.config.keyed else self.seed)
-
-    def _apply(self, pipeline: A.Compose, image: Uint8, target: Uint8) -> Crop:
-        more = {"color": IDENTITY} if self.defers_color else {}
-        made = pipeline(image=image, mask=target, **more)
-        return Crop(
-            np.ascontiguousarray(made["image"]),
-            np.ascontiguousarray(made["mask"]),
-            made.get("color"),
-        )
+        return A.Compose(transforms, seed=None if self.config.keyed else 0)
 
 
 def _shown(name: str, step: Transform, look: Look, **data: Any) -> dict[str, Any]:
+    """What the step makes of a sample, which `look` sees first."""
     look(_title(name, step), data["image"], data["mask"])
     output: dict[str, Any] = step(**data)
     return output
@@ -427,10 +458,12 @@ class Part(Augmenter):
         self.name = _title(steps(self.config, self.extra)[step][0], transform)
 
     def _build(self) -> A.Compose:
+        """A pipeline of this transform alone, always applied."""
         transform, _ = self._leaf()
         transform.p = 1.0
         return A.Compose([transform])
 
     def _leaf(self) -> tuple[A.BasicTransform, bool]:
+        """The transform, newly built, and whether the pipeline applies it to every sample."""
         step, leaf = self.place
         return _leaves(_built(*steps(self.config, self.extra)[step]))[leaf]

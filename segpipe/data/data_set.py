@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -17,11 +17,11 @@ from segpipe.errors import DataError
 if TYPE_CHECKING:
     from segpipe.data.catalog import ClassTable, MaskTable
     from segpipe.data.pairs import Pair
-    from segpipe.data.readers import Value
 
 Image = NDArray[np.uint8]  # (H, W, 3) RGB
 Target = NDArray[np.uint8]  # (H, W) train ids
 Sample = tuple[Image, Target]
+Value = int | tuple[int, int, int]  # an id or a color in a mask
 # A file; or of a sample that names none, what reads it and returns its SHA-256.
 Input = Path | Callable[[], str]
 SOME = 64  # samples that stand for all where there is no bound on the cost of one
@@ -32,11 +32,7 @@ class Content:
     """What a target holds, before the class table may refuse it."""
 
     pixels: NDArray[np.int64]  # of each class, of ignored ones, of unknown values
-    # Pixels of each id or color in a mask file.
-    values: dict[Value, int] = field(default_factory=dict)
     kind: str = ""  # of the mask file, such as "grey, 8 bits"
-    # Palette index: train ids by index and by color, if they differ.
-    ambiguous: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class SubSet(NamedTuple):
@@ -87,6 +83,14 @@ class DataSet(Samples, Protocol):
         """What the samples are made from, by its name in inputs.json: the path below the root of the data set."""
         return {}
 
+    def known_hashes(self) -> dict[str, str]:
+        """SHA-256 of those `inputs` that were read as a whole and have not changed since."""
+        return {}
+
+    def file_hashes(self) -> dict[str, str]:
+        """The same by their whole paths."""
+        return {}
+
     def check_pack(self) -> None:
         """Raise DataError if a sample in a pack differs from its files; reads some at random."""
         return None
@@ -132,13 +136,19 @@ class DataSet(Samples, Protocol):
         indices: Sequence[int],
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Iterator[str]:
-        """Message for every sample among these that cannot be read."""
+        """Message for every sample among these that cannot be read, or has the name of another one."""
+        first: dict[str, int] = {}
         for done, index in enumerate(indices, 1):
             progress(done, len(indices))
             try:
                 self.read(index)
+                name = self.name(index)
             except DataError as error:
                 yield str(error)
+                continue
+            other = first.setdefault(name, index)
+            if other != index:
+                yield f"samples {other} and {index} are both named {name}. Give each a name of its own."
 
     def keep_facts(self) -> None:
         """Write what was found out about files to the cache of the data set's folder."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -20,33 +20,41 @@ from typing import Any, NamedTuple
 import cv2
 import PIL
 
+from segpipe.data.masks import MaskValues, values_of
 from segpipe.data.readers import (
     Header,
-    MaskValues,
+    header_of,
+    read_file,
     read_header,
     read_image,
     read_mask,
-    values_of,
 )
 from segpipe.errors import CheckpointError
-from segpipe.files import write_atomically
+from segpipe.files import sha256_of, write_atomically
 
 CACHE = ".segpipe-cache/facts"  # no reader of a data set looks into hidden folders
 # Raise the number when a reader returns something else; so may new decoders.
-FORMAT = f"1 {cv2.__version__} {PIL.__version__}"
+FORMAT = f"2 {cv2.__version__} {PIL.__version__}"
 # A file that changes twice within a tick of the clock (4 ms, on some file systems 10)
 # has the same times: what was read of it within this time is not kept.
 SETTLED_NS = 50_000_000
-State = tuple[int, int, int]  # size, time of change of the content and of the inode
+State = list[int]  # size, time of change of the content and of the inode
+Check = Callable[[Header], None]  # raises DataError
+
+
+def anything(header: Header) -> None:
+    """A check that refuses nothing."""
 
 
 class Known(NamedTuple):
     """What was read of a file in this state."""
 
     state: State
-    header: Header | None = None
-    decodes: bool = False  # all of it
-    values: MaskValues | None = None
+    header: Header
+    sha256: str = (
+        ""  # empty: only the header was read, else all of it, and it can be decoded
+    )
+    values: MaskValues | None = None  # of a mask
 
 
 class Facts:
@@ -54,9 +62,9 @@ class Facts:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self.edges = False  # whether masks are also asked what lies along their edges
-        self._files: dict[str, Known] | None = None
+        self._files: dict[str, list[Any]] | None = None  # as JSON has them
         self._learned: dict[str, Known] = {}
+        self._news = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return facts_of, (self.root,)
@@ -64,63 +72,93 @@ class Facts:
     def header(self, path: str) -> Header:
         """Header of a picture file. Raises DataError for a damaged one."""
         known = self._known(path)
-        header = known.header
-        if header is None:
-            header = read_header(path)
-            self._learn(path, known._replace(header=header))
-        return header
+        if known:
+            return known.header
+        return self._learn(path, lambda state: Known(state, read_header(path))).header
 
-    def values(self, path: str) -> MaskValues:
-        """What a mask file holds. Raises DataError for a damaged file."""
+    def mask(self, path: str, check: Check = anything) -> tuple[Header, MaskValues]:
+        """Header of a mask file, and what it holds. Raises DataError for a damaged one.
+
+        `check` may refuse its header before it is decoded.
+        """
+        known, _ = self._whole(path, check, mask=True)
+        assert known.values is not None
+        return known.header, known.values
+
+    def image(self, path: str, check: Check = anything) -> tuple[Header, bool]:
+        """Header of an image that can be decoded, and whether it had to be to know that; as for `mask`."""
+        known, fresh = self._whole(path, check, mask=False)
+        return known.header, fresh
+
+    def _whole(self, path: str, check: Check, *, mask: bool) -> tuple[Known, bool]:
+        """What is known of a file that was decoded, and whether that was now."""
         known = self._known(path)
-        values = known.values
-        if values is None or (self.edges and values.between is None):
-            mask = read_mask(path)
-            values = values_of(mask, edges=self.edges)
-            self._learn(path, known._replace(header=mask.header, values=values))
-        return values
+        if known and known.sha256 and (known.values or not mask):
+            check(known.header)
+            return known, False
 
-    def check_image(self, path: str) -> bool:
-        """Whether the image had to be decoded to know that it can be. Raises DataError for a damaged one."""
-        known = self._known(path).decodes
-        if not known:
-            read_image(path)
-        return not known
+        def read(state: State) -> Known:
+            content = read_file(path)
+            header = header_of(content, path)
+            check(header)
+            digest = sha256_of(content)
+            if mask:
+                values = values_of(read_mask(path, content))
+                return Known(state, header, digest, values)
+            read_image(path, data=content)
+            return Known(state, header, digest)
 
-    def decodes(self, path: str) -> None:
-        """Note that all of an image can be decoded."""
-        self._learn(path, self._known(path)._replace(decodes=True))
+        return self._learn(path, read), True
+
+    def hashes(self, paths: Iterable[str]) -> dict[str, str]:
+        """SHA-256 of those files of which all was read, as they were then."""
+        found = {}
+        for path in paths:
+            known = self._known(path)
+            if known and known.sha256:
+                found[path] = known.sha256
+        return found
+
+    def forget(self, path: str) -> None:
+        """Drop what was learned of a file."""
+        self._learned.pop(self._key(path), None)
 
     def keep(self) -> None:
         """Write what was learned; of a folder that cannot be written, nothing is kept."""
-        if not self._learned:
+        if not self._news:
             return
         # Other processes may have written meanwhile.
-        self._files = self._load() | (self._files or {}) | self._learned
-        text = json.dumps([FORMAT, self._files], separators=(",", ":")).encode()
+        files = self._load() | (self._files or {}) | self._learned
+        text = json.dumps([FORMAT, files], separators=(",", ":")).encode()
         for path in self._places():
             with suppress(OSError, CheckpointError):
                 if path.name == "facts" and not os.stat(self.root).st_mode & 0o222:
                     continue  # read-only, though an administrator could write
                 write_atomically(path, text)
-                self._learned = {}
+                self._news = False
                 return
 
-    def _known(self, path: str) -> Known:
+    def _known(self, path: str) -> Known | None:
+        """What is known of the file as it is now."""
         if self._files is None:
             self._files = self._load()
-        try:
-            now = os.stat(path)
-        except OSError:  # the reader says what is wrong
-            return Known((-1, 0, 0))
-        state = (now.st_size, now.st_mtime_ns, now.st_ctime_ns)
         key = self._key(path)
-        known = self._learned.get(key) or self._files.get(key)
-        return known if known and known.state == state else Known(state)
+        known = self._learned.get(key)
+        if known is None:
+            if key not in self._files:
+                return None
+            state, header, digest, values = self._files[key]
+            read = MaskValues.of_json(values) if values else None
+            known = self._learned[key] = Known(state, Header(*header), digest, read)
+        return known if known.state == _state(path) else None
 
-    def _learn(self, path: str, known: Known) -> None:
-        if time.time_ns() - max(known.state[1:]) > SETTLED_NS:
+    def _learn(self, path: str, read: Callable[[State], Known]) -> Known:
+        state = _state(path)
+        known = read(state)
+        if time.time_ns() - max(state[1:]) > SETTLED_NS:
             self._learned[self._key(path)] = known
+            self._news = True
+        return known
 
     def _key(self, path: str) -> str:
         """Below the folder, so that a data set can be moved with its facts."""
@@ -133,13 +171,13 @@ class Facts:
             name = hashlib.sha256(os.path.abspath(self.root).encode()).hexdigest()
             yield folder / "segpipe" / f"facts-{name[:16]}"
 
-    def _load(self) -> dict[str, Known]:
+    def _load(self) -> dict[str, list[Any]]:
         """The facts that were kept; none if there is no file, or it is torn or of another format."""
         for path in self._places():
             with suppress(OSError, ValueError):
                 written_as, files = json.loads(path.read_bytes())
                 if written_as == FORMAT:
-                    return {key: _known(*row) for key, row in files.items()}
+                    return dict(files)
         return {}
 
 
@@ -149,12 +187,9 @@ def facts_of(root: str) -> Facts:
     return Facts(root)
 
 
-def _known(
-    state: list[int], header: list[Any] | None, decodes: bool, values: list[Any] | None
-) -> Known:
-    return Known(
-        (state[0], state[1], state[2]),
-        None if header is None else Header(*header),
-        decodes,
-        None if values is None else MaskValues.of_json(values),
-    )
+def _state(path: str) -> State:
+    try:
+        now = os.stat(path)
+    except OSError:  # the reader says what is wrong
+        return [-1, 0, 0]
+    return [now.st_size, now.st_mtime_ns, now.st_ctime_ns]

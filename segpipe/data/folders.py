@@ -8,24 +8,49 @@ exists is taken:
     SPLIT.csv                  a row for each pair
     I/ with M/ and SPLIT.txt   a list for each split
 
+Where there is neither I nor M, images and masks may lie in one folder, SPLIT/ or the root: see pairs.py.
+
 `data.images` and `data.masks` name other folders, as FOLDER/SPLIT or FOLDER/SPLIT/*ENDING.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 IMAGE_FOLDERS = ("images", "image", "imgs", "img", "JPEGImages", "leftImg8bit")
 MASK_FOLDERS = (
-    "masks", "mask", "labels", "label", "annotations", "annotation", "annots", "gt", "gtFine", "SegmentationClass",
-)  # fmt: skip
+    "masks",
+    "mask",
+    "labels",
+    "label",
+    "annotations",
+    "annotation",
+    "annots",
+    "gt",
+    "gtFine",
+    "SegmentationClass",
+)
 SUFFIXES = (
-    ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".dib", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm", ".pnm",
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".jpe",
+    ".jfif",
+    ".bmp",
+    ".dib",
+    ".tif",
+    ".tiff",
+    ".webp",
+    ".ppm",
+    ".pgm",
+    ".pbm",
+    ".pnm",
     ".tga",
-)  # fmt: skip
+)
 SPLITS = (
     "train",
     "val",
@@ -58,12 +83,16 @@ class FolderLayout(NamedTuple):
 class SetLayout(NamedTuple):
     """Where the files of a published data set are, in the form of data.images and data.masks."""
 
-    images: str
-    masks: tuple[str, ...]  # of each release, the newest first
-    folders: dict[str, str]  # what stands for SPLIT, if it is not the split's name
-    sequences: dict[str, list[str]]  # the subfolders that belong to each split
-    listing: str  # the stems of a split
-    table: str  # the pairs of a split
+    images: str = ""
+    masks: Sequence[str] = ()  # of each release, the newest first
+    folders: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # what stands for SPLIT, if it is not the split's name
+    sequences: Mapping[str, list[str]] = MappingProxyType(
+        {}
+    )  # the subfolders that belong to each split
+    listing: str = ""  # the stems of a split
+    table: str = ""  # the pairs of a split
 
     def of(self, root: Path, split: str) -> FolderLayout | str:
         """FolderLayout of a split, or a message why there is none."""
@@ -192,7 +221,14 @@ def _synonyms(root: Path) -> FolderLayout | str:
                 f"another, with /{SPLIT} behind it if there is a folder per split."
             )
         found.append(root / (present or [kind])[0])
+    if not found[0].is_dir() and not found[1].is_dir() and _has_pictures(root):
+        return FolderLayout(root, root)
     return FolderLayout(found[0], found[1])
+
+
+def _has_pictures(folder: Path) -> bool:
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return any(path.suffix.lower() in SUFFIXES for path in paths)
 
 
 def missing(folder: Path) -> str:

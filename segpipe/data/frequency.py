@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,31 +76,49 @@ def repeat_factors(
     return np.asarray(np.maximum(1.0, np.where(present, factors, 1.0).max(axis=1)))
 
 
-def repeats(
-    balance: float, sets: Sets, counts: PixelCounts | None
+def repeats_by_class(
+    threshold: float, sets: Sets, counts: PixelCounts
 ) -> NDArray[np.float64]:
     """Repeats of each sample under data.balance, float64 (n,)."""
     sizes = [size for size, _ in sets]
-    if not balance:
-        return np.ones(sum(sizes))
-    assert counts is not None
-    return repeat_factors(
-        counts.pixels > 0, balance, np.repeat(_shares(sets) / sizes, sizes)
+    weights = np.repeat(_shares(sets) / sizes, sizes)
+    return repeat_factors(counts.pixels > 0, threshold, weights)
+
+
+def repeats_by_sequence(
+    sequences: Sequence[Sequence[str]],
+) -> NDArray[np.float64]:
+    """Repeats of each sample with which every sequence of a data set comes equally often, float64 (n,).
+
+    sequences: that of each sample, for each data set of a mixture. Raises ConfigError when no set has two.
+    """
+    counts = [Counter(names) for names in sequences]
+    if all(len(of_set) == 1 for of_set in counts):
+        name = sequences[0][0]
+        raise ConfigError(
+            f"data.balance_by = sequence, but all training images are of one sequence, {name}. Set data.sequence to a "
+            "regular expression that finds it in their names, or data.balance_by=class."
+        )
+    return np.concatenate(
+        [
+            [max(of_set.values()) / of_set[name] for name in names]
+            for names, of_set in zip(sequences, counts, strict=True)
+        ]
     )
 
 
-def draws(
-    balance: float, sets: Sets, counts: PixelCounts | None, seed: int
-) -> Draws | None:
+def draws(repeats: NDArray[np.float64] | None, sets: Sets, seed: int) -> Draws | None:
     """The order of balanced or mixed samples; None when each is taken once per epoch.
 
-    Raises ConfigError when a data set of a mixture would get less than one sample of an epoch.
+    repeats: of each sample; None: all alike. Raises ConfigError when a data set of a mixture would get less than one
+    sample of an epoch.
     """
-    if not balance and len(sets) == 1:
+    if repeats is None and len(sets) == 1:
         return None
-    factors, first, passes = repeats(balance, sets, counts), 0, []
+    first, passes = 0, []
     for number, (size, _) in enumerate(sets):
-        passes.append(Passes(seed, number, first, factors[first : first + size]))
+        own = np.ones(size) if repeats is None else repeats[first : first + size]
+        passes.append(Passes(seed, number, first, own))
         first += size
     numbers = whole_shares(
         [weight for _, weight in sets], sum(one.length for one in passes)
@@ -108,18 +127,17 @@ def draws(
 
 
 def pixels_seen(
-    balance: float, sets: Sets, counts: PixelCounts
+    repeats: NDArray[np.float64] | None, sets: Sets, counts: PixelCounts
 ) -> NDArray[np.int64] | NDArray[np.float64]:
     """Pixels of each class as training meets them, (C,): with the shares of a mixture and with repeats.
 
     Exact counts where every sample comes once per epoch, else their mean over the samples.
     """
-    if not balance and len(sets) == 1:
+    if repeats is None and len(sets) == 1:
         return np.asarray(counts.pixels.sum(0))
-    factors = repeats(balance, sets, counts)[counts.indices]
-    number = np.searchsorted(
-        np.cumsum([size for size, _ in sets]), counts.indices, side="right"
-    )
+    ends = np.cumsum([size for size, _ in sets])
+    factors = (np.ones(ends[-1]) if repeats is None else repeats)[counts.indices]
+    number = np.searchsorted(ends, counts.indices, side="right")
     weights = (
         factors * (_shares(sets) / np.bincount(number, factors, len(sets)))[number]
     )

@@ -5,7 +5,7 @@ A worker assembles one whole shard batch as one flat block, in place in a slot o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
@@ -24,14 +24,15 @@ from segpipe.models.preprocess import colored
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter, Crop
     from segpipe.data.data_set import Samples
+    from segpipe.data.ring import Room
     from segpipe.data.samples import CachedSamples
-    from segpipe.data.workers import Room
 
 ID_BYTES = 16  # of a sample: epoch and index, int64
 COLOR_BYTES = 48  # of a sample: int32 (3, 4)
 ROW_BYTES = ID_BYTES + COLOR_BYTES  # of a sample beside its pixels
 PIXEL_BYTES = 4  # RGB and class id
-WHOLE_BYTES = 2**28  # of a slot for a whole image; only what an image covers is used
+# Of a slot for a whole image: 268 million pixels. Only what an image covers is used.
+WHOLE_BYTES = 2**30
 Pixels = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3), target (H, W)
 
 
@@ -88,23 +89,29 @@ def train_batches(
     Workers start at the first `next` and end with the iterator; closing it half-way is safe. Raises DataError when a
     sample cannot be read, or when a worker died or sent nothing for `timeout_s`, and what `repeats.compare` raises.
 
-    With `repeats`, one sample in `augment.canary` is made again by another worker. A single worker is joined by a
-    process that does nothing else; without workers the caller's own does it, some samples later.
+    With `repeats`, one sample in `augment.canary` is made again by another worker, so a single worker gets a second one
+    beside it; without workers the caller's own process does it, some samples later.
     """
     every = augmenter.config.canary if repeats is not None else 0
-    helpers = int(workers == 1 and every > 0)
-    places = product(steps, shards)
-    planned = requests(places, order, seed=seed, every=every, workers=workers)
+    if workers == 1 and every:
+        workers = 2
     height, width = augmenter.config.crop_size
     watch = repeats.augment if repeats is not None else None
     stream = deliver(
         _Shards(samples, augmenter, seed, watch),
-        _assigned(planned, workers, helpers),
-        Delivery(workers, start_method, prefetch, pin_memory, timeout_s),
-        helpers=helpers,
-        slot_bytes=order.samples_per_shard * (height * width * PIXEL_BYTES + ROW_BYTES),
-        # Of two steps, the second may be asked for before the first is dropped; this function keeps one, too.
-        spare=2 * len(shards) + 1,
+        requests(
+            product(steps, shards), order, seed=seed, every=every, workers=workers
+        ),
+        Delivery(
+            workers,
+            start_method,
+            slot_bytes=_num_bytes((order.samples_per_shard, height, width)),
+            # Of two steps, the second may be asked for before the first is dropped; this function keeps one, too.
+            spare=2 * len(shards) + 1,
+            prefetch=prefetch,
+            pinned=pin_memory,
+            timeout_s=timeout_s,
+        ),
     )
     with closing(stream):
         for header, data in stream:
@@ -117,17 +124,6 @@ def train_batches(
                 epoch, index = ids
                 deferred = color if augmenter.defers_color else None
                 yield ShardBatch(step, shard, image, target, epoch, index, deferred)
-
-
-def _assigned(
-    planned: Iterable[Request], workers: int, helpers: int
-) -> Iterator[tuple[int, Request]]:
-    """Each request with the number of its worker; a helper only makes samples again."""
-    for number, request in enumerate(planned):
-        if helpers:
-            yield int(request.place is None), request
-        else:
-            yield number % max(workers, 1), request
 
 
 def _compare(
@@ -162,10 +158,8 @@ def eval_images(
     workers = workers if missing else 0
     stream = deliver(
         _Images(samples),
-        ((number % max(workers, 1), index) for number, index in enumerate(missing)),
-        Delivery(workers, start_method, timeout_s=timeout_s),
-        slot_bytes=WHOLE_BYTES,
-        spare=2,
+        missing,
+        Delivery(workers, start_method, WHOLE_BYTES, spare=2, timeout_s=timeout_s),
     )
     with closing(stream):
         for index in indices:
@@ -191,6 +185,7 @@ class _Header(NamedTuple):
 
 
 def _num_bytes(shape: tuple[int, int, int]) -> int:
+    """Bytes of an item of (samples, height, width)."""
     num, height, width = shape
     return num * (ROW_BYTES + height * width * PIXEL_BYTES)
 
@@ -213,12 +208,15 @@ def _views(
 
 @dataclass(frozen=True)
 class _Shards:
+    """Augmented shard batches."""
+
     samples: Samples
     augmenter: Augmenter
     seed: int
     watch: Callable[[Augmenter, Pixels, int, bool], tuple[Crop, Any]] | None
 
     def make(self, request: Request, room: Room) -> tuple[_Header, Tensor]:
+        """The batch that a request names."""
         height, width = self.augmenter.config.crop_size
         shape = (len(request.members), height, width)
         data = room.take(_num_bytes(shape))
@@ -239,9 +237,11 @@ class _Shards:
             if crop.color is not None:
                 color[row] = crop.color
             ids[:, row] = epoch, index
+
         return _Header(shape, request.place, tuple(made)), data
 
     def label(self, request: Request, row: int) -> str:
+        """A sample of the batch."""
         if row >= len(request.members):
             return "no sample"
         epoch, index = request.members[row]
@@ -250,9 +250,12 @@ class _Shards:
 
 @dataclass(frozen=True)
 class _Images:
+    """Whole images of a data set."""
+
     samples: Samples
 
     def make(self, index: int, room: Room) -> tuple[_Header, Tensor]:
+        """The image of this index with its target."""
         image, target = self.samples.read(index)
         shape = (1, *target.shape)
         data = room.take(_num_bytes(shape))
@@ -262,4 +265,5 @@ class _Images:
         return _Header(shape), data
 
     def label(self, index: int, row: int) -> str:
+        """The image."""
         return f"image {index} ({self.samples.name(index)})"

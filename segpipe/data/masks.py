@@ -13,33 +13,99 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from math import dist
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import Color, MaskTable
+from segpipe.data.catalog import MaskTable
 from segpipe.data.data_set import Content
 from segpipe.data.readers import (
     OPAQUE,
     Header,
-    MaskValues,
+    Pixels,
     RawMask,
-    Value,
-    color_of,
     read_header,
     read_mask,
-    values_of,
 )
 from segpipe.errors import DataError
 
 if TYPE_CHECKING:
+    from segpipe.data.data_set import Value
     from segpipe.data.pairs import Pair
 
-UNKNOWN = -1  # train id of a value that the class table does not have
-MIXED = "{} is a mask of {}, but {} is one of {}. Set `masks: ids` or `masks: colors` in classes.yaml, or convert it."
+
+class MaskValues(NamedTuple):
+    """What the pixels of a mask file hold, before a class table says what it means.
+
+    A color is the number R + 256 G + 65536 B, so that all of it can be written as JSON.
+    """
+
+    kind: str  # ids or colors, as they are stored
+    pixels: dict[int, int]  # of each id or color
+    palette: dict[int, list[int]]  # RGBA of each index that occurs
+    opaque: bool  # no pixel of a file of colors is transparent
+
+    @classmethod
+    def of_json(cls, row: list[Any]) -> MaskValues:
+        """From the lists and texts that JSON makes of it."""
+        kind, pixels, palette, opaque = row
+        counts = dict(zip(map(int, pixels), pixels.values(), strict=True))
+        colors = dict(zip(map(int, palette), palette.values(), strict=True))
+        return cls(kind, counts, colors, opaque)
+
+    def value(self, number: int) -> Value:
+        """The id or color that a number stands for."""
+        if self.kind == "ids":
+            return number
+        return number & 255, number >> 8 & 255, number >> 16
+
+
+def values_of(mask: RawMask) -> MaskValues:
+    """What a mask holds."""
+    if mask.ids is None:
+        assert mask.rgba is not None
+        opaque = bool((mask.rgba[..., 3] == OPAQUE).all())
+        return MaskValues("colors", _count_colors(mask.rgba), {}, opaque)
+
+    pixels = _count_ids(mask.ids)
+    palette = {}
+    if mask.palette is not None:
+        palette = {index: mask.palette[index].tolist() for index in pixels}
+
+    return MaskValues("ids", pixels, palette, True)
+
+
+def _count_ids(ids: Pixels) -> dict[int, int]:
+    """Pixels of each id that occurs."""
+    counts = np.bincount(ids.ravel())
+    present = np.flatnonzero(counts)
+    return dict(zip(present.tolist(), counts[present].tolist(), strict=True))
+
+
+def _count_colors(rgba: NDArray[np.uint8]) -> dict[int, int]:
+    """Pixels of each color. Sorts the starts of runs of equal pixels only, which are few in a mask."""
+    packed = _packed(rgba) & 0xFFFFFF
+    starts, lengths = _runs(packed)
+    colors, places = np.unique(packed[starts], return_inverse=True)
+    counts = np.bincount(places, lengths).astype(np.int64)
+    return dict(zip(colors.tolist(), counts.tolist(), strict=True))
+
+
+def _packed(rgba: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """RGBA (..., 4) as one number per pixel, uint32 (n,)."""
+    return np.ascontiguousarray(rgba).view("<u4").ravel()
+
+
+def _runs(values: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where each run of equal values starts, and its length."""
+    changes = np.flatnonzero(values[1:] != values[:-1]) + 1
+    starts = np.append(0, changes)
+    lengths = np.diff(starts, append=values.size)
+    return starts, lengths
 
 
 def kind_of(table: MaskTable, header: Header) -> str:
@@ -60,24 +126,75 @@ def settled(
 
 def check_kind(table: MaskTable, header: Header, path: str) -> None:
     """Raise DataError for a file of another kind than that of the first mask."""
-    if table.first and (kind := kind_of(table, header)) != table.kind:
-        raise DataError(MIXED.format(path, kind, table.first, table.kind))
+    kind = kind_of(table, header)
+    if table.first and kind != table.kind:
+        raise DataError(
+            f"{path} is a mask of {kind}, but {table.first} is one of {table.kind}. Set `masks: ids` or "
+            "`masks: colors` in classes.yaml, or convert it."
+        )
 
 
 def read_target(table: MaskTable, path: str) -> NDArray[np.uint8]:
     """Train ids of a mask file, uint8 (H, W). Raises DataError for a file or pixel that the table cannot explain."""
-    mask = read_mask(path)
+    return target_of(table, read_mask(path), path)
+
+
+def target_of(table: MaskTable, mask: RawMask, path: str) -> NDArray[np.uint8]:
+    """The same for pixels that were read; `path` is for messages."""
     check_kind(table, mask.header, path)
     if table.kind == "colors":
-        rgba = _rgba(mask, path)
-        _check_opaque(rgba[..., 3], path)
-        return _target_of_colors(table, rgba, path)
-    if mask.rgba is not None:
-        _check_opaque(mask.rgba[..., 3], path)
+        return _target_of_colors(table, _rgba(mask, path), path)
     ids = mask.ids if mask.ids is not None else _equal_channels(table, mask.rgba, path)
     if mask.palette is not None and table.first and table.colors:
-        _check_palette(table, mask, path)
+        _check_palette(table, mask.palette, ids, path)
     return table.classes.target(ids, path)
+
+
+def counts_of(
+    table: MaskTable, header: Header, values: MaskValues, path: str
+) -> NDArray[np.int64]:
+    """Pixels of each train id in a mask file with these values, int64 (256,). Raises as `read_target` does."""
+    try:
+        trains = target_of(table, _picture(header, values), path)
+    except DataError:
+        read_target(table, path)  # names the first pixel
+        raise
+
+    pixels = list(values.pixels.values())
+    return np.bincount(trains.ravel(), pixels, IGNORE_INDEX + 1).astype(np.int64)
+
+
+def content_of(table: MaskTable, header: Header, values: MaskValues) -> Content:
+    """What a mask file holds, where the table may lack some of its values."""
+    pixels = np.zeros(table.classes.num_classes + 2, np.int64)
+    for number, count in values.pixels.items():
+        picture = _picture(header, values._replace(pixels={number: count}))
+        try:
+            train = int(target_of(table, picture, "")[0, 0])
+            pixels[-2 if train == IGNORE_INDEX else train] += count
+        except DataError:
+            pixels[-1] += count
+
+    return Content(pixels, f"{header.layout}, {header.bits} bits")
+
+
+def _picture(header: Header, values: MaskValues) -> RawMask:
+    """A mask (1, n) with one pixel of each value."""
+    numbers = np.array([list(values.pixels)])
+    if values.kind == "colors":
+        alpha = OPAQUE << 24 if values.opaque else 0
+        return RawMask(
+            header, None, (numbers | alpha).astype("<u4")[..., None].view(np.uint8)
+        )
+
+    palette = None
+    if values.palette:
+        palette = np.zeros((max(values.palette) + 1, 4), np.uint8)
+        palette[list(values.palette)] = list(values.palette.values())
+    if header.bits == 16:
+        return RawMask(header, numbers.astype(np.uint16))
+
+    return RawMask(header, numbers.astype(np.uint8), palette=palette)
 
 
 def _rgba(mask: RawMask, path: str) -> NDArray[np.uint8]:
@@ -91,24 +208,30 @@ def _rgba(mask: RawMask, path: str) -> NDArray[np.uint8]:
         raise DataError(
             f"{path} is grey with {mask.header.bits} bits, but masks = colors needs 8. Set `masks: ids`."
         )
+
     return np.asarray(cv2.cvtColor(mask.ids, cv2.COLOR_GRAY2RGBA), np.uint8)
 
 
-def _check_palette(table: MaskTable, mask: RawMask, path: str) -> None:
+def _check_palette(
+    table: MaskTable, palette: NDArray[np.uint8], ids: Pixels, path: str
+) -> None:
     """Raise DataError where an index means one class as an id and another one by its color."""
-    values = values_of(mask)
-    for index, (by_id, by_color) in ambiguous(table, values).items():
-        if by_id != UNKNOWN:
-            raise DataError(
-                f"{path}: index {index} of its palette is id {index}, "
-                f"{_name(table, by_id)}, but its color "
-                f"{tuple(values.palette[index][:3])} is that of "
-                f"{_name(table, by_color)}. Set `masks: ids` in classes.yaml if the "
-                "indices count, or `masks: colors` if the colors do."
-            )
+    for index in _count_ids(ids):
+        red, green, blue, _ = palette[index].tolist()
+        by_color = table.colors.get((red, green, blue))
+        by_id = table.classes.train_ids.get(index)
+        if None in (by_color, by_id) or by_id in (by_color, IGNORE_INDEX):
+            continue
+        raise DataError(
+            f"{path}: index {index} of its palette is id {index}, "
+            f"{_name(table, by_id)}, but its color {(red, green, blue)} is that of "
+            f"{_name(table, by_color)}. Set `masks: ids` in classes.yaml if the "
+            "indices count, or `masks: colors` if the colors do."
+        )
 
 
 def _check_opaque(alpha: NDArray[np.uint8], path: str) -> None:
+    """Raise DataError for a mask with transparent pixels."""
     if alpha.min(initial=OPAQUE) < OPAQUE:
         row, column = np.argwhere(alpha < OPAQUE)[0]
         raise DataError(
@@ -122,147 +245,67 @@ def _equal_channels(
 ) -> NDArray[np.uint8]:
     """Ids of an RGBA picture whose three colors are the same in each pixel."""
     assert pixels is not None
-    red = pixels[..., 0]
-    differ = (red != pixels[..., 1]) | (red != pixels[..., 2])
+    _check_opaque(pixels[..., 3], path)
+    red, green, blue = (pixels[..., channel] for channel in range(3))
+    differ = (red != green) | (red != blue)
     if differ.any():
         row, column = np.argwhere(differ)[0]
-        wanted = (
-            "masks = ids"
-            if table.kind == "ids"
-            else "the class table has no palette, so that masks hold ids"
-        )
+        other = ""
+        if table.classes.name == "camvid":
+            other = " CamVid's 32 colors: data=camvid32."
         raise DataError(
-            f"{path} is a mask of colors, such as {_as_color(pixels[row, column])} at row {row}, column {column}, but "
-            f"{wanted}. Set `masks: colors` and one color per class (`palette`) in classes.yaml.",
+            f"{path} is a mask of colors, such as {tuple(pixels[row, column, :3].tolist())} at row {row}, column "
+            f"{column}, but masks = ids, or the class table has no palette. Set `masks: colors` and one color per "
+            f"class (`palette`) in classes.yaml.{other}",
             cause="colors, not ids",
             where=path,
         )
+
     return np.ascontiguousarray(red)
 
 
 def _target_of_colors(
     table: MaskTable, pixels: NDArray[np.uint8], path: str
 ) -> NDArray[np.uint8]:
-    """Train ids of an opaque RGBA picture. Maps the start of each run of equal pixels, which are few in a mask."""
-    packed = np.ascontiguousarray(pixels).view("<u4").ravel()
-    starts = np.flatnonzero(np.concatenate(([True], packed[1:] != packed[:-1])))
-    known = sorted((_packed(color), train) for color, train in table.colors.items())
-    keys, trains = (
-        np.array([key for key, _ in known], np.uint32),
-        np.array([train for _, train in known], np.uint8),
-    )
+    """Train ids of an RGBA picture. Maps the start of each run of equal pixels, which are few in a mask."""
+    _check_opaque(pixels[..., 3], path)
+    keys, trains = table.color_keys
+    packed = _packed(pixels)
+    starts, lengths = _runs(packed)
     places = np.minimum(np.searchsorted(keys, packed[starts]), len(keys) - 1)
     if (keys[places] != packed[starts]).any():
-        raise DataError(
-            _unknown_color(
-                table, pixels, ~np.isin(packed, keys).reshape(pixels.shape[:2]), path
-            )
-        )
-    lengths = np.diff(np.append(starts, packed.size))
+        unknown = ~np.isin(packed, keys).reshape(pixels.shape[:2])
+        raise DataError(_unknown_color(table, pixels, unknown, path))
+
     return np.repeat(trains[places], lengths).reshape(pixels.shape[:2])
 
 
 def _unknown_color(
     table: MaskTable, pixels: NDArray[np.uint8], unknown: NDArray[np.bool_], path: str
 ) -> str:
+    """Message about the first color that the class table does not have."""
     row, column = np.argwhere(unknown)[0]
-    color = _as_color(pixels[row, column])
+    color = tuple(pixels[row, column, :3].tolist())
     count = np.count_nonzero((pixels[..., :3] == color).all(axis=2))
     kinds = len(np.unique(pixels[unknown].view("<u4")))
-    near = min(
-        table.colors,
-        key=lambda other: sum((a - b) ** 2 for a, b in zip(color, other, strict=True)),
-    )
-    others = f" and {kinds - 1} other unknown colors" if kinds > 1 else ""
-    blended = (
-        " So many colors come from resizing with interpolation or from JPEG."
-        if kinds > 8
-        else ""
-    )
-    grey = " If grey values are ids, set `masks: ids`." if len(set(color)) == 1 else ""
+    near = min(table.colors, key=lambda other: dist(color, other))
+    more = f" and {kinds - 1} other unknown colors" if kinds > 1 else ""
+    advice = "add the color to palette, colors or ignore in classes.yaml."
+    if kinds > 8:
+        advice += " So many colors come from resizing with interpolation or from JPEG."
+    if len(set(color)) == 1:
+        advice += " If grey values are ids, set `masks: ids`."
+
     return (
-        f"{path} has the color {color} ({count} pixels, the first at row {row}, column {column}){others}, which the "
-        f"{table.classes.name} table does not know; the nearest is {near} of {_name(table, table.colors[near])}."
-        f"{blended} Correct the mask, or add the color to palette, colors or ignore in classes.yaml.{grey}"
+        f"{path} has the color {color} ({count} pixels, the first at row {row}, column {column}){more}, which the "
+        f"{table.classes.name} table does not know; the nearest is {near} of {_name(table, table.colors[near])}. "
+        f"Correct the mask, or {advice}"
     )
 
 
-def _name(table: MaskTable, train: int) -> str:
-    return "ignore" if train == IGNORE_INDEX else table.classes.names[train]
-
-
-def _as_color(pixel: NDArray[np.uint8]) -> Color:
-    red, green, blue = pixel.tolist()[:3]
-    return red, green, blue
-
-
-def _packed(color: Color) -> int:
-    red, green, blue = color
-    return red | green << 8 | blue << 16 | OPAQUE << 24
-
-
-def train_id(table: MaskTable, value: Value) -> int:
-    """Train id of an id or color, IGNORE_INDEX or UNKNOWN."""
-    if isinstance(value, tuple):
-        return table.colors.get(value, UNKNOWN)
-    return table.classes.train_ids.get(value, UNKNOWN)
-
-
-def meant(table: MaskTable, values: MaskValues) -> dict[Value, int]:
-    """Pixels of each value as the table reads it: an id where it says ids, a color where it says colors."""
-    pixels: dict[Value, int] = {}
-    of_ids = values.kind == "ids"
-    for number, count in values.pixels.items():
-        value: Value = number
-        if of_ids and table.kind == "colors":
-            red, green, blue = values.palette.get(number, [number] * 3)[:3]
-            value = (red, green, blue)
-        elif not of_ids:
-            value = color_of(number)
-            if table.kind == "ids" and len(set(value)) == 1:
-                value = value[0]
-        pixels[value] = pixels.get(value, 0) + count
-    return pixels
-
-
-def content_of(table: MaskTable, header: Header, values: MaskValues) -> Content:
-    """What a mask file holds, as the table reads it."""
-    found = meant(table, values)
-    pixels = np.zeros(table.classes.num_classes + 2, np.int64)
-    for value, count in found.items():
-        train = train_id(table, value)
-        pixels[{IGNORE_INDEX: -2, UNKNOWN: -1}.get(train, train)] += count
-    kind = f"{header.layout}, {header.bits} bits"
-    return Content(pixels, found, kind, ambiguous(table, values))
-
-
-def ambiguous(table: MaskTable, values: MaskValues) -> dict[int, tuple[int, int]]:
-    """Palette indices that are one class as ids, and another one by their color: both train ids."""
-    found = {}
-    for index, (red, green, blue, _) in values.palette.items():
-        by_color = table.colors.get((red, green, blue), UNKNOWN)
-        by_id = train_id(table, index)
-        if UNKNOWN != by_color != by_id != IGNORE_INDEX:
-            found[index] = (by_id, by_color)
-    return found
-
-
-def is_sound(table: MaskTable, header: Header, values: MaskValues) -> bool:
-    """Whether `read_target` accepts a mask with this content."""
-    if not values.opaque or (table.first and kind_of(table, header) != table.kind):
-        return False
-    if table.kind == "colors":
-        alpha = [color[3] for color in values.palette.values()]
-        grey = values.kind == "ids" and not values.palette
-        if min(alpha, default=OPAQUE) < OPAQUE or (grey and header.bits != 8):
-            return False
-    elif table.first and ambiguous(table, values):
-        return False
-    kind = tuple if table.kind == "colors" else int
-    return all(
-        isinstance(value, kind) and train_id(table, value) != UNKNOWN
-        for value in meant(table, values)
-    )
+def _name(table: MaskTable, train: int | None) -> str:
+    """The class in messages."""
+    return "ignore" if train in (IGNORE_INDEX, None) else table.classes.names[train]
 
 
 def check_sizes(pair: Pair, image: Sequence[int], mask: Sequence[int]) -> None:

@@ -7,13 +7,13 @@ entries, validation the main set.
 from __future__ import annotations
 
 from bisect import bisect
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import cv2
 import numpy as np
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from segpipe.data.pairs import Pair
     from segpipe.settings.groups import DataConfig
 
+T = TypeVar("T")
 IGNORE = "ignore"  # in a map: pixels of the class enter neither loss nor score
 
 
@@ -63,11 +64,20 @@ class MixedSamples(DataSet):
         return [pair for one in self.sets for pair in one.file_pairs()]
 
     def inputs(self) -> dict[str, Input]:
-        return {
-            f"{origin.key}/{name}": source
-            for origin, one in zip(self.origins, self.sets, strict=True)
-            for name, source in one.inputs().items()
-        }
+        return self._named([one.inputs() for one in self.sets])
+
+    def file_hashes(self) -> dict[str, str]:
+        return dict(ChainMap(*(one.file_hashes() for one in self.sets)))
+
+    def known_hashes(self) -> dict[str, str]:
+        return self._named([one.known_hashes() for one in self.sets])
+
+    def _named(self, found: Sequence[Mapping[str, T]]) -> dict[str, T]:
+        """Of each set what was found, by names that tell the sets apart."""
+        named: dict[str, T] = {}
+        for origin, own in zip(self.origins, found, strict=True):
+            named |= {f"{origin.key}/{name}": value for name, value in own.items()}
+        return named
 
     def check_pack(self) -> None:
         for one in self.sets:
@@ -110,11 +120,10 @@ class MixedSamples(DataSet):
         return shared[: self.classes.num_classes]
 
     def countable(self) -> list[int]:
-        return [
-            first + index
-            for first, one in zip(self.firsts, self.sets, strict=True)
-            for index in one.countable()
-        ]
+        found: list[int] = []
+        for first, one in zip(self.firsts, self.sets, strict=True):
+            found += [first + index for index in one.countable()]
+        return found
 
     def parts(self) -> list[SubSet]:
         found = []
@@ -140,24 +149,23 @@ def parts(data: DataConfig, split: str) -> list[DataPart]:
     """The sets that a split consists of: all entries of data.mix for "train", the main set for another split."""
     if not data.mix or split != "train":
         return [DataPart(main_set(data), split)]
-    labels: list[str] = []
-    found = []
+
+    found: list[DataPart] = []
     for number, entry in enumerate(data.mix):
         one = _entry(data, entry)
         label = one.name if one.name == "synthetic" else Path(one.root).resolve().name
-        labels.append(label if label not in labels else f"{label}#{number}")
-        split_of = str(entry.get("split", split))
-        names = {str(key): str(value) for key, value in entry.get("map", {}).items()}
-        found.append(
-            DataPart(
-                one,
-                split_of,
-                f"data.mix[{number}]",
-                labels[-1],
-                entry.get("weight"),
-                names,
-            )
+        if any(part.label == label for part in found):
+            label = f"{label}#{number}"
+        part = DataPart(
+            one,
+            str(entry.get("split", split)),
+            f"data.mix[{number}]",
+            label,
+            entry.get("weight"),
+            {str(key): str(value) for key, value in entry.get("map", {}).items()},
         )
+        found.append(part)
+
     return found
 
 
@@ -181,12 +189,11 @@ def all_parts(data: DataConfig, splits: Iterable[str]) -> list[DataPart]:
 
 def absent_root(data: DataConfig) -> str:
     """The first folder of the data that does not exist here; empty if all do, or there is none."""
-    roots = [
-        part.data.root
-        for part in all_parts(data, ("train", data.split))
-        if part.data.name != "synthetic"
-    ]
-    return next((root for root in roots if not Path(root).is_dir()), "")
+    for part in all_parts(data, ("train", data.split)):
+        root = part.data.root
+        if part.data.name != "synthetic" and not Path(root).is_dir():
+            return root
+    return ""
 
 
 def shared_ids(
@@ -199,33 +206,33 @@ def shared_ids(
     """
     given = part.names or {}
     where = f"{part.key}.map"
+    choices = (*shared.names, IGNORE)
     for name, wanted in given.items():
         if name not in own.names:
             raise DataError(
                 f"{where} names the class {name!r}, but {part.label} has no such class.{nearest(name, own.names)}"
             )
-        if wanted not in (*shared.names, IGNORE):
-            choices = (*shared.names, IGNORE)
+        if wanted not in choices:
             raise DataError(
                 f"{where} maps {name} to {wanted!r}, which is no class of the shared table "
                 f"{shared.name}.{nearest(wanted, choices)}"
             )
-    lost = [
-        name for name in own.names if name not in given and name not in shared.names
-    ]
+
+    known = {*given, *shared.names}
+    lost = [name for name in own.names if name not in known]
     if lost:
+        proposed = [
+            f"{name}: {near(name, shared.names, 0.7) or IGNORE}" for name in lost
+        ]
         raise DataError(
             f"{part.key} ({part.label}) has classes that the shared table {shared.name} lacks: {', '.join(lost)}. Map "
-            f"each to a class of it or to {IGNORE}, such as map: {_proposal(lost, shared.names)}. The table has "
+            f"each to a class of it or to {IGNORE}, such as map: {{{', '.join(proposed)}}}. The table has "
             f"{', '.join(shared.names)}."
         )
+
     lut = np.full(256, IGNORE_INDEX, np.uint8)
     for train, name in enumerate(own.names):
         wanted = given.get(name, name)
         lut[train] = IGNORE_INDEX if wanted == IGNORE else shared.names.index(wanted)
+
     return lut
-
-
-def _proposal(lost: Sequence[str], names: Sequence[str]) -> str:
-    """A map to start from: each class to the one of the most similar name, if one is."""
-    return f"{{{', '.join(f'{name}: {near(name, names, 0.7) or IGNORE}' for name in lost)}}}"

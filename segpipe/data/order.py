@@ -105,9 +105,8 @@ class Passes:
         """
         turn, place = divmod(number, self.length)
         indices, copies = self._pass(turn)
-        return turn * self._copies + int(copies[place]), self.first + int(
-            indices[place]
-        )
+        epoch = turn * self._copies + int(copies[place])
+        return epoch, self.first + int(indices[place])
 
     def _make(self, turn: int) -> tuple[Int64, Int64]:
         """Sample and number of its copy at every place of a pass.
@@ -121,9 +120,11 @@ class Passes:
         start = int(generator(key).bit_generator.random_raw()) % self._total
         teeth = (ends + start) // self._total
         counts = np.diff(teeth, prepend=0)
-        copies = np.arange(self.length) - np.repeat(teeth - counts, counts)
+        samples = np.repeat(order, counts)
+        firsts = np.repeat(teeth - counts, counts)
+        copies = np.arange(self.length) - firsts
         places = shuffled(self.seed, turn, self._lane, "order", self.length)
-        return np.repeat(order, counts)[places], copies[places]
+        return samples[places], copies[places]
 
 
 class Draws:
@@ -164,18 +165,19 @@ def whole_shares(weights: Sequence[float], total: int) -> list[int]:
     """
     whole = sum(map(Fraction, weights))
     exact = [Fraction(weight) * total / whole for weight in weights]
-    found = [int(share) for share in exact]
-    by_remainder = sorted(
-        range(len(exact)), key=lambda place: found[place] - exact[place]
-    )
-    for place in by_remainder[: total - sum(found)]:
+    found = list(map(int, exact))
+    remainders = [share - int(share) for share in exact]
+    largest_first = sorted(range(len(exact)), key=lambda place: -remainders[place])
+    for place in largest_first[: total - sum(found)]:
         found[place] += 1
+
     for place, number in enumerate(found):
         if not number:
             raise ConfigError(
                 f"data.mix[{place}] has weight {weights[place]:g}, which is less than 1 of the {total} samples of an "
                 f"epoch. Raise it, or remove the set."
             )
+
     return found
 
 
@@ -219,7 +221,7 @@ def requests(
     """Requests that deliver `places` in their order; between them, requests that make watched samples again.
 
     Request n is for worker n % workers. A repeat waits for the turn of a worker that has not made the sample. With two
-    workers the other one makes it twice; with one or none the caller decides. After the last place, requests without
+    workers the other one makes it twice; without workers the caller does. After the last place, requests without
     members pass the turn on until every watched sample was made often enough.
     """
     workers = max(workers, 1)
@@ -238,34 +240,36 @@ def requests(
             for row in request.watched
         ]
         number += 1
+
     while repeats:
         yield _due(repeats, number, workers, most)
         number += 1
 
 
 def _delivery(place: tuple[int, int], order: Order, seed: int, every: int) -> Request:
+    """The request for the batch of (step, shard) `place`."""
     members = tuple(order.shard(*place))
-    watched = [
-        row
-        for row, (epoch, index) in enumerate(members)
-        if index in chosen(seed, epoch, order.num_samples, every)
-    ]
+    watched = []
+    for row, (epoch, index) in enumerate(members):
+        if index in chosen(seed, epoch, order.num_samples, every):
+            watched.append(row)
     return Request(place, members, tuple(watched))
 
 
 def _due(repeats: list[_Repeat], number: int, workers: int, most: int) -> Request:
     """At most `most` repeats that request `number` makes; those that are then done leave `repeats`."""
     turn = number % workers
-    ready = [
-        repeat
-        for repeat in repeats
-        if repeat.due <= number and (workers == 1 or turn not in repeat.made_by)
-    ][:most]
+    due = [repeat for repeat in repeats if repeat.due <= number]
+    if workers > 1:
+        due = [repeat for repeat in due if turn not in repeat.made_by]
+
+    ready = due[:most]
     for repeat in ready:
         repeat.left -= 1
         repeat.due = number + 2 * workers
         if workers > REPEATS:
             repeat.made_by.add(turn)
+
     repeats[:] = [repeat for repeat in repeats if repeat.left]
     # Backwards, so that a sample's predecessor is another one than the first time.
     members = tuple(repeat.member for repeat in reversed(ready))

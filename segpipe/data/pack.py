@@ -1,37 +1,35 @@
-"""A pack: the decoded samples of a data set in one file, mapped into memory by every process that reads them.
+"""A pack: the decoded samples of a data set, each in a file that every process which reads it maps into memory.
 
-    FOLDER/pixels   of each sample its image (H, W, 3), then its target (H, W), both uint8 as they lie in memory; in
-                    place of the image its file, if data.pack_images=file
-    FOLDER/index    a line per sample: a checksum of the line, and a JSON list in the order of PackEntry
+    FOLDER/KEY    a page with a PackEntry in JSON, the image (H, W, 3), the target (H, W), uint8 as they lie in memory
 
-Both files only grow. A writer reserves space under a lock, writes the pixels, and adds the line last: a process that
-is killed leaves a hole in `pixels` or an unfinished line, which nobody reads. Any number of processes may read and
-write at once. Of lines with one key the last one counts.
+A file is written aside and then renamed, so any number of processes may read and write at once, and be killed.
 
 Before a process delivers an entry for the first time, it compares size and times of both source files (and their
-SHA-256 if those differ), and a SHA-256 of the pixels and both source files. What does not agree is read from the source
-files, reported by name, and packed again. At each start, problems.py compares some samples with their files.
+SHA-256 if those differ), and a SHA-256 of the entry and its pixels. What does not agree is read from the source files,
+reported by name, and packed again. At each start, problems.py compares some samples with their files.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.data.data_set import Sample, Target
+from segpipe.data.data_set import Sample
 from segpipe.errors import DataError
 from segpipe.files import sha256
 
@@ -42,52 +40,38 @@ if TYPE_CHECKING:
 
 AUTO = ".segpipe-pack"  # below data.root; no reader of a data set looks into hidden folders
 # Raise the number when a reader returns other pixels; a decoder may change with OpenCV.
-FORMAT = f"3 {cv2.__version__}"
-PAGE_BYTES = 4096
+FORMAT = f"4 {cv2.__version__}"
+ABANDONED_S = 3600
+# Files that stay mapped, which saves a tenth of the time of a crop; a process may have 65,530 maps.
+MOST_MAPS = 20_000
+PAGE_BYTES = 4096  # an entry takes some 400
 # The pack is read-only, or somebody removed it: samples are read from their files.
 GIVE_UP = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
-Bytes = NDArray[np.uint8]  # (n,)
-
-
-class PackUse(NamedTuple):
-    """Of the samples that a process has read first from a pack, or written to it."""
-
-    intact: int
-    replaced: int  # changed or damaged
-    added: int
-
-
-class FileState(NamedTuple):
-    """A source file when it was packed."""
-
-    size: int
-    time_ns: int
-    change_ns: int  # of the inode: cp -p, touch and archives set the time above, nothing sets this one
-    sha256: str
+# A source file: size, time of change of the content, and of the inode: cp -p, touch and
+# archives set the first time, nothing sets the second.
+State = list[int]
 
 
 class PackEntry(NamedTuple):
-    """A line of the index."""
+    """What a file of a pack holds."""
 
     key: str
-    place: int  # of its first byte in the file of pixels
     height: int
     width: int
-    file_bytes: int  # of the file of the image; 0: pixels
-    sha256: str  # of the key, both source files and the bytes there
-    image: FileState
-    mask: FileState
+    states: list[State]  # of image and mask when they were packed
+    sha256: list[str]  # of image and mask
 
 
 class Pack:
-    """The pack in `folder`. Small to pickle; a process opens files and map itself, also after a fork."""
+    """The pack in `folder`; small to pickle."""
 
-    def __init__(self, folder: str, table: str, images: str = "raw") -> None:
+    def __init__(self, folder: str, table: str) -> None:
         """`table`: what, beside the files, decides about their targets. Raises DataError if there can be no folder."""
-        self._images = images
         self.folder = os.path.abspath(folder)
         self.table = table
-        self._opened: dict[int, _Opened] = {}  # by process
+        self._trusted: dict[str, bytes] = {}  # first page, by key
+        self._ready: dict[str, Sample] = {}  # those whose files stay mapped
+        self._use: dict[str, str] = {}  # what the first read of a key found
         try:
             os.makedirs(self.folder, exist_ok=True)
         except OSError as error:
@@ -96,252 +80,161 @@ class Pack:
                 "data.pack=FOLDER to one that can be written, or data.pack=off."
             ) from None
 
+        for path in Path(self.folder).glob("*.tmp"):  # of writers that were killed
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > ABANDONED_S:
+                    path.unlink()
+
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_opened": {}}
+        return {**self.__dict__, "_trusted": {}, "_ready": {}, "_use": {}}
 
-    def read(self, pair: Pair, decode: Callable[..., Sample]) -> Sample:
-        """The sample; read-only memory of the map if it is packed. Otherwise that of `decode`, which is then packed.
-
-        `decode()` reads both files, `decode(content, target)` neither: the content of the
-        image's file is given.
-        """
-        opened = self._own()
+    def read(self, pair: Pair, decode: Callable[[], Sample]) -> Sample:
+        """The sample; read-only memory of a map if it is packed. Otherwise that of `decode`, which is then packed."""
         key = self._key(pair)
-        entry = opened.find(key)
-        if entry is not None:
-            parts = opened.parts(entry)
-            if opened.trusted.get(key) != entry or parts is None:
-                where = f"{self.folder}: {pair.name}"
-                fault = _changed(pair, entry) or _damaged(parts, entry, where)
-                if fault:
-                    print(
-                        f"{fault}. It is read from its files and packed again.",
-                        file=sys.stderr,
-                    )
-                    opened.trusted.pop(key, None)
-                    parts = None
-            if parts is not None:
-                opened.trusted[key] = entry
-                image, target = parts
-                if entry.file_bytes:
-                    return decode(image.tobytes(), target)
-                return image.reshape(entry.height, entry.width, 3), target
-        before = _times(pair)
+        if key in self._ready:
+            return self._ready[key]
+
+        content = self._mapped(key)
+        if content is not None:
+            page = content[:PAGE_BYTES].tobytes()
+            trusted = self._trusted.get(key) == page
+            fault = "" if trusted else self._fault(key, pair, content)
+            if not fault:
+                self._trusted[key] = page
+                self._use.setdefault(key, "intact")
+                sample = _sample(content)
+                if len(self._ready) < MOST_MAPS:
+                    self._ready[key] = sample
+                return sample
+
+            print(
+                f"{fault}. It is read from its files and packed again.",
+                file=sys.stderr,
+            )
+
+        before = _states(pair)
         sample = decode()
-        states = [
-            FileState(*times, sha256(Path(path)))
-            for times, path in zip(before, pair[1:], strict=True)
-        ]
-        content = sample[0].tobytes()
-        file = Path(pair.image).read_bytes() if self._images == "file" else b""
-        if _times(pair) == before:
-            self._add(opened, entry, key, sample, file or content, states)
+        digests = [sha256(Path(path)) for path in pair[1:]]
+        if _states(pair) == before:
+            height, width = sample[1].shape
+            entry = PackEntry(key, height, width, before, digests)
+            if self._write(entry, b"".join(part.tobytes() for part in sample)):
+                self._use[key] = "added" if content is None else "replaced"
+
         return sample
 
-    def find(self, pairs: Sequence[Pair]) -> list[int]:
-        """Indices of the pairs that are packed."""
-        opened = self._own()
-        return [
-            index for index, pair in enumerate(pairs) if opened.find(self._key(pair))
-        ]
+    def holds(self, pair: Pair) -> bool:
+        """Whether this pair is packed."""
+        return os.path.exists(os.path.join(self.folder, self._key(pair)))
 
-    def use(self) -> PackUse:
-        """Of this process."""
-        opened = self._own()
-        return PackUse(len(opened.trusted), len(opened.replaced), len(opened.added))
+    def use(self) -> Counter[str]:
+        """Samples that this process found "intact", or has "replaced" or "added"."""
+        return Counter(self._use.values())
 
     def _key(self, pair: Pair) -> str:
         """Of the files by their paths from this folder, so that a data set can be moved with the pack inside it."""
         paths = [os.path.relpath(path, self.folder) for path in pair[1:]]
-        text = "\0".join([FORMAT, self._images, self.table, *paths])
+        text = "\0".join([FORMAT, self.table, *paths])
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
-    def _own(self) -> _Opened:
-        """What this process has opened; files inherited through a fork are left to the parent."""
-        process = os.getpid()
-        if process not in self._opened:
-            # Of several threads, one wins.
-            self._opened.setdefault(process, _Opened(self.folder))
-        return self._opened[process]
-
-    def _add(
-        self,
-        opened: _Opened,
-        known: PackEntry | None,
-        key: str,
-        sample: Sample,
-        image: bytes,
-        states: Sequence[FileState],
-    ) -> None:
-        """Write a sample, unless another process has done so since `known` was found; not if read-only or gone."""
-        content = image + sample[1].tobytes()
-        height, width = sample[1].shape
-        file_bytes = len(image) if self._images == "file" else 0
+    def _mapped(self, key: str) -> NDArray[np.uint8] | None:
+        """All bytes of a file; None if there is none that can be read."""
+        flags = mmap.MAP_SHARED
+        if key not in self._trusted:  # all of it will be hashed
+            flags |= mmap.MAP_POPULATE
         try:
-            with _locked(self.folder), self._pixels("ab") as pixels:
-                if opened.find(key, news=True) != known:
-                    return
-                end = os.fstat(pixels.fileno()).st_size
-                place = -(-end // PAGE_BYTES) * PAGE_BYTES
-                os.ftruncate(pixels.fileno(), place + len(content))
-            with self._pixels("r+b") as pixels:
-                pixels.seek(place)
-                pixels.write(content)
-            entry = PackEntry(
-                key, place, height, width, file_bytes, "", states[0], states[1]
-            )
-            entry = entry._replace(sha256=_digest(entry, [memoryview(content)]))
-            with _locked(self.folder) as index:
-                if opened.find(key, news=True) == known:
-                    end = index.tell()
-                    torn = end and os.pread(index.fileno(), 1, end - 1) != b"\n"
-                    index.write(b"\n" * bool(torn) + _line(entry))
-            (opened.added if known is None else opened.replaced).add(key)
+            with open(os.path.join(self.folder, key), "rb") as file:
+                content = mmap.mmap(file.fileno(), 0, flags, prot=mmap.PROT_READ)
+        except OSError:
+            return None
+        except ValueError:  # an empty file cannot be mapped
+            return np.empty(0, np.uint8)
+        return np.frombuffer(content, np.uint8)
+
+    def _fault(self, key: str, pair: Pair, content: NDArray[np.uint8]) -> str:
+        """Why a file of the pack must not be used; empty if it may."""
+        try:
+            digest, text = json.loads(content[:PAGE_BYTES].tobytes())
+            if digest != _digest(text, content[PAGE_BYTES:]):
+                raise ValueError
+            entry = PackEntry(*json.loads(text))
+        except (TypeError, ValueError):
+            return f"{self.folder}: {pair.name} is damaged"
+
+        if entry.key != key:
+            return f"{self.folder}: {pair.name} is another sample"
+
+        now = _states(pair)
+        for place, path in enumerate(pair[1:]):
+            if now[place] == entry.states[place]:
+                continue
+            same_size = now[place][0] == entry.states[place][0]
+            if not same_size or sha256(Path(path)) != entry.sha256[place]:
+                return f"{path} was changed after it was packed"
+
+        return ""
+
+    def _write(self, entry: PackEntry, pixels: bytes) -> bool:
+        """Whether the sample could be written: not if the pack is read-only or gone."""
+        text = json.dumps(entry)
+        page = json.dumps([_digest(text, pixels), text]).encode()
+        path = os.path.join(self.folder, entry.key)
+        aside = f"{path}.{token_hex(8)}.tmp"
+        try:
+            with open(aside, "wb") as file:
+                file.write(page.ljust(PAGE_BYTES))
+                file.write(pixels)
+            os.replace(aside, path)
         except OSError as error:
+            with suppress(OSError):
+                os.unlink(aside)
             if error.errno in GIVE_UP:
-                return
+                return False
             raise DataError(
-                f"{self.folder} cannot take {len(content) / 2**20:.1f} MiB more: "
+                f"{self.folder} cannot take {len(pixels) / 2**20:.1f} MiB more: "
                 f"{error.strerror}. Free some space, set data.pack=FOLDER to a larger "
                 "disk, or data.pack=off."
             ) from None
 
-    def _pixels(self, mode: str) -> Any:
-        return open(os.path.join(self.folder, "pixels"), mode)
+        return True
 
 
 def open_pack(data: DataConfig, table: MaskTable) -> Pack | None:
     """The pack of this data set, made if there is none; None without `data.pack`."""
     if data.pack == "off":
         return None
-    folder = f"{data.root}/{AUTO}" if data.pack == "auto" else data.pack
-    ids, colors = sorted(table.classes.train_ids.items()), sorted(table.colors.items())
-    meaning = (ids, table.kind, colors, table.exif)
-    return Pack(folder, repr(meaning), data.pack_images)
+    folder = data.pack
+    if folder == "auto":
+        folder = f"{data.root}/{AUTO}"
+    ids = sorted(table.classes.train_ids.items())
+    colors = sorted(table.colors.items())
+    return Pack(folder, repr((ids, table.kind, colors, table.exif)))
 
 
-class _Opened:
-    """Index and map of a pack in one process."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self.trusted: dict[str, PackEntry] = {}
-        self.added: set[str] = set()
-        self.replaced: set[str] = set()
-        self._entries: dict[str, PackEntry] = {}
-        self._file, self._read_to = 0, 0
-        self._map: Bytes | None = None
-
-    def find(self, key: str, *, news: bool = False) -> PackEntry | None:
-        """The entry of this key; reads what was added to the index if there is none yet, or if `news`."""
-        if news or key not in self._entries:
-            self._read_on()
-        return self._entries.get(key)
-
-    def _read_on(self) -> None:
-        start = self._read_to  # two threads may read the same lines
-        text = b""
-        # OSError: none yet, or of another user: `_add` says what is wrong with it.
-        with (
-            suppress(OSError),
-            open(os.path.join(self.folder, "index"), "rb") as index,
-        ):
-            state = os.fstat(index.fileno())
-            if state.st_size < start or state.st_ino != self._file:
-                # Somebody has removed the pack.
-                start, self._file, self._map = 0, state.st_ino, None
-                self._entries.clear()
-                self.trusted.clear()
-            if state.st_size > start:
-                index.seek(start)
-                text = index.read()
-            whole = text[: text.rfind(b"\n") + 1]
-            for entry in map(_entry, whole.splitlines()):
-                if entry is not None:
-                    self._entries[entry.key] = entry
-            self._read_to = start + len(whole)
-
-    def parts(self, entry: PackEntry) -> tuple[Bytes, Target] | None:
-        """Bytes of the image or its file, and target (H, W), read-only in the map; None if the file is too short."""
-        area = entry.height * entry.width
-        middle = entry.place + (entry.file_bytes or 3 * area)
-        end = middle + area
-        if self._map is None or end > len(self._map):
-            try:
-                with open(os.path.join(self.folder, "pixels"), "rb") as pixels:
-                    if os.fstat(pixels.fileno()).st_size < end:
-                        return None
-                    content = mmap.mmap(pixels.fileno(), 0, access=mmap.ACCESS_READ)
-            except OSError:
-                return None
-            self._map = np.frombuffer(content, np.uint8)
-        target = self._map[middle:end].reshape(entry.height, entry.width)
-        return self._map[entry.place : middle], target
+def _sample(content: NDArray[np.uint8]) -> Sample:
+    """Image and target in a file without fault."""
+    _, text = json.loads(content[:PAGE_BYTES].tobytes())
+    entry = PackEntry(*json.loads(text))
+    size = entry.height, entry.width
+    pixels = content[PAGE_BYTES:]
+    image, target = np.split(pixels, [3 * entry.height * entry.width])
+    return image.reshape(*size, 3), target.reshape(size)
 
 
-@contextmanager
-def _locked(folder: str) -> Iterator[BinaryIO]:
-    """The index, opened for appending, while no other process or thread has it; a killed one holds no lock."""
-    with open(os.path.join(folder, "index"), "a+b") as index:
-        fcntl.flock(index, fcntl.LOCK_EX)
-        index.seek(0, os.SEEK_END)
-        yield index
-
-
-def _line(entry: PackEntry) -> bytes:
-    text = json.dumps(entry, separators=(",", ":"))
-    return f"{_checksum(text)} {text}\n".encode()
-
-
-def _checksum(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _entry(line: bytes) -> PackEntry | None:
-    """None for a line that is damaged, or in another format."""
-    checksum, _, text = line.decode("latin-1").partition(" ")
-    if checksum != _checksum(text):
-        return None
-    try:
-        key, place, height, width, file_bytes, digest, image, mask = json.loads(text)
-        states = FileState(*image), FileState(*mask)
-        return PackEntry(key, place, height, width, file_bytes, digest, *states)
-    except (TypeError, ValueError):
-        return None
-
-
-def _digest(entry: PackEntry, parts: Sequence[Any]) -> str:
-    """Binds the bytes of an entry to its files: an entry that was copied to another key does not agree."""
-    digest = hashlib.sha256()
-    for text in (entry.key, entry.image.sha256, entry.mask.sha256):
-        digest.update(text.encode())
-    for part in parts:
-        digest.update(part)
+def _digest(text: str, pixels: Any) -> str:
+    """Binds the pixels of an entry to what it says of them."""
+    digest = hashlib.sha256(text.encode())
+    digest.update(pixels)
     return digest.hexdigest()
 
 
-def _times(pair: Pair) -> list[tuple[int, int, int]]:
-    """Size and times of change of image and mask, as in FileState."""
-    try:
-        states = [os.stat(path) for path in pair[1:]]
-    except OSError as error:
-        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from None
-    return [(state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in states]
-
-
-def _changed(pair: Pair, entry: PackEntry) -> str:
-    """A message if a source file is not the one that was packed."""
-    states = (entry.image, entry.mask)
-    for path, now, packed in zip(pair[1:], _times(pair), states, strict=True):
-        if now == packed[:3]:
-            continue
-        if now[0] != packed.size or sha256(Path(path)) != packed.sha256:
-            return f"{path} was changed after it was packed"
-    return ""
-
-
-def _damaged(parts: tuple[Bytes, Target] | None, entry: PackEntry, where: str) -> str:
-    """A message if the pixels are not those that were packed."""
-    if parts is None:
-        return f"{where} is truncated"
-    return "" if _digest(entry, parts) == entry.sha256 else f"{where} is damaged"
+def _states(pair: Pair) -> list[State]:
+    """Of image and mask as they are now."""
+    found = []
+    for path in pair[1:]:
+        try:
+            now = os.stat(path)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+        found.append([now.st_size, now.st_mtime_ns, now.st_ctime_ns])
+    return found

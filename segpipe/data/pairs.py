@@ -3,7 +3,8 @@
 An image belongs to the mask with the same path except for the suffix. If no mask has the
 path of an image, the masks may have one of MASK_ENDINGS behind it, and the images one of
 IMAGE_ENDINGS: the endings that make most pairs are taken, for all files alike; masks with
-another ending are other drawings of the same images and are left alone.
+another ending are other drawings of the same images and are left alone. In one folder,
+masks have such an ending, or another suffix: a.jpg with a.png.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,15 +30,45 @@ if TYPE_CHECKING:
 
 IMAGE_ENDINGS = ("", "_leftImg8bit", "_image", "_img", "_rgb", "_sat")
 MASK_ENDINGS = (
-    "_mask", "_masks", "_label", "_labels", "_gt", "_seg", "_segmentation", "_annotation", "_L", "_labelIds",
-    "_gtFine_labelIds", "_gtCoarse_labelIds", "_gtFine_labelTrainIds", "-mask", "-label",
-)  # fmt: skip
+    "_mask",
+    "_masks",
+    "_label",
+    "_labels",
+    "_gt",
+    "_seg",
+    "_segmentation",
+    "_annotation",
+    "_L",
+    "_labelIds",
+    "_gtFine_labelIds",
+    "_gtCoarse_labelIds",
+    "_gtFine_labelTrainIds",
+    "-mask",
+    "-label",
+)
 LOSSY = (".jpg", ".jpeg", ".jpe", ".jfif", ".webp")  # no mask, if there is another
-# What lies beside pictures and is none.
+# What lies beside pictures and is none; so is a file without a suffix.
 COMPANIONS = (
-    "", ".json", ".xml", ".txt", ".csv", ".md", ".yaml", ".yml", ".html", ".pdf", ".log", ".ini", ".db", ".mat",
-    ".py", ".zip", ".tar", ".gz", ".color", ".part",
-)  # fmt: skip
+    ".json",
+    ".xml",
+    ".txt",
+    ".csv",
+    ".md",
+    ".yaml",
+    ".yml",
+    ".html",
+    ".pdf",
+    ".log",
+    ".ini",
+    ".db",
+    ".mat",
+    ".py",
+    ".zip",
+    ".tar",
+    ".gz",
+    ".color",
+    ".part",
+)
 MOST_LEFT_OUT = 0.05  # of the files of a folder that may be of unknown formats
 SETTLED_NS = 50_000_000  # see facts.py
 
@@ -67,13 +99,24 @@ _scans: dict[tuple[str, FolderLayout], Scan] = {}
 
 def scan(data: DataConfig, split: str) -> tuple[list[Pair], list[str]]:
     """Pairs of a split, sorted by name, and a message for every file that is not part of a pair."""
-    found = _scan(_layout(data, split), split)
-    return found.pairs, found.faults
+    scans = _scans_of(data, split)
+    pairs = sorted(pair for one in scans for pair in one.pairs)
+    return pairs, [fault for one in scans for fault in one.faults]
 
 
 def left_out(data: DataConfig, split: str) -> list[str]:
     """A message for each folder of a split with files that are not read as pictures, but few enough to go on."""
-    return _scan(_layout(data, split), split).left_out
+    return [message for one in _scans_of(data, split) for message in one.left_out]
+
+
+def joined(data: DataConfig, split: str) -> list[str]:
+    """The splits that a split consists of: those of data.train_split for "train"."""
+    return (data.train_split if split == "train" else split).split("+")
+
+
+def _scans_of(data: DataConfig, split: str) -> list[Scan]:
+    """A scan for each of the splits that a split consists of."""
+    return [_scan(_layout(data, one), one) for one in joined(data, split)]
 
 
 def scan_undivided(data: DataConfig) -> tuple[list[Pair], list[str]]:
@@ -82,13 +125,15 @@ def scan_undivided(data: DataConfig) -> tuple[list[Pair], list[str]]:
     return found.pairs, found.faults
 
 
-def pairing(data: DataConfig, split: str) -> Path | None:
-    """The file that says which images belong to a split, or which mask to which image, if the folders do not."""
-    layout = _layout(data, split)
-    return None if isinstance(layout, str) else layout.table or layout.listing
+def pairings(data: DataConfig, split: str) -> list[Path]:
+    """The files that say which images belong to a split, or which mask to which image, if the folders do not."""
+    layouts = [_layout(data, one) for one in joined(data, split)]
+    found = [one.table or one.listing for one in layouts if not isinstance(one, str)]
+    return [path for path in found if path]
 
 
 def _layout(data: DataConfig, split: str) -> FolderLayout | str:
+    """Where the files of a split are, or a message why nothing says so."""
     root = Path(data.root)
     if data.name not in PUBLISHED or data.images or data.masks:
         return locate(root, split, data.images, data.masks)
@@ -102,17 +147,21 @@ def _scan(layout: FolderLayout | str, split: str) -> Scan:
     """The scan of a layout: the last one, as long as no folder or list has changed since."""
     if isinstance(layout, str):  # why there is none
         return Scan(faults=[layout])
+
     known = _scans.get((split, layout))
     if known and all(_changed(path) == then for path, then in known.times.items()):
         return known
+
     found = Scan()
     if layout.table:
         _pair_by_table(layout.images, layout.table, found)
     else:
         _pair_by_name(layout, split, found)
+
     found.pairs.sort()
     if time.time_ns() - max(found.times.values(), default=0) > SETTLED_NS:
         _scans[split, layout] = found
+
     return found
 
 
@@ -125,34 +174,40 @@ def _changed(path: str) -> int:
 
 
 def _pair_by_name(layout: FolderLayout, split: str, found: Scan) -> None:
+    """Pairs of images and masks with the same stem, those on a list if there is one."""
     for folder in (layout.images, layout.masks):
         if not folder.is_dir():
             found.faults.append(missing(folder))
             return
-    images = _pictures(layout.images, (), found)
-    masks = images
-    if layout.masks != layout.images:
+
+    together = layout.masks == layout.images
+    if together:
+        images, masks = _in_one_folder(layout.images, found)
+    else:
+        images = _pictures(layout.images, (), found)
         masks = _pictures(layout.masks, LOSSY, found)
     endings = _endings(layout, images, masks)
     if isinstance(endings, str):
         found.faults.append(endings)
         return
+
     of_image, of_mask = endings
-    if layout.masks == layout.images and of_mask:
-        names = [name for name in images if not name.endswith(of_mask)]
-        images = {name: images[name] for name in names}
-    images, masks = _without(images, of_image), _without(masks, of_mask)
+    masks = _without(masks, of_mask)
+    if together and of_mask:
+        others = images.items()
+        images = {name: path for name, path in others if not name.endswith(of_mask)}
+
+    images = _without(images, of_image)
     chosen = images.keys() | masks.keys()
     if layout.sequences:
         chosen = {stem for stem in chosen if stem.split("/")[0] in layout.sequences}
     if layout.listing:
         chosen = _listed(layout.listing, images, of_image, found)
-    images = {stem: images[stem] for stem in sorted(chosen & images.keys())}
-    masks = {stem: masks[stem] for stem in sorted(chosen & masks.keys())}
-    for stem, path in images.items():
-        if stem in masks:
-            found.pairs.append(Pair(f"{stem}{of_image}", path, masks[stem]))
-    _report_single(layout, images, masks, of_mask, found)
+
+    for stem in sorted(chosen & images.keys() & masks.keys()):
+        found.pairs.append(Pair(f"{stem}{of_image}", images[stem], masks[stem]))
+
+    _report_single(layout, images, masks, sorted(chosen), of_mask, found)
     if not found.pairs and not found.faults:
         where = layout.listing or layout.images
         found.faults.append(
@@ -160,28 +215,46 @@ def _pair_by_name(layout: FolderLayout, split: str, found: Scan) -> None:
         )
 
 
+def _in_one_folder(folder: Path, found: Scan) -> tuple[dict[str, str], dict[str, str]]:
+    """Images and masks of a folder that holds both: those of another suffix if there are any, or all files twice."""
+    lossless = tuple(set(SUFFIXES) - set(LOSSY))
+    images = _pictures(folder, lossless, found)
+    masks = _pictures(folder, LOSSY, Scan())
+    if images != masks:
+        images = {k: path for k, path in images.items() if not _ends(path, lossless)}
+        masks = {k: path for k, path in masks.items() if _ends(path, lossless)}
+    return images, masks
+
+
+def _ends(path: str, suffixes: tuple[str, ...]) -> bool:
+    return path.lower().endswith(suffixes)
+
+
 def _report_single(
     layout: FolderLayout,
     images: dict[str, str],
     masks: dict[str, str],
+    chosen: list[str],
     of_mask: str,
     found: Scan,
 ) -> None:
     """Add a fault for each image without a mask, and for each mask without an image."""
-    if images and not masks:
-        found.faults.append(
-            f"{layout.masks} holds no masks of the {len(images)} images. Labels of "
-            "another format: `segpipe import --help`."
-        )
-        return
-    for stem, path in images.items():
-        if stem not in masks:
-            found.faults.append(
-                f"{path} has no mask {layout.masks / stem}{of_mask}.png."
-            )
-    for stem, path in masks.items():
-        if stem not in images:
-            found.faults.append(f"{path} has no image in {layout.images}.")
+    without_mask, without_image = [], []
+    for stem in chosen:
+        image, mask = images.get(stem), masks.get(stem)
+        if image and not mask:
+            place = f"{layout.masks / stem}{of_mask}.png"
+            without_mask.append(f"{image} has no mask {place}.")
+        if mask and not image:
+            without_image.append(f"{mask} has no image in {layout.images}.")
+
+    if without_mask and not found.pairs and not without_image:
+        without_mask = [
+            f"{layout.masks} holds no masks of the {len(without_mask)} images. Labels "
+            "of another format: `segpipe import --help`."
+        ]
+
+    found.faults += without_mask + without_image
 
 
 def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> dict[str, str]:
@@ -193,38 +266,44 @@ def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> dict[str,
     others: list[str] = []
     folders: list[str] = []
     start = len(str(folder)) + 1
-    for path in sorted(map(str, files_below(folder, folders))):
+    for path in sorted(files_below(folder, folders)):
         stem, suffix = os.path.splitext(path[start:])
         suffix = suffix.lower()
         if os.path.basename(stem).startswith("."):
             continue
-        if not path.isascii() and not _is_text(path):
-            found.faults.append(
-                f"{folder}/{path[start:]!a} has a name that is not UTF-8. Rename it, "
-                "with convmv for instance."
-            )
-        elif suffix not in SUFFIXES:
-            if suffix not in COMPANIONS:
-                others.append(path)
-        else:
-            other = pictures.setdefault(_composed(stem), path)
-            if other != path and other.lower().endswith(inferior or "/"):
-                pictures[_composed(stem)] = path
-            elif other != path and not suffix.endswith(inferior or "/"):
+        if not path.isascii():
+            if not _is_text(path):
                 found.faults.append(
-                    f"{other} and {path} have the same stem. Remove one of them."
+                    f"{folder}/{path[start:]!a} has a name that is not UTF-8. Rename "
+                    "it, with convmv for instance."
                 )
+                continue
+            stem = _composed(stem)
+        if suffix not in SUFFIXES:
+            if suffix and suffix not in COMPANIONS:
+                others.append(path)
+            continue
+        other = pictures.setdefault(stem, path)
+        if other == path:
+            continue
+        if other.lower().endswith(inferior):
+            pictures[stem] = path
+        elif suffix not in inferior:
+            found.faults.append(
+                f"{other} and {path} have the same stem. Remove one of them."
+            )
+
     found.times |= {path: _changed(path) for path in folders}
     if others:
         kinds = Counter(os.path.splitext(path)[1].lower() for path in others)
         counts = [f"{count} {suffix}" for suffix, count in kinds.most_common()]
-        message = (
+        many = len(others) > MOST_LEFT_OUT * (len(pictures) + len(others))
+        (found.faults if many else found.left_out).append(
             f"{folder} holds {len(others)} files that are not read, beside "
             f"{len(pictures)} pictures: {listed(counts)} (the first: {others[0]!r}). "
             "Convert the pictures among them, and move the rest away."
         )
-        many = len(others) > MOST_LEFT_OUT * (len(pictures) + len(others))
-        (found.faults if many else found.left_out).append(message)
+
     return pictures
 
 
@@ -245,34 +324,37 @@ def _endings(
     layout: FolderLayout, images: Iterable[str], masks: Iterable[str]
 ) -> tuple[str, str] | str:
     """What ends the stems of images and masks, or a message if two endings fit equally well."""
-    of_images: tuple[str, ...] = IMAGE_ENDINGS
-    of_masks: tuple[str, ...] = ("", *MASK_ENDINGS)
+    of_images, of_masks = [*IMAGE_ENDINGS], ["", *MASK_ENDINGS]
     if layout.image_ending is not None:
-        of_images = (layout.image_ending,)
+        of_images = [layout.image_ending]
+    if images == masks:
+        of_masks = [*MASK_ENDINGS]
     if layout.mask_ending is not None:
-        of_masks = (layout.mask_ending,)
-    first = (of_images[0], of_masks[0])
+        of_masks = [layout.mask_ending]
+
+    ways = list(product(of_images, of_masks))
     stems = set(masks)
-    if len(of_images) == len(of_masks) == 1:
-        return first
-    if first == ("", "") and not stems.isdisjoint(images):
-        return first
+    if len(ways) == 1 or (ways[0] == ("", "") and not stems.isdisjoint(images)):
+        return ways[0]
+
     counts: Counter[tuple[str, str]] = Counter()
     for of_image in of_images:
-        for stem in _without(dict.fromkeys(images, ""), of_image):
-            for of_mask in of_masks:
-                counts[of_image, of_mask] += f"{stem}{of_mask}" in stems
-    best = max(counts.values(), default=0)
-    if not best:
-        return first
-    fits = [endings for endings, count in counts.items() if count == best]
-    if len(fits) > 1:
-        ways = " and ".join(f"*{ending}" for _, ending in fits)
+        bare = _without(dict.fromkeys(images, ""), of_image)
+        for of_mask in of_masks:
+            expected = (f"{stem}{of_mask}" for stem in bare)
+            counts[of_image, of_mask] = sum(stem in stems for stem in expected)
+
+    (best, most), (_, second) = counts.most_common(2)
+    if not most:
+        return ways[0]
+    if second == most:
+        fits = [f"*{ending}" for (_, ending), count in counts.items() if count == most]
         return (
-            f"{layout.masks} has the masks {ways} for its images. Choose with "
-            f"data.masks=FOLDER/SPLIT/*{fits[0][1]}."
+            f"{layout.masks} has the masks {' and '.join(fits)} for its images. Choose with "
+            f"data.masks=FOLDER/SPLIT/{fits[0]}."
         )
-    return fits[0]
+
+    return best
 
 
 def _without(paths: dict[str, str], ending: str) -> dict[str, str]:
@@ -292,23 +374,31 @@ def _listed(
     known |= {stem: stem for stem in images}
     for stem, path in images.items():
         known[_composed(os.path.splitext(os.path.normpath(path))[0])] = stem
+
     stems: Counter[str] = Counter()
     for text in _text(listing, found).splitlines():
         line = _composed(text.strip())
-        if not line:
-            continue
         bare = os.path.splitext(line)[0]
         path = os.path.normpath(listing.parent / bare)
-        stem = known.get(line) or known.get(bare) or known.get(path, "")
-        stems[stem or line] += 1
-        if not stem:
+        known_stem = known.get(line) or known.get(bare) or known.get(path)
+        if known_stem:
+            stems[known_stem] += 1
+        elif line:
             found.faults.append(
                 f"{listing} lists {line:.200}, but images has no such stem."
             )
-    for stem, times in stems.items():
-        if times > 1:
-            found.faults.append(f"{listing} lists {stem} {times} times.")
+
+    _report_repeated(listing, "lists", stems, found)
     return set(stems)
+
+
+def _report_repeated(
+    listing: Path, verb: str, names: Counter[str], found: Scan
+) -> None:
+    """Add a fault for each name that a list has more than once."""
+    for name, times in names.items():
+        if times > 1:
+            found.faults.append(f"{listing} {verb} {name} {times} times.")
 
 
 def _pair_by_table(root: Path, table: Path, found: Scan) -> None:
@@ -323,13 +413,13 @@ def _pair_by_table(root: Path, table: Path, found: Scan) -> None:
         raise DataError(
             f"{table} is no table of image and mask: {error}. Write a row for each pair."
         ) from None
+
     header = [cell.strip().lower() for cell in rows[0]] if rows else []
-    named = "image" in header and "mask" in header
+    named = {"image", "mask"} <= set(header)
     columns = (header.index("image"), header.index("mask")) if named else (0, 1)
     names: Counter[str] = Counter()
-    folders: set[str] = set()
     for number, row in enumerate(rows, 1):
-        if (named and number == 1) or not any(cell.strip() for cell in row):
+        if (named and number == 1) or not "".join(row).strip():
             continue
         if len(row) <= max(columns) or (not named and len(row) != 2):
             found.faults.append(
@@ -346,12 +436,13 @@ def _pair_by_table(root: Path, table: Path, found: Scan) -> None:
             found.faults.append(f"{table}, line {number}: {path} does not exist.")
         if not absent:
             found.pairs.append(pair)
-            folders |= {os.path.dirname(path) for path in pair[1:]}
-    for name, times in names.items():
-        if times > 1:
-            found.faults.append(f"{table} has {name} {times} times.")
+
+    _report_repeated(table, "has", names, found)
     if not names and not found.faults:
         found.faults.append(f"{table} is empty: it has no pair of image and mask.")
+
+    files = [path for pair in found.pairs for path in pair[1:]]
+    folders = {os.path.dirname(path) for path in files}
     found.times |= {path: _changed(path) for path in folders}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -90,28 +89,6 @@ class PluginSamples(DataSet):
         digest.update(image.tobytes())
         digest.update(target.tobytes())
         return digest.hexdigest()
-
-    def problems(
-        self,
-        indices: Sequence[int],
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> Iterator[str]:
-        """Message for every sample among these that is not as it must be, and for names that occur twice."""
-        first: dict[str, int] = {}
-        for done, index in enumerate(indices, 1):
-            progress(done, len(indices))
-            try:
-                self.read(index)
-                name = self.name(index)
-            except DataError as error:
-                yield str(error)
-                continue
-            other = first.setdefault(name, index)
-            if other != index:
-                yield (
-                    f"{self._where}: samples {other} and {index} are both named "
-                    f"{name}. Give each a name of its own."
-                )
 
     @property
     def _where(self) -> str:

@@ -1,9 +1,8 @@
 """Picture files to arrays. A truncated or damaged file is an error that names it.
 
-Pillow reads headers, masks, and images of other formats than PNG and JPEG, which OpenCV
-decodes in three quarters of the time. The format is that of the content; the suffix
-does not matter. Decoders fill the missing part of a truncated file with grey or black
-and carry on, so the end of every file is checked first.
+OpenCV decodes images in PNG and JPEG and grey masks in PNG; Pillow reads all else. The format is
+that of the content; the suffix does not matter. Decoders fill the missing part of a truncated
+file with grey or black and carry on, so the end of every file is checked first.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ import sys
 import tempfile
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import chain
 from pathlib import Path
 from threading import get_native_id
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageFile, TiffImagePlugin
+from PIL import Image, ImageFile, ImageOps, TiffImagePlugin
 
 from segpipe.disk import PASSING, patiently
 from segpipe.errors import DataError
@@ -35,10 +34,11 @@ from segpipe.errors import DataError
 # The signature of a format, and what its files end with.
 PNG = (b"\x89PNG\r\n\x1a\n", b"\x00\x00\x00\x00IEND\xaeB`\x82")
 JPEG = (b"\xff\xd8", b"\xff\xd9")
-HEAD_BYTES, TAIL_BYTES = 32, 4096
+PART_BYTES, TAIL_BYTES = 2**16, 4096
 OTHERS = (b"BM", b"II*\0", b"MM\0*", b"RIFF")
 # TGA has no signature: only its suffix tells, and Pillow takes other bytes for one.
-FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP", "PPM")
+FORMATS = ("JPEG", "BMP", "TIFF", "WEBP", "PPM")
+PNG_LAYOUTS = {0: "grey", 2: "color", 3: "palette", 4: "grey", 6: "color"}
 LAYOUTS = {
     **dict.fromkeys(("1", "L", "LA", "I", "I;16", "I;16B"), "grey"),
     **dict.fromkeys(("P", "PA"), "palette"),
@@ -46,19 +46,13 @@ LAYOUTS = {
 }
 WIDE = ("I", "I;16", "I;16B")  # modes of 16 bits
 ORIENTATION_TAG = 0x0112
-TIFF_BITS, TIFF_PHOTOMETRIC, TIFF_SUBFILE = 258, 262, 254
+TIFF_BITS, TIFF_PHOTOMETRIC = 258, 262
 TIFF_PLACES = ((273, 279), (324, 325))  # offsets and lengths of strips, or of tiles
 WRITE_PNG = "Write it as PNG."
 LOSSY = (
     "{} loses information, and with it ids at every edge. Export the masks as PNG "
     "from where they were drawn."
 )
-# How EXIF's orientations turn stored pixels upright, in this order: transpose, flip
-# rows, flip columns.
-TURNS = {
-    1: (False, False, False), 2: (False, False, True), 3: (False, True, True), 4: (False, True, False),
-    5: (True, False, False), 6: (True, False, True), 7: (True, True, True), 8: (True, True, False),
-}  # fmt: skip
 # What libjpeg says of a file that it decodes all the same. Extraneous bytes cost no
 # pixel, and cameras write them.
 JPEG_DAMAGE = re.compile(
@@ -67,17 +61,20 @@ JPEG_DAMAGE = re.compile(
     "|Invalid SOS parameters.*"
 )
 JPEG_WORDS = re.compile(f"{JPEG_DAMAGE.pattern}|Corrupt JPEG data")
-NO_FILES = {stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
 OPAQUE = 255
 CHUNK = 32  # items that a thread takes at a time: a task costs 50 us, a small mask 100
-Value = int | tuple[int, int, int]  # an id or a color
 Pixels = NDArray[np.uint8] | NDArray[np.uint16]
+Progress = Callable[[int, int], None]  # called with done and total
 T = TypeVar("T")
 R = TypeVar("R")
 
 # Pillow warns of a truncated TIFF, once per process: the error here names the file.
 warnings.filterwarnings("ignore", module="PIL")
 Image.MAX_IMAGE_PIXELS = None  # data.max_pixels is the limit, for every decoder
+
+
+def silent(done: int, total: int) -> None:
+    """Progress that nobody sees."""
 
 
 class Header(NamedTuple):
@@ -107,19 +104,47 @@ class RawMask(NamedTuple):
     palette: NDArray[np.uint8] | None = None  # colors of the indices, uint8 (n, 4)
 
 
-def read_header(path: str) -> Header:
-    """Header of a picture file. Raises DataError if the file does not reach its end; reads little of a PNG or JPEG."""
+def read_file(path: str, *, part: bool = False) -> bytes:
+    """Content of a file; with `part` only head and tail of a large one.
 
-    def read() -> Header:
-        size = os.stat(path).st_size
-        with Path(path).open("rb") as file, _named(path, size):
-            return _opened(file, path)[1]
+    Raises DataError for what is no file: opening a FIFO waits for ever, and a device has no end.
+    """
 
-    _check_regular(path)
+    def read() -> bytes:
+        with open(path, "rb") as file:
+            if not part or state.st_size < 2 * PART_BYTES:
+                return file.read()
+            head = file.read(PART_BYTES)
+            file.seek(-TAIL_BYTES, os.SEEK_END)
+            return head + file.read()
+
     try:
-        return patiently(Path(path), read)
+        state = os.stat(path)
+        if not stat.S_ISREG(state.st_mode):
+            raise DataError(
+                f"{path} is a folder, a FIFO or a device, but a picture was needed. Remove it."
+            )
+        return patiently(path, read)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        advice = ""
+        if error.errno in PASSING:
+            advice = ", at six tries. Check the disk or the file server that holds it"
+        raise DataError(f"{path} cannot be read: {error.strerror}{advice}.") from None
+
+
+def read_header(path: str) -> Header:
+    """Header of a picture file; reads little of a large PNG or JPEG. Raises DataError if the file lacks its end."""
+    content = read_file(path, part=True)
+    if content.startswith((PNG[0], JPEG[0])):
+        with suppress(DataError):  # of a header that is longer
+            return header_of(content, path)
+    return header_of(read_file(path), path)
+
+
+def header_of(content: bytes, path: str) -> Header:
+    """Header of a picture file with this content. Raises DataError if it lacks its end."""
+    with _named(path, len(content)):
+        return _opened(content, path)[1]
 
 
 def read_image(
@@ -133,35 +158,37 @@ def read_image(
 
     `exif` says what becomes of an EXIF orientation: "apply", "ignore", or "" for what
     makes the image as large as its mask, (height, width) `size`. `data` is the content
-    of the file, if it was read and checked before. Raises DataError for a missing,
-    truncated or damaged file.
+    of the file, if it was read before. Raises DataError for a missing, truncated or
+    damaged file.
     """
-    content = _content(path) if data is None else data
+    content = read_file(path) if data is None else data
     with _named(path, len(content)):
-        image, header = _opened(io.BytesIO(content), path)
-        if data is None:
-            _check_checksums(image.format, content)
-        fast = content.startswith((PNG[0], JPEG[0]))
-        pixels = _decode(content) if fast else _rgb(image)
-    turn = orientation(header, size, exif, path)
-    if turn == 1:
+        image, header = _opened(content, path)
+        turn = is_turned(header, size, exif, path)
+        if content.startswith(PNG[0]):
+            _check_checksums(content)
+        if image is None or content.startswith(JPEG[0]):
+            stored = 0 if turn else cv2.IMREAD_IGNORE_ORIENTATION
+            return np.asarray(_decode(content, cv2.IMREAD_COLOR_RGB | stored), np.uint8)
+        pixels = _rgb(image)
+        if turn:  # Pillow turns by the EXIF block of the file
+            exif_block = Image.Exif()
+            exif_block[ORIENTATION_TAG] = header.orientation
+            upright = Image.fromarray(pixels)
+            upright.info["exif"] = exif_block.tobytes()
+            pixels = np.asarray(ImageOps.exif_transpose(upright))
         return pixels
-    transpose, rows, columns = TURNS[turn]
-    if transpose:
-        pixels = pixels.transpose(1, 0, 2)
-    return np.ascontiguousarray(pixels[:: -1 if rows else 1, :: -1 if columns else 1])
 
 
-def orientation(header: Header, size: Sequence[int], rule: str, path: str) -> int:
-    """EXIF orientation to apply to an image so that it lies as its mask of (height, width) `size` does.
+def is_turned(header: Header, size: Sequence[int], rule: str, path: str) -> bool:
+    """Whether the EXIF orientation of an image has to be applied so that it lies as its mask of (height, width) `size`.
 
-    `rule` is that of the class table. Without one, the size decides: a mask of the turned size was drawn on the turned
-    image. Raises DataError where both have the same size, since then nothing tells them apart.
+    `rule` is that of the class table. Without one, the size decides: a mask of the turned
+    size was drawn on the turned image. Raises DataError where both have the same size,
+    since then nothing tells them apart.
     """
-    if header.orientation == 1 or rule == "ignore":
-        return 1
-    if rule == "apply":
-        return header.orientation
+    if header.orientation == 1 or rule:
+        return header.orientation != 1 and rule == "apply"
     if header.upright == header[:2]:
         raise DataError(
             f"{path} has the EXIF orientation {header.orientation}, and its mask has the same size turned or not. Set "
@@ -170,16 +197,23 @@ def orientation(header: Header, size: Sequence[int], rule: str, path: str) -> in
             cause=f"orientation {header.orientation}",
             where=path,
         )
-    return header.orientation if tuple(size) == header.upright else 1
+
+    return tuple(size) == header.upright
 
 
-def read_mask(path: str) -> RawMask:
+def read_mask(path: str, data: bytes | None = None) -> RawMask:
     """Pixels of a mask file as stored. Raises DataError for a damaged file, and for formats that lose ids."""
-    data = _content(path)
-    with _named(path, len(data)):
-        image, header = _opened(io.BytesIO(data), path)
+    content = read_file(path) if data is None else data
+    with _named(path, len(content)):
+        image, header = _opened(content, path)
         check_mask(header, path)
-        _check_checksums(image.format, data)
+        if image is None:
+            _check_checksums(content)
+            if header.layout == "grey" and header.bits >= 8 and content[25] == 0:
+                ids = _decode(content, cv2.IMREAD_UNCHANGED)
+                if ids.ndim == 2:  # not with a transparent value
+                    return RawMask(header, ids)
+            image = Image.open(io.BytesIO(content), formats=("PNG",))
         pixels = _stored(image)
         if pixels.ndim == 3:
             return RawMask(header, None, np.array(image.convert("RGBA")))
@@ -200,42 +234,13 @@ def read_mask(path: str) -> RawMask:
 
 def check_mask(header: Header, path: str) -> None:
     """Raise DataError for a format that cannot hold a mask."""
-    if header.mask_fault:
-        raise DataError(
-            f"{path} cannot be a mask: {header.mask_fault}",
-            cause=header.mask_fault,
-            where=path,
-        )
+    fault = header.mask_fault
     if header.orientation != 1:
-        raise DataError(
-            f"{path} is a mask with an EXIF orientation. Write it upright, without EXIF."
+        fault = (
+            fault or "a mask with an EXIF orientation. Write it upright, without EXIF."
         )
-
-
-def _content(path: str) -> bytes:
-    _check_regular(path)
-    try:
-        return patiently(Path(path), Path(path).read_bytes)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _check_regular(path: str) -> None:
-    """Raise DataError for what is no file: opening a FIFO waits for ever, and a device has no end."""
-    try:
-        mode = os.stat(path).st_mode
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    if not stat.S_ISREG(mode):
-        kind = NO_FILES.get(stat.S_IFMT(mode), "a device")
-        raise DataError(f"{path} is {kind}, but a picture file was needed. Remove it.")
-
-
-def _unreadable(path: str, error: OSError) -> DataError:
-    advice = ""
-    if error.errno in PASSING:
-        advice = ", at six tries. Check the disk or the file server that holds it"
-    return DataError(f"{path} cannot be read: {error.strerror}{advice}.")
+    if fault:
+        raise DataError(f"{path} cannot be a mask: {fault}", cause=fault, where=path)
 
 
 @contextmanager
@@ -245,57 +250,102 @@ def _named(path: str, length: int) -> Iterator[None]:
         yield
     except EOFError:
         raise DataError(
-            f"{path} is truncated: its {length} bytes end before the image does. Copy "
-            "it again."
+            f"{path} is truncated: its {length} bytes end before the image does. Copy it again."
         ) from None
     except ValueError as error:
         raise DataError(f"{path} {error}") from None
 
 
-def _opened(file: BinaryIO, path: str) -> tuple[ImageFile.ImageFile, Header]:
-    """The picture in a file, not decoded yet, and its header; its file reaches the end of the picture."""
-    head = file.read(HEAD_BYTES)
-    if not head:
+def _opened(content: bytes, path: str) -> tuple[ImageFile.ImageFile | None, Header]:
+    """Header of a picture whose file reaches its end; except for PNG, the picture as well, not decoded yet."""
+    if not content:
         raise ValueError("is empty. Copy it again, or convert it.")
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - TAIL_BYTES))
-    tail = file.read()
+
     for signature, end in (PNG, JPEG):
-        if head.startswith(signature) and end not in tail:
+        if content.startswith(signature) and end not in content[-TAIL_BYTES:]:
             raise EOFError
+
+    if content.startswith(PNG[0]):
+        return None, _png_header(content)
+
     formats = (*FORMATS, "TGA") if path.lower().endswith(".tga") else FORMATS
     try:
-        image = Image.open(file, formats=formats)
-    except Exception as error:  # whatever Pillow raises for damaged data
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        if head.startswith(OTHERS):
+        image = Image.open(io.BytesIO(content), formats=formats)
+    except Exception:  # whatever Pillow raises for damaged data
+        if content.startswith(OTHERS):
             raise EOFError from None
-        if head.startswith((PNG[0], JPEG[0])):
+        if content.startswith(JPEG[0]):
             raise ValueError(
                 "is damaged: its header cannot be read. Copy it again."
             ) from None
         raise ValueError(
-            "is neither PNG nor JPEG, BMP, TIFF, WebP, PNM or TGA. Copy it again, or "
-            "convert it."
+            "is neither PNG nor JPEG, BMP, TIFF, WebP, PNM or TGA. Copy it again, or convert it."
         ) from None
-    _check_whole(image, head, size)
-    return image, _header(image, head)
+
+    _check_whole(image, content)
+    return image, _header(image)
 
 
-def _check_whole(image: ImageFile.ImageFile, head: bytes, size: int) -> None:
-    """Raise EOFError if the header places pixels behind the end of the file."""
-    if isinstance(image, TiffImagePlugin.TiffImageFile):
-        for places, sizes in TIFF_PLACES:
-            strips = zip(
-                image.tag_v2.get(places, ()), image.tag_v2.get(sizes, ()), strict=False
+def _chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Of each chunk of a PNG: its kind, and where its body starts and ends. Raises EOFError behind the end."""
+    start = len(PNG[0])
+    while start < len(content):
+        end = start + 8 + int.from_bytes(content[start : start + 4])
+        kind = content[start + 4 : start + 8]
+        yield kind, start + 8, end
+        if kind == b"IEND":
+            return
+        start = end + 4
+
+    raise EOFError
+
+
+def _png_header(content: bytes) -> Header:
+    width = int.from_bytes(content[16:20])
+    height = int.from_bytes(content[20:24])
+    bits = content[24]
+    layout = PNG_LAYOUTS.get(content[25])
+    if content[12:16] != b"IHDR" or not layout or not width * height:
+        raise ValueError("is damaged: its header cannot be read. Copy it again.")
+
+    orientation = 1
+    for kind, start, end in _chunks(content):
+        if kind == b"eXIf":
+            orientation = _exif_orientation(content[start:end])
+        if kind == b"IDAT":
+            break
+
+    fault = ""
+    if layout == "color" and bits != 8:
+        fault = f"{bits} bits per channel are more than a color needs. Write it with 8."
+
+    return Header(height, width, layout, bits, orientation, fault)
+
+
+def _check_checksums(content: bytes) -> None:
+    """Raise ValueError for a PNG with a wrong checksum, which no decoder compares. Other formats have none."""
+    view = memoryview(content)
+    for kind, start, end in _chunks(content):
+        expected = int.from_bytes(view[end : end + 4])
+        if zlib.crc32(view[start - 4 : end]) != expected:
+            raise ValueError(
+                f"is damaged (checksum of its part {kind!r}). Copy it again."
             )
-            if any(place + length > size for place, length in strips):
+
+
+def _check_whole(image: ImageFile.ImageFile, content: bytes) -> None:
+    """Raise EOFError if the header places pixels behind the end of the file."""
+    size = len(content)
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        for places, lengths in TIFF_PLACES:
+            starts = image.tag_v2.get(places, ())
+            strips = zip(starts, image.tag_v2.get(lengths, ()), strict=False)
+            if any(start + length > size for start, length in strips):
                 raise EOFError
-    elif image.format == "WEBP" and size < 8 + int.from_bytes(head[4:8], "little"):
+    elif image.format == "WEBP" and size < 8 + int.from_bytes(content[4:8], "little"):
         raise EOFError
     elif image.format == "BMP":
-        bits = int.from_bytes(head[28:30], "little")
+        bits = int.from_bytes(content[28:30], "little")
         if image.mode == "1" and bits == 8:
             raise ValueError(
                 "is a BMP of 8 bits with a palette of black and white, which Pillow "
@@ -307,51 +357,65 @@ def _check_whole(image: ImageFile.ImageFile, head: bytes, size: int) -> None:
             raise EOFError
 
 
-def _header(image: ImageFile.ImageFile, head: bytes) -> Header:
+def _header(image: ImageFile.ImageFile) -> Header:
+    """Header of a picture of another format than PNG."""
     orientation = _exif_orientation(image.info.get("exif", b""))
-    if head.startswith(JPEG[0]):
+    if image.format == "JPEG":
         fault = LOSSY.format("JPEG")
         return Header(image.height, image.width, "color", 8, orientation, fault)
+
     layout = LAYOUTS.get(image.mode)
     if layout is None or (image.mode == "I" and image.format != "PPM"):
         raise ValueError(
-            f"has pixels of the mode {image.mode}, but grey or RGB of 8 or 16 bits "
-            "were needed."
+            f"has pixels of the mode {image.mode}, but grey or RGB of 8 or 16 bits were needed."
         )
-    bits = 16 if image.mode in WIDE else 1 if image.mode == "1" else 8
-    if image.format == "PNG":
-        bits = head[24]
-    elif image.format in ("TIFF", "WEBP") and _pages(image) > 1:
+
+    bits = 8
+    if image.mode in WIDE:
+        bits = 16
+    elif image.mode == "1":
+        bits = 1
+
+    if image.format in ("TIFF", "WEBP") and _has_pages(image):
         raise ValueError("holds several pages. Write each as a file.")
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         bits = image.tag_v2.get(TIFF_BITS, (1,))[0]
         if image.tag_v2.get(ORIENTATION_TAG, 1) != 1:
             raise ValueError(
-                "names an orientation, which decoders treat differently in TIFF. "
-                "Write it upright."
+                "names an orientation, which decoders treat differently in TIFF. Write it upright."
             )
+
     fault = _mask_fault(image, layout, bits)
     return Header(image.height, image.width, layout, bits, orientation, fault)
+
+
+def _has_pages(image: ImageFile.ImageFile) -> bool:
+    try:
+        image.seek(1)
+    except Exception:  # there is no second one, or it is damaged
+        return False
+    finally:
+        image.seek(0)
+    return True
 
 
 def _mask_fault(image: ImageFile.ImageFile, layout: str, bits: int) -> str:
     if image.format == "WEBP":
         return LOSSY.format("WebP")
-    if "jpeg" in str(image.info.get("compression")):
-        return LOSSY.format("JPEG inside TIFF")
-    if (
-        isinstance(image, TiffImagePlugin.TiffImageFile)
-        and image.tag_v2.get(TIFF_PHOTOMETRIC) == 0
-    ):
-        return f"its grey values are inverted. {WRITE_PNG}"
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        if "jpeg" in str(image.info.get("compression")):
+            return LOSSY.format("JPEG inside TIFF")
+        if image.tag_v2.get(TIFF_PHOTOMETRIC) == 0:
+            return f"its grey values are inverted. {WRITE_PNG}"
+
     if image.format == "PPM" and image.tile[0][0] != "raw":
         return (
             f"Pillow scales values of a PNM with another maximum than 255. {WRITE_PNG}"
         )
-    if layout == "color" and bits != 8:
-        return f"{bits} bits per channel are more than a color needs. Write it with 8."
-    if layout == "grey" and bits not in (8, 16) and image.format != "PNG":
+
+    if bits not in (8, 16) or (layout == "color" and bits != 8):
         return f"{image.format} with {bits} bits per pixel is not read. {WRITE_PNG}"
+
     return ""
 
 
@@ -359,48 +423,25 @@ def _exif_orientation(block: bytes) -> int:
     """Orientation that EXIF data names, 1 to 8; 1 if it names none or is damaged."""
     if not block:
         return 1
+
     exif = Image.Exif()
     try:
         exif.load(block)
         value = exif.get(ORIENTATION_TAG)
     except Exception:  # whatever Pillow raises for damaged data
         return 1
+
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
-def _pages(image: ImageFile.ImageFile) -> int:
-    """Number of pictures in a file, without smaller copies and masks of the first."""
-    if not isinstance(image, TiffImagePlugin.TiffImageFile):
-        return int(getattr(image, "n_frames", 1))
-    try:
-        image.seek(1)
-        second = image.tag_v2.get(TIFF_SUBFILE, 0)
-    except Exception:  # there is none, or it is damaged
-        return 1
-    finally:
-        image.seek(0)
-    return 1 if second & 0b101 else 2
-
-
-def _check_checksums(kind: str | None, data: bytes) -> None:
-    """Raise ValueError for a PNG with a wrong checksum, which no decoder compares. Other formats have none."""
-    if kind != "PNG":
-        return
-    try:
-        Image.open(io.BytesIO(data), formats=("PNG",)).verify()
-    except Exception as error:  # whatever Pillow raises for damaged data
-        raise ValueError(f"is damaged ({error}). Copy it again.") from None
-
-
-def _decode(data: bytes) -> NDArray[np.uint8]:
-    """RGB of a PNG or JPEG, by OpenCV."""
+def _decode(content: bytes, flags: int) -> NDArray[Any]:
+    """Pixels of a PNG or JPEG, by OpenCV."""
     pixels = None
-    flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
     with suppress(cv2.error):
-        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
+        pixels = cv2.imdecode(np.frombuffer(content, np.uint8), flags)
     if pixels is None:
         raise ValueError("is complete, but cannot be decoded. Write or copy it again.")
-    return np.asarray(pixels, np.uint8)
+    return np.asarray(pixels)
 
 
 def _stored(image: ImageFile.ImageFile) -> NDArray[Any]:
@@ -411,8 +452,10 @@ def _stored(image: ImageFile.ImageFile) -> NDArray[Any]:
         if "truncated" in str(error):
             raise EOFError from None
         raise ValueError(f"cannot be decoded ({error}). Write it again.") from None
+
     if image.mode in WIDE:
         return pixels.astype(np.uint16)
+
     return pixels.astype(np.uint8) * np.uint8(255 if image.mode == "1" else 1)
 
 
@@ -426,92 +469,6 @@ def _rgb(image: ImageFile.ImageFile) -> NDArray[np.uint8]:
     return np.asarray(image.convert("RGB"), np.uint8)
 
 
-class MaskValues(NamedTuple):
-    """What the pixels of a mask file hold, before a class table says what it means.
-
-    A color is the number R + 256 G + 65536 B, so that all of it can be written as JSON.
-    """
-
-    kind: str  # ids or colors, as they are stored
-    pixels: dict[int, int]  # of each id or color
-    palette: dict[int, list[int]]  # RGBA of each index that occurs
-    opaque: bool  # no pixel of a file of colors is transparent
-    between: dict[int, int] | None = None  # pixels of each value along edges
-
-    @classmethod
-    def of_json(cls, row: list[Any]) -> MaskValues:
-        """From the lists and texts that JSON makes of it."""
-        kind, pixels, palette, opaque, between = row
-        return cls(
-            kind,
-            _with_numbers(pixels),
-            _with_numbers(palette),
-            opaque,
-            None if between is None else _with_numbers(between),
-        )
-
-    def value(self, number: int) -> Value:
-        """The id or color that a number stands for."""
-        return number if self.kind == "ids" else color_of(number)
-
-
-def color_of(number: int) -> tuple[int, int, int]:
-    """The color R, G, B that a number of MaskValues stands for."""
-    return number & 255, number >> 8 & 255, number >> 16
-
-
-def _with_numbers(entries: dict[str, Any]) -> dict[int, Any]:
-    return {int(key): value for key, value in entries.items()}
-
-
-def values_of(mask: RawMask, *, edges: bool = False) -> MaskValues:
-    """What a mask holds; with `edges`, also the pixels of each value between two others."""
-    between = _between(mask) if edges else None
-    if mask.ids is None:
-        assert mask.rgba is not None
-        opaque = bool((mask.rgba[..., 3] == OPAQUE).all())
-        return MaskValues("colors", _colors(mask.rgba), {}, opaque, between)
-    pixels = _ids(mask.ids)
-    palette = {}
-    if mask.palette is not None:
-        palette = {index: mask.palette[index].tolist() for index in pixels}
-    return MaskValues("ids", pixels, palette, True, between)
-
-
-def _ids(ids: Pixels) -> dict[int, int]:
-    counts = np.bincount(ids.ravel())
-    return {int(value): int(counts[value]) for value in np.flatnonzero(counts)}
-
-
-def _colors(rgba: NDArray[np.uint8]) -> dict[int, int]:
-    """Pixels of each color. Sorts the starts of runs of equal pixels only, which are few in a mask."""
-    packed = np.ascontiguousarray(rgba).view("<u4").ravel() & 0xFFFFFF
-    starts = np.flatnonzero(np.concatenate(([True], packed[1:] != packed[:-1])))
-    lengths = np.diff(np.append(starts, packed.size))
-    colors, places = np.unique(packed[starts], return_inverse=True)
-    counts = np.zeros(len(colors), np.int64)
-    np.add.at(counts, places, lengths)
-    return dict(zip(colors.tolist(), counts.tolist(), strict=True))
-
-
-def _between(mask: RawMask) -> dict[int, int]:
-    """Pixels of each value with a smaller and a larger one among their 8 neighbors, in every channel that differs.
-
-    Interpolation puts a line of them between any two classes. The pixels of a real
-    class, if ever so small, have few.
-    """
-    pixels = mask.rgba if mask.ids is None else mask.ids
-    assert pixels is not None
-    low = np.asarray(cv2.erode(pixels, np.ones((3, 3), np.uint8)))
-    high = np.asarray(cv2.dilate(pixels, np.ones((3, 3), np.uint8)))
-    inside = (low < pixels) & (pixels < high)
-    if mask.ids is not None:
-        return _ids(mask.ids[inside])
-    flat = low == high
-    chosen = pixels[(flat | inside).all(axis=2) & ~flat.all(axis=2)]
-    return _colors(np.asarray(chosen, np.uint8)) if len(chosen) else {}
-
-
 @contextmanager
 def decoders_heard() -> Iterator[Callable[[], str]]:
     """A function that returns what decoders have written to the standard error in the block.
@@ -523,6 +480,7 @@ def decoders_heard() -> Iterator[Callable[[], str]]:
     if sys.stderr is None:  # closed, as of a daemon
         yield lambda: ""
         return
+
     sys.stderr.flush()
     with tempfile.TemporaryFile() as record:
 
@@ -550,22 +508,27 @@ def jpeg_damage(path: str) -> str:
             if Path(path).read_bytes().startswith(JPEG[0]):
                 read_image(path)
         damage = JPEG_DAMAGE.search(written())
+
     if damage is None:
         return ""
+
     return (
         f"{path} is damaged: the decoder says {damage[0]!r} and fills the rest with "
         "grey. Copy it again."
     )
 
 
-def threaded(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+def threaded(
+    work: Callable[[T], R], items: Iterable[T], progress: Progress = silent
+) -> list[R]:
     """Results of `work` in the order of `items`, computed by threads: decoders work outside Python's lock.
 
-    No thread outlives the iterator. While a thread ends, it frees OpenCV's thread-local
+    No thread outlives the call. While a thread ends, it frees OpenCV's thread-local
     memory under a lock; a loader process forked at that moment would inherit the lock
     locked, and hang. So this waits until the system has ended all.
     """
     given = list(items)
+    results: list[R] = []
     chunks = [given[start : start + CHUNK] for start in range(0, len(given), CHUNK)]
     threads: list[int] = []
     pool = ThreadPoolExecutor(
@@ -573,10 +536,12 @@ def threaded(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
         initializer=lambda: threads.append(get_native_id()),
     )
     try:
-        results = pool.map(lambda chunk: [work(item) for item in chunk], chunks)
-        yield from chain.from_iterable(results)
+        for part in pool.map(lambda chunk: [work(item) for item in chunk], chunks):
+            results += part
+            progress(len(results), len(given))
+        return results
     finally:
-        # A caller that stops at the first problem does not wait for the rest.
+        # After an error, nobody waits for the rest.
         pool.shutdown(cancel_futures=True)
         tasks = [Path(f"/proc/self/task/{number}") for number in threads]
         deadline = time.monotonic() + 5.0

@@ -12,33 +12,38 @@ it gets copies.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
+import mmap
 import os
 import pickle
+import random
 import signal
 import sys
 import time
+import traceback
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, reduction
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import cv2
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from segpipe.errors import DataError
+from segpipe.errors import DataError, SegpipeError
 from segpipe.native import one_thread
 
-if TYPE_CHECKING:
-    from segpipe.data.workers import Items, SharedBlock
-
-END_S = 1.0  # for workers to finish the sample that they are at
+PAGE_BYTES = 4096
+LOOK_S = 5.0  # between looks of an idle worker whether its trainer still lives
 EXIT_S = 1.0  # for a process that was killed to end
 STACK_S = 0.4  # for a worker to write its stack
 CONTINUE = "A training continues with run.exists=resume."
@@ -49,12 +54,36 @@ REASONS: dict[int, str] = {
 Item = tuple[Any, Tensor]  # header and memory, as `Items.make` returns them
 
 
+class Room(Protocol):
+    """Where a process makes an item."""
+
+    def take(self, size: int) -> Tensor:
+        """Flat memory for the item, uint8 (size,)."""
+
+    def at(self, row: int) -> None:
+        """This sample of the item is made next."""
+
+
+class Items(Protocol):
+    """What the processes of a loader make."""
+
+    def make(self, request: Any, room: Room) -> Item:
+        """A header, which is small to pickle, and the memory from `room` that holds the item."""
+
+    def label(self, request: Any, row: int) -> str:
+        """A sample of an item, for messages."""
+
+
 @dataclass(frozen=True)
 class Delivery:
     """How items come from loader processes."""
 
     workers: int
     start_method: str
+    slot_bytes: int  # for the largest item
+    spare: (
+        int  # slots beside those of items made ahead, for items that the caller keeps
+    )
     prefetch: int = 2  # items that each process makes ahead
     pinned: bool = False
     timeout_s: float = 300.0
@@ -67,43 +96,32 @@ class _Asked(NamedTuple):
 
 
 def deliver(
-    items: Items,
-    requests: Iterable[tuple[int, Any]],
-    how: Delivery,
-    *,
-    helpers: int = 0,
-    slot_bytes: int,
-    spare: int,
+    items: Items, requests: Iterable[Any], how: Delivery
 ) -> Generator[Item, None, None]:
-    """Items of `requests`, each with the number of its worker, in their order; made here without workers.
+    """Items of `requests` in their order, of which worker n makes every n-th; made here without workers.
 
-    helpers: processes beside the workers. slot_bytes: size of an item that travels in place; larger ones are made here.
-    spare: slots beside those of items made ahead, for items that the caller keeps. Workers start at the first `next`
-    and end with the generator. Raises DataError, which names worker and sample, when a worker has died, or has sent
-    nothing for how.timeout_s.
+    Workers start at the first `next` and end with the generator. Raises DataError, which names worker and sample, when
+    a worker has died, or has sent nothing for how.timeout_s.
     """
-    if not how.workers:
-        return _in_process(items, requests, Fresh(how.pinned))
-    return Ring(items, iter(requests), how, helpers, slot_bytes, spare).deliver()
+    if how.workers:
+        return Ring(items, iter(requests), how).deliver()
+    return _in_process(items, requests, Fresh(how.pinned))
 
 
 def _in_process(
-    items: Items, requests: Iterable[tuple[int, Any]], room: Fresh
+    items: Items, requests: Iterable[Any], room: Fresh
 ) -> Generator[Item, None, None]:
-    for _, request in requests:
-        yield _made_here(items, request, room)
-
-
-@one_thread()
-def _made_here(items: Items, request: Any, room: Fresh) -> Item:
     """On one thread as in a worker: the bits of user code with torch must not depend on `data.workers`."""
-    return items.make(request, room)
+    for request in requests:
+        with one_thread():
+            item = items.make(request, room)
+        yield item
 
 
 class Fresh:
     """New memory for each item; page-locked if `pinned`."""
 
-    def __init__(self, pinned: bool = False) -> None:
+    def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
 
     def take(self, size: int) -> Tensor:
@@ -114,16 +132,72 @@ class Fresh:
         """As in `Room`; nobody looks."""
 
 
+class SharedBlock:
+    """Shared memory, filled with zeros: a page of state per worker, then the slots. Pickled while a process starts."""
+
+    def __init__(self, workers: int, num_slots: int, slot_bytes: int) -> None:
+        self._workers = workers
+        self.slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._size = workers * PAGE_BYTES + num_slots * self.slot_bytes
+        self._fd = os.memfd_create("segpipe")
+        os.ftruncate(self._fd, self._size)
+        self._map()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_fd": reduction.DupFd(self._fd), "bytes": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._fd = state["_fd"].detach()
+        self._map()
+
+    def _map(self) -> None:
+        self.bytes = np.frombuffer(mmap.mmap(self._fd, self._size), np.uint8)
+
+    def row(self, worker: int) -> NDArray[np.int64]:
+        """The row of its item that a worker makes, int64 (1,)."""
+        return self.bytes[PAGE_BYTES * worker :][:8].view(np.int64)
+
+    def slot(self, number: int) -> NDArray[np.uint8]:
+        """Memory of a slot."""
+        start = PAGE_BYTES * self._workers + number * self.slot_bytes
+        return self.bytes[start:][: self.slot_bytes]
+
+    def close(self) -> None:
+        """The memory stays as long as a tensor needs it."""
+        os.close(self._fd)
+
+
+class Slot:
+    """Room in a slot of the ring."""
+
+    def __init__(self, memory: NDArray[np.uint8], row: NDArray[np.int64]) -> None:
+        self._memory = torch.from_numpy(memory)
+        self._row = row
+        self.at(0)
+
+    def take(self, size: int) -> Tensor:
+        """As in `Room`. Raises DataError for more than there is."""
+        if size > len(self._memory):
+            raise DataError(
+                f"a sample takes {size} bytes, but a slot of the loader has "
+                f"{len(self._memory)}. Set data.workers=0."
+            )
+        return self._memory[:size]
+
+    def at(self, row: int) -> None:
+        """As in `Room`."""
+        self._row[0] = row
+
+
 class Slots:
     """The free slots of a block. The one that was returned last goes first: its memory is in use already."""
 
     def __init__(self, block: SharedBlock, num_slots: int, pinned: bool) -> None:
         self._block = block
-        self._pinned = pinned
+        self._pinned = pinned and _page_lock(block)
         self._free = list(reversed(range(num_slots)))
         self._copying: deque[tuple[Any, int]] = deque()
-        if pinned:
-            _page_lock(block)
 
     def __len__(self) -> int:
         return len(self._free) + len(self._copying)
@@ -152,36 +226,31 @@ class Slots:
         self._copying.append((event, slot))
 
 
-def _page_lock(block: SharedBlock) -> None:
-    """Lock the pages of a block for copies to the GPU, until its memory is given back."""
+def _page_lock(block: SharedBlock) -> bool:
+    """Lock the pages of a block for copies to the GPU, until its memory is given back; warns where that is refused."""
     address, size = block.bytes.ctypes.data, block.bytes.size
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if int(runtime.cudaHostRegister(address, size, 0)) != 0:
-        raise DataError(
-            f"{size / 2**20:.0f} MiB for the loader's ring could not be page-locked. Lower data.workers or "
-            f"data.prefetch, or raise `ulimit -l`."
+        warnings.warn(
+            f"{size / 2**20:.0f} MiB for the loader's ring could not be page-locked, so the host waits for copies to "
+            f"the GPU. Lower data.workers or data.prefetch, or raise `ulimit -l`.",
+            stacklevel=2,
         )
+        # CUDA keeps the refusal for the next kernel that is started, whose caller would be blamed.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+        return False
     # Slots are views of these bytes, so this runs when the last one is gone.
     weakref.finalize(block.bytes, runtime.cudaHostUnregister, address).atexit = False
+    return True
 
 
 class Ring:
     """Loader processes, and what they were asked for."""
 
-    def __init__(
-        self,
-        items: Items,
-        requests: Iterator[tuple[int, Any]],
-        how: Delivery,
-        helpers: int,
-        slot_bytes: int,
-        spare: int,
-    ) -> None:
+    def __init__(self, items: Items, requests: Iterator[Any], how: Delivery) -> None:
         self._items, self._requests, self._how = items, requests, how
-        self._num_processes = how.workers + helpers
-        self._ahead = how.workers * how.prefetch + helpers
-        self._num_slots = self._ahead + spare
-        self._slot_bytes = slot_bytes
+        self._ahead = how.workers * how.prefetch
         self._asked: dict[int, _Asked] = {}  # by number, until it is delivered
         self._answers: dict[int, Any] = {}
         self._count = 0
@@ -190,19 +259,17 @@ class Ring:
 
     def deliver(self) -> Generator[Item, None, None]:
         """As the function of this name."""
-        from segpipe.data.workers import SharedBlock
-
-        self._block = SharedBlock(
-            self._num_processes, self._num_slots, self._slot_bytes
-        )
+        how = self._how
+        num_slots = self._ahead + how.spare
+        self._block = SharedBlock(how.workers, num_slots, how.slot_bytes)
         # Should nobody close the generator: at its exit multiprocessing sends daemons SIGTERM, which they ignore, and
         # waits. Not atexit, which does not run in a process that multiprocessing has spawned.
         Finalize(self, _kill, args=(self._processes,), exitpriority=10)
         try:
-            for worker in range(self._num_processes):
-                self._start(worker)
+            for _ in range(how.workers):
+                self._start()
             # After the forks: workers need no locked pages.
-            self._slots = Slots(self._block, self._num_slots, self._how.pinned)
+            self._slots = Slots(self._block, num_slots, how.pinned)
             for _ in range(self._ahead):
                 self._ask()
             while self._asked:
@@ -210,17 +277,14 @@ class Ring:
         finally:
             self._end()
 
-    def _start(self, worker: int) -> None:
-        from segpipe.data.workers import work
-
+    def _start(self) -> None:
         context = get_context(self._how.start_method)
         if self._how.start_method == "forkserver":
             # torch is imported once instead of once per worker.
             context.set_forkserver_preload(["segpipe.data.loader"])
         ours, theirs = context.Pipe()
-        process = context.Process(  # type: ignore[attr-defined]
-            target=work, args=(self._items, self._block, worker, theirs), daemon=True
-        )
+        given = self._items, self._block, len(self._processes), theirs
+        process = context.Process(target=work, args=given, daemon=True)  # type: ignore[attr-defined]
         with warnings.catch_warnings():
             # Python 3.12 and later warn of any thread; the workers take no lock that a thread of torch could hold.
             warnings.filterwarnings(
@@ -235,9 +299,10 @@ class Ring:
 
     def _ask(self) -> None:
         """Send the next request to its worker."""
-        worker, request = next(self._requests, (0, None))
+        request = next(self._requests, None)
         if request is None:
             return
+        worker = self._count % self._how.workers
         self._receive(0)  # or both could wait for room in full pipes
         asked = _Asked(worker, self._slots.pop(), request)
         self._asked[self._count] = asked
@@ -257,18 +322,12 @@ class Ring:
         answer = self._answers.pop(number)
         if isinstance(answer, Exception):
             raise answer
-        item = self._taken(asked, answer)
-        self._ask()
-        return item
-
-    def _taken(self, asked: _Asked, answer: tuple[Any, int] | None) -> Item:
-        """The item in its slot; None was answered where it does not fit."""
-        if answer is None:
-            self._slots.put(asked.slot)
-            return _made_here(self._items, asked.request, Fresh())
         header, size = answer
         data = self._slots.tensor(asked.slot, size)
-        return header, data if len(self._slots) else data.clone()
+        if not len(self._slots):
+            data = data.clone()
+        self._ask()
+        return header, data
 
     def _receive(self, timeout_s: float) -> None:
         """Wait for an answer and take one of each worker. Raises DataError when a worker has died."""
@@ -284,15 +343,7 @@ class Ring:
                 raise self._death(worker)
 
     def _end(self) -> None:
-        """End the workers: each after the sample that it is at, or by force."""
-        for worker, pipe in enumerate(self._pipes):
-            self._block.state(worker)[1] = 1
-            with contextlib.suppress(OSError):
-                pipe.send(None)
-        unhurt = all(process.is_alive() for process in self._processes)
-        deadline = time.monotonic() + (END_S if unhurt else 0)
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        """A worker holds nothing that another one needs: it is killed wherever it is."""
         _kill(self._processes)
         for pipe in self._pipes:
             pipe.close()
@@ -302,7 +353,7 @@ class Ring:
         """The sample that a worker is at: of the first item that it has not sent."""
         for number, asked in self._asked.items():
             if asked.worker == worker and number not in self._answers:
-                row = int(self._block.state(worker)[0])
+                row = int(self._block.row(worker)[0])
                 return f" while it made {self._items.label(asked.request, row)}"
         return ""
 
@@ -323,19 +374,14 @@ class Ring:
 
     def _hang(self, worker: int) -> DataError:
         """Have all workers write their stacks, and kill them."""
-        process = self._processes[worker]
-        if _is_stopped(process):
-            advice = "It was stopped by a signal (SIGSTOP, a debugger, or a scheduler)."
-        else:
-            advice = (
-                "The stacks of all workers are on stderr. The disk may not answer, or a library may not survive a "
-                "fork: try data.start_method=spawn, or data.workers=0. If it only needs longer, raise data.timeout_s."
-            )
         _write_stacks(self._processes)
         _kill(self._processes)
         return DataError(
-            f"loader worker {worker} (process {process.pid}) has sent nothing for {self._how.timeout_s:g} s"
-            f"{self._label(worker)}. {advice} {CONTINUE}"
+            f"loader worker {worker} (process {self._processes[worker].pid}) has sent nothing for "
+            f"{self._how.timeout_s:g} s{self._label(worker)}. The stacks of all workers are on stderr, but for one "
+            "that was stopped (SIGSTOP, a debugger, a scheduler). The disk may not answer, or a library may "
+            "not survive a fork: try data.start_method=spawn, or data.workers=0. If it only needs longer, raise "
+            f"data.timeout_s. {CONTINUE}"
         )
 
 
@@ -352,17 +398,90 @@ def _write_stacks(processes: list[BaseProcess]) -> None:
             time.sleep(STACK_S)
 
 
-def _is_stopped(process: BaseProcess) -> bool:
-    try:
-        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2]
-    except OSError:
-        return False
-    return fields.split()[0] in ("T", "t")
-
-
 def _kill(processes: list[BaseProcess]) -> None:
     """SIGTERM is ignored by workers."""
     for process in processes:
-        if process.is_alive():
-            process.kill()
-            process.join(EXIT_S)
+        process.kill()
+    for process in processes:
+        process.join(EXIT_S)
+
+
+def work(items: Items, block: SharedBlock, worker: int, pipe: Connection) -> None:
+    """What a loader process does until the trainer is gone: it makes what it is asked for.
+
+    It has one thread and no random state of its own.
+    """
+    isolate()
+    starter = os.getppid()
+    row = block.row(worker)
+    with contextlib.suppress(OSError):
+        while (message := _received(pipe, starter)) is not None:
+            number, slot, request = message
+            answer: Any
+            try:
+                header, data = items.make(request, Slot(block.slot(slot), row))
+                answer = header, len(data)
+            except Exception as error:
+                answer = sendable(error)
+            row[0] = 0  # or it would be of the next item, which may have fewer samples
+            pipe.send_bytes(pickle.dumps((number, answer)))
+
+
+def _received(pipe: Connection, starter: int) -> Any:
+    """The next message; None when the trainer is gone.
+
+    A forked worker holds copies of the trainer's ends of pipes, so a trainer that is gone does not close them.
+    """
+    while not pipe.poll(LOOK_S):
+        if os.getppid() != starter:
+            return None
+    return pipe.recv()
+
+
+def isolate() -> None:
+    """One thread, no shared random state, no CUDA.
+
+    Ctrl-C and a scheduler's signals reach all processes of a job at once. Workers ignore them: the trainer ends its
+    step first, writes a checkpoint, and needs its workers until then.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.__stderr__ is not None:
+        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    keep_memory()
+    # OpenCV's threads do not survive a fork: a worker that uses them can hang.
+    cv2.setNumThreads(0)
+    torch.set_num_threads(1)
+    random.seed(0)
+    np.random.seed(0)
+    # torch.manual_seed would also queue work for CUDA.
+    torch.default_generator.manual_seed(0)
+    cv2.setRNGSeed(0)
+
+
+def keep_memory() -> None:
+    """Let this process keep the memory that it frees, where glibc allocates it.
+
+    Otherwise each decoded image comes as new pages, and goes back at once: at 2048x1024, 7 of 25 ms for JPEG.
+    """
+    trim_threshold, mmap_threshold = -1, -3
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(trim_threshold, 2**30)
+        mallopt(mmap_threshold, 2**25)  # the largest that glibc takes
+
+
+def sendable(error: Exception) -> Exception:
+    """The error, with its traceback in a note unless it is expected; in another class if that cannot be sent or raised.
+
+    StopIteration would end a stream of batches as if it were over.
+    """
+    expected = isinstance(error, SegpipeError)
+    text = str(error) if expected else "".join(traceback.format_exception(error))
+    try:
+        if not expected:
+            error.add_note(f"in a loader process:\n{text}")
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return DataError(text) if expected else RuntimeError(text)
+    return RuntimeError(text) if isinstance(error, StopIteration) else error

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from random import SystemRandom
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,15 +39,15 @@ from segpipe.data.facts import Facts, facts_of
 from segpipe.data.masks import (
     check_sizes,
     content_of,
-    is_sound,
+    counts_of,
     read_target,
     settled,
 )
 from segpipe.data.mix import MixedSamples, main_set, parts, shared_ids
 from segpipe.data.pack import Pack, open_pack
-from segpipe.data.pairs import Pair, pairing, scan
+from segpipe.data.pairs import Pair, pairings, scan
 from segpipe.data.plugin_samples import open_plugin
-from segpipe.data.readers import read_image, threaded
+from segpipe.data.readers import Progress, R, read_image, silent, threaded
 from segpipe.errors import DataError
 from segpipe.keys import generator, sample_key
 from segpipe.plugins import is_path
@@ -82,15 +82,29 @@ class FileSamples(DataSet):
         return self.pairs
 
     def inputs(self) -> dict[str, Input]:
-        paths = [*self.sources, *(path for pair in self.pairs for path in pair[1:])]
-        below = f"{Path(self.facts.root)}/"
-        found: dict[str, Input] = {}
-        for path in paths:
-            name = path.removeprefix(below)
-            if name == path:  # elsewhere; relpath takes 20 times as long
-                name = Path(os.path.relpath(path, below)).as_posix()
-            found[name] = Path(path)
-        return found
+        paths = [*self.sources, *self._paths()]
+        return {self._below(path): Path(path) for path in paths}
+
+    def file_hashes(self) -> dict[str, str]:
+        return self.facts.hashes(self._paths())
+
+    def known_hashes(self) -> dict[str, str]:
+        known = self.file_hashes()
+        return {self._below(path): digest for path, digest in known.items()}
+
+    def _paths(self) -> list[str]:
+        """Of images and masks."""
+        paths: list[str] = []
+        for pair in self.pairs:
+            paths += pair[1:]
+        return paths
+
+    def _below(self, path: str) -> str:
+        """The path below the root."""
+        below = f"{self.facts.root.rstrip('/')}/"
+        if path.startswith(below):  # relpath takes 20 times as long
+            return path[len(below) :]
+        return Path(os.path.relpath(path, below)).as_posix()
 
     def mask_table(self) -> MaskTable:
         return self.table
@@ -99,8 +113,11 @@ class FileSamples(DataSet):
         """Each start draws others: what one misses, the next ones find."""
         if self.pack is None:
             return
-        packed = self.pack.find(self.pairs)
-        for index in SystemRandom().sample(packed, min(SOME_PACKED, len(packed))):
+
+        some = SystemRandom().sample(range(len(self)), min(SOME_PACKED, len(self)))
+        for index in some:
+            if not self.pack.holds(self.pairs[index]):
+                continue
             found, expected = self.read(index), self.decode(index)
             if not all(map(np.array_equal, found, expected)):
                 raise DataError(
@@ -112,7 +129,7 @@ class FileSamples(DataSet):
     def pack_use(self) -> Counter[tuple[str, str]]:
         if self.pack is None:
             return Counter()
-        use = self.pack.use()._asdict().items()
+        use = self.pack.use().items()
         return Counter({(self.pack.folder, kind): count for kind, count in use})
 
     def __len__(self) -> int:
@@ -126,14 +143,11 @@ class FileSamples(DataSet):
             return self.decode(index)
         return self.pack.read(self.pairs[index], partial(self.decode, index))
 
-    def decode(
-        self, index: int, data: bytes | None = None, target: Target | None = None
-    ) -> Sample:
-        """The sample from its two files, or from the content of the image's file and the target."""
-        pair, exif = self.pairs[index], self.table.exif
-        if target is None:
-            target = read_target(self.table, pair.mask)
-        image = read_image(pair.image, exif=exif, size=target.shape, data=data)
+    def decode(self, index: int) -> Sample:
+        """The sample from its two files."""
+        pair = self.pairs[index]
+        target = read_target(self.table, pair.mask)
+        image = read_image(pair.image, exif=self.table.exif, size=target.shape)
         if image.shape[:2] != target.shape:
             check_sizes(pair, image.shape[:2], target.shape)
         return image, target
@@ -152,14 +166,12 @@ class FileSamples(DataSet):
 
     def counts(self, index: int) -> NDArray[np.int64]:
         path = self.pairs[index].mask
-        values = self.facts.values(path)
-        if not is_sound(self.table, self.facts.header(path), values):
-            read_target(self.table, path)  # raises
-        return self.content(index).pixels[: self.classes.num_classes]
+        counts = counts_of(self.table, *self.facts.mask(path), path)
+        return counts[: self.classes.num_classes]
 
     def content(self, index: int) -> Content:
         path = self.pairs[index].mask
-        return content_of(self.table, self.facts.header(path), self.facts.values(path))
+        return content_of(self.table, *self.facts.mask(path))
 
     def countable(self) -> list[int]:
         return list(range(len(self)))
@@ -187,7 +199,7 @@ class SyntheticSamples(DataSet):
     def read(self, index: int) -> Sample:
         if not 0 <= index < self.num:
             raise IndexError(f"scene {index} of {self.num}")
-        from segpipe.data.synthetic.scenes import paint_scene
+        from segpipe.data.scenes import paint_scene
 
         key = sample_key(self.seed, 0, index, f"scene/{self.split}")
         return paint_scene(generator(key), self.scene_size)
@@ -252,6 +264,7 @@ def open_samples(
     """
     if not packed:
         data = replace(data, pack="off")
+
     return _held_out(data, split) if data.hold_out else _open(data, split, seed)
 
 
@@ -278,6 +291,7 @@ def open_readable(data: DataConfig, split: str, seed: int) -> DataSet | None:
     except DataError:
         if data.mix or is_path(data.name):
             return None
+
     try:
         pairs = scan(data, split)[0]
         return file_samples(data, pairs) if pairs else None
@@ -286,6 +300,7 @@ def open_readable(data: DataConfig, split: str, seed: int) -> DataSet | None:
 
 
 def _open(data: DataConfig, split: str, seed: int) -> DataSet:
+    """The samples of a split, or of a mixture."""
     if data.mix:
         return _open_mixture(data, split, seed)
     if data.name == "synthetic":
@@ -297,15 +312,16 @@ def _open(data: DataConfig, split: str, seed: int) -> DataSet:
 
 
 def _open_files(data: DataConfig, split: str) -> FileSamples:
+    """The samples of a split in files. Raises DataError for the first one without its other half."""
     mask_table(data)  # a missing root is named before a missing split
     pairs, faults = scan(data, split)
     if faults:
         raise DataError(faults[0])
     samples = file_samples(data, pairs)
-    listing = pairing(data, split)
-    own_table = data.classes or data.name == "folder"
-    sources = [listing, table_path(data) if own_table else None]
-    return replace(samples, sources=tuple(str(path) for path in sources if path))
+    sources = pairings(data, split)
+    if data.classes or data.name == "folder":
+        sources.append(table_path(data))
+    return replace(samples, sources=tuple(map(str, sources)))
 
 
 def file_samples(data: DataConfig, pairs: list[Pair]) -> FileSamples:
@@ -316,10 +332,12 @@ def file_samples(data: DataConfig, pairs: list[Pair]) -> FileSamples:
 
 
 def _open_mixture(data: DataConfig, split: str, seed: int) -> DataSet:
+    """All sets of data.mix for training; for another split the main set."""
     found = parts(data, split)
     sets = [_open(part.data, part.split, seed) for part in found]
     if not found[0].key:
         return sets[0]
+
     main = main_set(data)
     own = [one for part, one in zip(found, sets, strict=True) if part.data == main]
     shared = (own[0] if own else _open(main, data.split, seed)).classes
@@ -348,6 +366,7 @@ def _held_out(data: DataConfig, split: str) -> DataSet:
             f"data.hold_out = {data.hold_out}, but {fault}. Images by sequence: "
             f"{', '.join(shown)}."
         )
+
     sources = tuple(dict.fromkeys((*train.sources, *other.sources)))
     chosen = tuple(left if split == "train" else held)
     return replace(train, pairs=chosen, sources=sources)
@@ -367,28 +386,32 @@ def sequence(name: str, pattern: str = "") -> str:
     """
     if not pattern:
         return frame(name)[0]
+
     found = re.search(pattern, name)
     if found is None or not (text := found[1] if found.re.groups else found[0]):
         raise DataError(
             f"data.sequence = {pattern!r} does not match {name}. Change it, or leave it empty."
         )
+
     return text
 
 
 def frame(name: str) -> tuple[str, int | None]:
     """Sequence of an image by the rule above and its number in it; None for a name without a number."""
-    path = PurePosixPath(name)
-    folder = "" if path.parent == PurePosixPath(".") else str(path.parent)
-    numbers = list(_NUMBER.finditer(path.name))
+    folder, _, stem = name.rpartition("/")
+    numbers = list(_NUMBER.finditer(stem))
     if not numbers:
-        return folder or path.name, None
-    before = _END.sub("", path.name[: numbers[-1].start()]) or numbers[-1][1]
+        return folder or stem, None
+    before = _END.sub("", stem[: numbers[-1].start()]) or numbers[-1][1]
     return folder or before or "unnamed", int(numbers[-1][2])
 
 
-def sequences(samples: Samples, pattern: str = "") -> list[str]:
-    """Sequence of each image of a split, by index; `pattern` is `data.sequence`."""
-    return [sequence(samples.name(index), pattern) for index in range(len(samples))]
+def sequences(samples: Samples, pattern: str = "", label: str = "") -> list[str]:
+    """Sequence of each image of a split, by index; `pattern` is `data.sequence`, `label` that of a set of a mixture."""
+    names = (
+        samples.name(index).removeprefix(f"{label}/") for index in range(len(samples))
+    )
+    return [sequence(name, pattern) for name in names]
 
 
 def image_sizes(samples: DataSet) -> Counter[tuple[int, int]]:
@@ -396,17 +419,30 @@ def image_sizes(samples: DataSet) -> Counter[tuple[int, int]]:
     return Counter(samples.size(index) for index in range(len(samples)))
 
 
-def image_files(samples: DataSet) -> list[str]:
-    """Paths of the images, as far as they lie in files."""
-    return [pair.image for pair in samples.file_pairs()]
+def over(
+    samples: DataSet,
+    work: Callable[[int], R],
+    indices: Sequence[int],
+    progress: Progress = silent,
+) -> list[R]:
+    """What `work` makes of each index, by threads if the samples allow it; what it found out about files is kept."""
+    if samples.thread_safe():
+        found = threaded(work, indices, progress)
+    else:
+        found = []
+        for index in indices:
+            found.append(work(index))
+            progress(len(found), len(indices))
+
+    samples.keep_facts()
+    return found
 
 
 def image_pixels(
-    samples: DataSet, indices: Iterable[int]
-) -> Iterator[NDArray[np.int64]]:
+    samples: DataSet, indices: Sequence[int], progress: Progress = silent
+) -> list[NDArray[np.int64]]:
     """Pixels of each train id in each of the samples, int64 (C,); ignored pixels are not counted."""
-    yield from (threaded if samples.thread_safe() else map)(samples.counts, indices)
-    samples.keep_facts()
+    return over(samples, samples.counts, indices, progress)
 
 
 def class_pixels(samples: DataSet) -> NDArray[np.int64]:
@@ -425,24 +461,21 @@ def check_labelled(samples: DataSet) -> None:
     """
     seen: set[int] = set()
     for part in samples.parts():
-        here = _classes_of(part.samples, lambda found: len(seen | found) > 1)  # noqa: B023
+        here = _classes_of(part.samples, seen, 2)
         if not here:
-            raise DataError(
-                f"none of the {len(part.samples)} training images has a labelled pixel "
-                f"(the first is {part.samples.name(0)}): there is nothing to learn. "
-                "Check the masks, and which ids the class table ignores."
-            )
+            raise DataError(_unlabelled(part.samples, "training images", "learn"))
         seen |= here
+
     if len(seen) == 1:
-        raise DataError(single_class(samples, seen.pop()))
+        raise DataError(_single_class(samples, seen.pop()))
 
 
-def _classes_of(samples: DataSet, enough: Callable[[set[int]], bool]) -> set[int]:
-    """Classes that occur in the samples; reads masks until they are `enough`."""
+def _classes_of(samples: DataSet, seen: set[int], enough: int) -> set[int]:
+    """Classes that occur in the samples; reads masks until there are `enough` with those `seen` before."""
     found: set[int] = set()
     for index in range(len(samples)):
         found |= set(np.flatnonzero(samples.counts(index)).tolist())
-        if found and enough(found):
+        if found and len(seen | found) >= enough:
             break
     return found
 
@@ -456,24 +489,31 @@ def check_scorable(samples: DataSet, split: str) -> None:
                 f"{pair.image} of split {split} is {height}x{width}, "
                 f"but networks need at least {LEAST_SIDE} pixels on each side. Remove it."
             )
-    if not _classes_of(samples, bool):
-        raise DataError(
-            f"none of the {len(samples)} images of split {split} has a labelled pixel "
-            f"(the first is {samples.name(0)}): there is nothing to measure. Check the "
-            "masks, and which ids the class table ignores."
-        )
+
+    if not _classes_of(samples, set(), 1):
+        raise DataError(_unlabelled(samples, f"images of split {split}", "measure"))
 
 
-def single_class(samples: Samples, train: int) -> str:
+def _unlabelled(samples: DataSet, which: str, purpose: str) -> str:
+    """Message about images of which no pixel has a class."""
+    return (
+        f"none of the {len(samples)} {which} has a labelled pixel (the first is "
+        f"{samples.name(0)}): there is nothing to {purpose}. Check the masks, and "
+        "which ids the class table ignores."
+    )
+
+
+def _single_class(samples: DataSet, train: int) -> str:
     """Message about training images whose masks hold one class only."""
     names = samples.classes.names
-    fault = "is the only class that occurs"
-    if len(names) == 1:
-        fault = "is the only class of the class table"
+    hint = ""
+    if len(names) == 2 and samples.content(0).pixels[-2]:
+        hint = f" If 255 is a class: `ids: {{0: {names[0]}, 255: {names[1]}}}` and `ignore: []` in classes.yaml."
+
     return (
-        f"{names[train]} {fault} in the masks of the {len(samples)} training images: "
+        f"{names[train]} is the only class that occurs in the masks of the {len(samples)} training images: "
         "every network that says nothing else scores 100 %. Check that the masks were "
         "exported with their objects (many tools write black ones if not told "
         "otherwise), and that the rest of the image is a class, such as background, "
-        "and not ignored."
+        f"and not ignored.{hint}"
     )

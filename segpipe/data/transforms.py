@@ -14,9 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-os.environ.setdefault(
-    "NO_ALBUMENTATIONS_UPDATE", "1"
-)  # or its import asks the network for a newer release
+# Or the import of albumentations asks the network for a newer release.
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import albumentations as A
 import numpy as np
@@ -54,26 +53,28 @@ class SensorNoise(A.ImageOnlyTransform):  # type: ignore[misc]
     def get_params_dependent_on_data(
         self, params: dict[str, Any], data: dict[str, Any]
     ) -> dict[str, Any]:
-        read, shot = (
-            self.py_random.uniform(*self.read),
-            self.py_random.uniform(*self.shot),
-        )
+        """Noise of each pixel, int32 (H, W, 3), and its factor by value, int32 (256,)."""
+        read = self.py_random.uniform(*self.read)
+        shot = self.py_random.uniform(*self.shot)
         shape = data["image"].shape
         num_bytes = 4 * math.prod(shape)
-        raw = self.random_generator.bit_generator.random_raw(-(-num_bytes // 8)).view(
-            np.uint8
-        )[:num_bytes]
+        words = self.random_generator.bit_generator.random_raw(-(-num_bytes // 8))
+        raw = words.view(np.uint8)[:num_bytes]
+        sums = raw.reshape(4, *shape).sum(axis=0, dtype=np.int32)
         std = np.sqrt(read**2 + shot * np.arange(256))
+        factor = np.rint(std * 2**16 / BYTE_SUM_STD)
         return {
-            "noise": raw.reshape(4, *shape).sum(axis=0, dtype=np.int32) - 510,
-            "factor": np.rint(std * 2**16 / BYTE_SUM_STD).astype(np.int32),
+            "noise": sums - 510,
+            "factor": factor.astype(np.int32),
         }
 
     def apply(
         self, img: Uint8, noise: NDArray[np.int32], factor: NDArray[np.int32], **_: Any
     ) -> Uint8:
+        """The noisy image."""
         levels = (noise * factor[img] + 2**15) >> 16
-        return np.clip(img + levels, 0, 255).astype(np.uint8)
+        noisy = np.clip(img + levels, 0, 255)
+        return noisy.astype(np.uint8)
 
 
 class Fog(A.ImageOnlyTransform):  # type: ignore[misc]
@@ -89,18 +90,21 @@ class Fog(A.ImageOnlyTransform):  # type: ignore[misc]
         self.density, self.light = density, light
 
     def get_params(self) -> dict[str, Any]:
+        """How dense the fog is, and how bright."""
         return {
             "density": self.py_random.uniform(*self.density),
             "light": self.py_random.randint(*self.light),
         }
 
     def apply(self, img: Uint8, density: float, light: int, **_: Any) -> Uint8:
-        share = np.rint(256 * density * np.linspace(1.0, 0.4, img.shape[0])).astype(
-            np.uint16
-        )[:, None, None]
+        """The image in fog."""
+        falling = np.linspace(1.0, 0.4, img.shape[0])
+        share = np.rint(256 * density * falling).astype(np.uint16)[:, None, None]
+        clear = img * (np.uint16(256) - share)
+        foggy = np.uint16(light) * share
         # At most 255 * 256 + 128, which fits in uint16.
-        mixed = img * (np.uint16(256) - share) + np.uint16(light) * share
-        return np.asarray((mixed + np.uint16(128)) >> 8, np.uint8)
+        rounded = (clear + foggy + np.uint16(128)) >> 8
+        return np.asarray(rounded, np.uint8)
 
 
 TRANSFORMS: dict[str, Builder] = {
@@ -148,27 +152,21 @@ class CallableTransform(A.DualTransform):  # type: ignore[misc]
         self.function, self.name = function, name
 
     def __call__(self, *args: Any, force_apply: bool = False, **data: Any) -> Any:
-        image, target = self.function(
-            data["image"], data["mask"], self.random_generator
-        )
-        for what, before, now in (
-            ("image", data["image"], image),
-            ("target", data["mask"], target),
-        ):
-            if not isinstance(now, np.ndarray) or (now.shape, now.dtype) != (
-                before.shape,
-                before.dtype,
-            ):
-                found = (
-                    f"{now.dtype} {now.shape}"
-                    if isinstance(now, np.ndarray)
-                    else f"a {type(now).__name__}"
-                )
+        """The sample that the function makes. Raises ConfigError for other shapes or dtypes."""
+        before = data["image"], data["mask"]
+        now = self.function(*before, self.random_generator)
+        for what, old, new in zip(("image", "target"), before, now, strict=True):
+            wanted = f"{old.dtype} {old.shape}"
+            found = f"a {type(new).__name__}"
+            if isinstance(new, np.ndarray):
+                found = f"{new.dtype} {new.shape}"
+            if found != wanted:
                 raise ConfigError(
-                    f"{KEY} = {self.name} made {found} of the {what} {before.dtype} {before.shape}, but dtype and "
-                    f"shape must stay: the crop has its size already."
+                    f"{KEY} = {self.name} made {found} of the {what} {wanted}, but dtype and shape must stay: the crop "
+                    "has its size already."
                 )
-        return {**data, "image": image, "mask": target}
+
+        return {**data, "image": now[0], "mask": now[1]}
 
 
 def builder(name: str) -> Builder:
@@ -183,10 +181,12 @@ def builder(name: str) -> Builder:
         raise ConfigError(
             f"{KEY} = {name!r} is not one of {', '.join(valid)}.{nearest(name, valid)}"
         )
+
     return TRANSFORMS[name]
 
 
 def _build(kind: Callable[..., Any], path: str) -> Any:
+    """The transform that a user's class makes. Raises ConfigError for anything else."""
     built = plugins.call(KEY, path, kind, {})
     if isinstance(built, A.BasicTransform | A.BaseCompose):
         return built
@@ -195,4 +195,5 @@ def _build(kind: Callable[..., Any], path: str) -> Any:
             f"{KEY} = {path} made {built!r}, but a transform of albumentations, or an object that is called with "
             f"image, target and a random generator, was needed."
         )
+
     return CallableTransform(built, path)

@@ -38,9 +38,11 @@ def divide(
     """
     if by == "tail":
         return _tails(names, val, pattern)
+
     groups = [name.partition(COPY)[0] for name in names]
     if by == "sequence":
         groups = [sequence(name, pattern) for name in groups]
+
     found, places = np.unique(groups, return_inverse=True)
     if len(found) < 2:
         raise DataError(
@@ -48,9 +50,11 @@ def divide(
             "of one video, set by=tail: its last frames. If they are independent photos, set by=image. If sequences "
             "are named in another way, set pattern=REGEX, whose first group is the sequence."
         )
+
     rows = np.ones((len(names), 1))
     if pixels is not None:
         rows = np.column_stack([rows, pixels])
+
     weights = np.zeros((len(found), rows.shape[1]))
     np.add.at(weights, places, rows)
     chosen = _nearest_to(weights[:, weights.sum(axis=0) > 0], val, seed)
@@ -62,33 +66,42 @@ def _nearest_to(weights: NDArray[np.float64], val: float, seed: int) -> set[int]
 
     A class that one side would lack counts 1 more, more than any share can.
     """
+    num, columns = weights.shape
     best, chosen = np.inf, set[int]()
     for trial in range(TRIALS):
-        order = generator(sample_key(seed, 0, trial, "split")).permutation(len(weights))
+        random = generator(sample_key(seed, 0, trial, "split"))
+        order = random.permutation(num)
         sums = np.cumsum(weights[order], axis=0)
-        lacking = (sums[:-1] == 0) | (sums[:-1] == sums[-1])
-        errors = np.abs(sums[:-1] / sums[-1] - val) + lacking
-        classes = errors[:, 1:].sum(axis=1) / max(errors.shape[1] - 1, 1)
+        total, firsts = sums[-1], sums[:-1]
+        lacking = (firsts == 0) | (firsts == total)
+        errors = np.abs(firsts / total - val) + lacking
+        classes = errors[:, 1:].sum(axis=1) / max(columns - 1, 1)
         scores = errors[:, 0] + classes
-        if scores.min() < best:
-            best = float(scores.min())
-            chosen = set(order[: int(scores.argmin()) + 1].tolist())
+        place = int(scores.argmin())
+        if scores[place] < best:
+            best = scores[place]
+            chosen = set(order[: place + 1].tolist())
+
     return chosen
 
 
 def _tails(names: Sequence[str], val: float, pattern: str) -> list[bool]:
+    """Whether each image is one of the last of its sequence."""
     members: dict[str, list[str]] = {}
-    for name in names:
+    for name in sorted(names, key=lambda name: (frame(name)[1] or 0, name)):
         members.setdefault(sequence(name, pattern), []).append(name)
+
     chosen = set[str]()
     for frames in members.values():
-        frames.sort(key=lambda name: (frame(name)[1] or 0, name))
         if len(frames) > 1:
-            chosen |= set(frames[-ceil(val * len(frames)) :])
+            last = ceil(val * len(frames))
+            chosen.update(frames[-last:])
+
     if not chosen:
         raise DataError(
             "by=tail found no sequence of two or more images. Set by=image, or pattern=REGEX."
         )
+
     return [name in chosen for name in names]
 
 
@@ -96,9 +109,12 @@ def shared_sequences(
     train: Sequence[str], val: Sequence[str], pattern: str
 ) -> dict[str, tuple[int, int]]:
     """Number of training and validation images of each sequence that is in both; `pattern` is `data.sequence`."""
-    first, second = (
-        Counter(sequence(name.partition(COPY)[0], pattern) for name in names)
-        for names in (train, val)
-    )
+
+    def counted(names: Sequence[str]) -> Counter[str]:
+        """Images of each sequence."""
+        bare = [name.partition(COPY)[0] for name in names]
+        return Counter(sequence(name, pattern) for name in bare)
+
+    first, second = counted(train), counted(val)
     both = sorted(first.keys() & second.keys())
     return {name: (first[name], second[name]) for name in both}

@@ -141,11 +141,11 @@ def test_another_augmenter_gives_the_same_bytes(frame):
 def test_the_pipeline_is_neither_pickled_nor_shared_across_a_fork(frame, monkeypatch):
     augmenter = Augmenter(config())
     digest(augmenter, frame, 1)
-    parents = augmenter._own_pipeline()
-    assert augmenter._own_pipeline() is parents
+    parents = augmenter.ready()
+    assert augmenter.ready() is parents
     assert len(pickle.dumps(augmenter)) < 1000
     monkeypatch.setattr(augment.os, "getpid", lambda: -1)
-    assert augmenter._own_pipeline() is not parents
+    assert augmenter.ready() is not parents
 
 
 def test_the_unkeyed_control_depends_on_history(frame):
@@ -175,7 +175,7 @@ def test_zero_strength_changes_nothing(frame):
         np.array_equal(now, then)
         for now, then in zip(still(*frame, 3), frame, strict=True)
     )
-    assert len(still._own_pipeline().transforms) == 1
+    assert len(still.ready().transforms) == 1
     moved = Augmenter(config(scale=[1.0, 1.0], crop_size=[60, 80], flip=0.0))
     assert not np.array_equal(moved(*frame, 3)[0], frame[0])
 
@@ -345,6 +345,47 @@ def test_color_is_integer_arithmetic(frame):
         (frame[0].astype(np.int64) @ fixed[:, :3].T + fixed[:, 3]) >> 10, 0, 255
     )
     assert np.array_equal(cv2.transform(frame[0], matrix), expected)
+
+
+DUSK = {"gamma": [1.5, 3.0], "contrast": [-0.6, 0.2]}
+
+
+def test_gamma_and_contrast_stay_in_their_ranges_and_reach_their_ends():
+    """Of an image whose columns have one value each: 0, 64, 124 (the middle of contrast in red) and 255."""
+    image = np.repeat(np.array([0, 64, 124, 255], np.uint8), 16)
+    frame = np.tile(image[None, :, None], (64, 1, 3)), np.zeros((64, 64), np.uint8)
+    still = dict(crop_size=[64, 64], scale=[1.0, 1.0], flip=0.0, **NO_COLOR)
+
+    def reds(**changes) -> np.ndarray:
+        made = Augmenter(config(**{**still, **changes}))
+        return np.stack([made(*frame, key)[0][0, ::16, 0] for key in range(400)])
+
+    darker = reds(gamma=[1.5, 3.0])
+    assert set(darker[:, 0]) == {0}
+    assert set(darker[:, 3]) == {255}
+    low, high = 255 * (64 / 255) ** 3, 255 * (64 / 255) ** 1.5
+    assert darker[:, 1].min() == pytest.approx(low, abs=1)
+    assert darker[:, 1].max() == pytest.approx(high, abs=1)
+    flatter = reds(contrast=[-0.6, 0.2])
+    assert np.abs(flatter[:, 2].astype(int) - 124).max() <= 1
+    assert flatter[:, 1].max() == pytest.approx(124 - 0.4 * 60, abs=1)
+    assert flatter[:, 1].min() == pytest.approx(124 - 1.2 * 60, abs=1)
+
+
+def test_gamma_is_keyed_and_the_same_for_color_on_the_device(frame):
+    worker = Augmenter(config(**DUSK))
+    device = Augmenter(config(**DUSK, color_on="device"))
+    again = Augmenter(config(**DUSK))
+    for key in range(5):
+        assert digest(worker, frame, key) == digest(again, frame, key)
+        assert digest(worker, frame, key) == digest(device, frame, key)
+        assert digest(worker, frame, key) != digest(Augmenter(config()), frame, key)
+        assert device.crop(*frame, key).color is not None
+
+
+def test_a_range_around_0_draws_what_its_number_does(frame):
+    number, pair = Augmenter(config()), Augmenter(config(contrast=[-0.2, 0.2]))
+    assert digest(number, frame, 3) == digest(pair, frame, 3)
 
 
 def test_color_leaves_the_target_alone(frame):

@@ -38,7 +38,7 @@ def test_tables_are_consistent(table: ClassTable) -> None:
         range(table.num_classes)
     )
     assert table.lut.dtype == np.uint8
-    assert table.lut.shape == table.known.shape == (256,)
+    assert table.lut.shape == table.known.shape == (65536,)
     assert {
         raw: int(table.lut[raw]) for raw in np.flatnonzero(table.known)
     } == table.train_ids
@@ -98,7 +98,7 @@ def test_ids_and_ignore_have_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("ids:", "idz:", "idz is not one of .* Did you mean ids"),
+        ("ids:", "idz:", "key = idz is not one of .* Did you mean ids"),
         ("names: [floor, shelf, person]", "names: []", r"names holds \[\]"),
         (
             "names: [floor, shelf, person]",

@@ -4,6 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from segpipe.data.frequency import (
     PixelCounts,
@@ -12,6 +13,8 @@ from segpipe.data.frequency import (
     merged,
     pixels_seen,
     repeat_factors,
+    repeats_by_class,
+    repeats_by_sequence,
 )
 from segpipe.data.order import Draws, Order, Passes, permutation, whole_shares
 from segpipe.errors import ConfigError, DataError
@@ -163,13 +166,14 @@ COUNTS = PixelCounts(np.array([[6, 0], [3, 3], [5, 1], [6, 0]]), np.arange(4))
 
 
 def test_the_plain_order_is_left_alone() -> None:
-    assert draws(0.0, [(4, 1.0)], COUNTS, 0) is None
-    assert draws(1.0, [(4, 1.0)], COUNTS, 0) is not None
+    assert draws(None, [(4, 1.0)], 0) is None
+    assert draws(np.ones(4), [(4, 1.0)], 0) is not None
 
 
 def test_balanced_samples_come_more_often() -> None:
     """Class 1 is in half of the images, so with a threshold of 1 these come sqrt(2) times as often."""
-    order = draws(1.0, [(4, 1.0)], COUNTS, 0)
+    sets = [(4, 1.0)]
+    order = draws(repeats_by_class(1.0, sets, COUNTS), sets, 0)
     assert order is not None
     counts = Counter(order.sample(position)[1] for position in range(5 * 1000))
     assert (counts[1] + counts[2]) / (counts[0] + counts[3]) == pytest.approx(
@@ -178,16 +182,40 @@ def test_balanced_samples_come_more_often() -> None:
     assert min(counts.values()) >= 1000
 
 
+def test_every_sequence_comes_equally_often() -> None:
+    """Each in its own data set of a mixture, whose share stays; control: without repeats, as often as it has images."""
+    names = [["dusk", *["noon"] * 5, *["rain"] * 3], ["a", "b", "b"]]
+    flat = [*names[0], *names[1]]
+    sets = [(9, 3.0), (3, 1.0)]
+
+    def shares(repeats: NDArray[np.float64] | None) -> dict[str, float]:
+        order = draws(repeats, sets, 0)
+        assert order is not None
+        numbers = range(400 * order.length)
+        counts = Counter(flat[order.sample(number)[1]] for number in numbers)
+        return {name: counts[name] / len(numbers) for name in counts}
+
+    even = pytest.approx(dict.fromkeys(["dusk", "noon", "rain"], 1 / 4), rel=0.02)
+    found = shares(repeats_by_sequence(names))
+    assert {name: found[name] for name in ("dusk", "noon", "rain")} == even
+    assert found["a"] == pytest.approx(found["b"], rel=0.02)
+    assert found["a"] + found["b"] == pytest.approx(1 / 4, rel=0.02)
+    assert shares(None)["dusk"] == pytest.approx(1 / 12, rel=0.02)
+    with pytest.raises(ConfigError, match=r"are of one sequence, dusk\. Set"):
+        repeats_by_sequence([["dusk"] * 4])
+
+
 def test_pixels_are_weighed_as_training_meets_them() -> None:
-    assert pixels_seen(0.0, [(4, 1.0)], COUNTS).tolist() == [20, 4]
-    assert pixels_seen(0.0, [(4, 1.0)], COUNTS).dtype == np.int64
+    assert pixels_seen(None, [(4, 1.0)], COUNTS).tolist() == [20, 4]
+    assert pixels_seen(None, [(4, 1.0)], COUNTS).dtype == np.int64
     mixed = pixels_seen(
-        0.0, [(2, 3.0), (2, 1.0)], COUNTS
+        None, [(2, 3.0), (2, 1.0)], COUNTS
     )  # the first two images make three quarters of the samples
     np.testing.assert_allclose(
         mixed, [0.75 * 4.5 + 0.25 * 5.5, 0.75 * 1.5 + 0.25 * 0.5]
     )
-    balanced = pixels_seen(1.0, [(4, 1.0)], COUNTS)
+    sets = [(4, 1.0)]
+    balanced = pixels_seen(repeats_by_class(1.0, sets, COUNTS), sets, COUNTS)
     root = np.sqrt(2)
     np.testing.assert_allclose(
         balanced, [(12 + 8 * root) / (2 + 2 * root), 4 * root / (2 + 2 * root)]
@@ -196,7 +224,7 @@ def test_pixels_are_weighed_as_training_meets_them() -> None:
         COUNTS.pixels[[0, 2]], np.array([0, 2])
     )  # of each set one image was counted
     np.testing.assert_allclose(
-        pixels_seen(0.0, [(2, 3.0), (2, 1.0)], some), [0.75 * 6 + 0.25 * 5, 0.25]
+        pixels_seen(None, [(2, 3.0), (2, 1.0)], some), [0.75 * 6 + 0.25 * 5, 0.25]
     )
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from segpipe.data.folders import missing
-from segpipe.data.pairs import scan
+from segpipe.data.pairs import scan, scan_undivided
 from segpipe.data.samples import open_samples
 from segpipe.datasets.problems import problems
 from segpipe.errors import ConfigError
 from segpipe.ledger.inputs import data_hashes
-from segpipe.settings.check import check
 from segpipe.settings.compose import compose
+from segpipe.settings.config import check
 from segpipe.settings.groups import DataConfig
 
 PICTURE = cv2.imencode(".png", np.zeros((4, 6, 3), np.uint8))[1].tobytes()
@@ -79,6 +79,8 @@ LAYOUTS = {
         ["images/train/a.png", "mask:masks/train/a.png", "masks/train/a.jpg"],
         "a",
     ),
+    "one folder for a split": (["train/a.png", "mask:train/a_mask.png"], "a"),
+    "one folder, by suffix": (["train/a.jpg", "mask:train/a.png"], "a"),
     "hidden files": (
         ["images/train/a.png", "images/train/.x/b.png", "mask:masks/train/a.png"],
         "a",
@@ -93,7 +95,23 @@ def test_a_layout_is_found(tmp_path: Path, name: str) -> None:
     images = [file for file in files if not file.startswith("mask:")]
     masks = [file.removeprefix("mask:") for file in files if file.startswith("mask:")]
     assert found(data) == [(stem, images[0], masks[0])]
+    if images[0].endswith(".jpg"):  # holds no picture here
+        return
     assert list(problems(data, ["train"])) == []
+
+
+def test_one_folder_is_divided_by_lists_and_a_lone_image_is_named(
+    tmp_path: Path,
+) -> None:
+    data = make(tmp_path, "a.png", "mask:a_mask.png", "b.png", "mask:b_mask.png")
+    assert "nothing says which belong to split train" in scan(data, "train")[1][0]
+    pairs, faults = scan_undivided(data)
+    assert ([pair.name for pair in pairs], faults) == (["a", "b"], [])
+    (tmp_path / "train.txt").write_text("a\n")
+    assert found(data) == [("a", "a.png", "a_mask.png")]
+    make(tmp_path, "c.png")
+    (tmp_path / "train.txt").write_text("a\nc\n")
+    assert "c.png has no mask" in scan(data, "train")[1][0]
 
 
 def test_a_table_of_pairs_is_read_and_hashed(tmp_path: Path) -> None:
@@ -184,7 +202,7 @@ def test_settings_name_other_folders(tmp_path: Path) -> None:
     assert config.data.masks == "x/SPLIT/*_v2.png"
     check(config, world_size=1)
     with pytest.raises(
-        ConfigError, match=r"data\.images = x, but only data in files reads it"
+        ConfigError, match=r"data\.images is set, but only data in files reads it"
     ):
         check(compose(["data.images=x"]), world_size=1)
 

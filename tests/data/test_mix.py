@@ -237,3 +237,23 @@ def test_a_balanced_mixture_trains_the_same_in_any_layout(
     assert run(folder, *settings, "run.exists=resume") == 2, (
         "counts of other masks are refused"
     )
+
+
+def test_balanced_sequences_train_the_same_in_any_layout(
+    tmp_path: Path, mixed: DataConfig
+) -> None:
+    """Resumed after step 1; control: other weights than in the plain order."""
+    settings = (
+        on_the_command_line(mixed.mix), "data.sequence='f[012]?'", "compute.shards=2", "checkpoint.keep_every=1",
+        "train.steps=2", "augment.crop_size=[64,64]", "loss.class_weights=log1.10",
+    )  # fmt: skip
+    folder, even = tmp_path / "run", "data.balance_by=sequence"
+    assert run(tmp_path / "plain", *settings) == 0
+    assert run(folder, *settings, even) == 0
+    whole = results(folder)
+    assert whole != results(tmp_path / "plain")
+    for name in ("last.pt", "best.pt", "step_000002.pt", "result.json"):
+        (folder / name).unlink(missing_ok=True)
+    again = (*settings, even, "run.exists=resume", "data.workers=1")
+    assert run(folder, *again) == 0
+    assert results(folder) == whole

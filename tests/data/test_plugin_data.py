@@ -156,7 +156,7 @@ def test_some_samples_are_checked_before_a_training_and_all_on_demand() -> None:
 def test_two_samples_of_one_name_are_refused() -> None:
     found = list(problems(config(fault="names", num=2), ["train"]))
     assert found == [
-        "data.name = data:Data, split train: samples 0 and 1 are both named train0. Give each a name of its own."
+        "samples 0 and 1 are both named train0. Give each a name of its own."
     ]
 
 

@@ -12,8 +12,8 @@ from segpipe.data.augment import Augmenter
 from segpipe.data.transforms import TRANSFORMS, Fog, SensorNoise, builder
 from segpipe.errors import ConfigError
 from segpipe.keys import generator, sample_key
-from segpipe.settings.check import check
 from segpipe.settings.compose import compose
+from segpipe.settings.config import check
 from segpipe.settings.groups import AugmentConfig
 
 PLAIN = {

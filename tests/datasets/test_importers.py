@@ -17,7 +17,7 @@ from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import published
 from segpipe.data.samples import open_samples
 from segpipe.datasets.importers import IMPORTERS
-from segpipe.datasets.importers.areas import (
+from segpipe.datasets.importers.drawn import (
     coco_counts,
     ellipse,
     polygon,
@@ -451,16 +451,16 @@ def test_an_interrupted_import_goes_on_and_another_one_is_refused(
 
 def test_outlines_cover_pixel_centres() -> None:
     size = (HEIGHT, WIDTH)
-    assert np.array_equal(rectangle(*CAR)(size), scene() > 0)
-    left = polygon([(0, 0), (9, 0), (0, 6)])(size)
-    right = polygon([(9, 0), (9, 6), (0, 6)])(size)
+    assert np.array_equal(polygon(rectangle(*CAR), size), scene() > 0)
+    left = polygon([(0, 0), (9, 0), (0, 6)], size)
+    right = polygon([(9, 0), (9, 6), (0, 6)], size)
     assert not (left & right).any()
     assert (left | right).all(), "neighbours leave no gap"
-    assert rectangle(-5, -5, 50, 50)(size).all()
-    assert not rectangle(20, 20, 30, 30)(size).any()
+    assert polygon(rectangle(-5, -5, 50, 50), size).all()
+    assert not polygon(rectangle(20, 20, 30, 30), size).any()
     rows, columns = np.indices((40, 40)) + 0.5
     disk = (rows - 20) ** 2 + (columns - 18) ** 2 < 11**2
-    assert (ellipse(18, 20, 11, 11)((40, 40)) != disk).sum() <= 8
+    assert (polygon(ellipse(18, 20, 11, 11), (40, 40)) != disk).sum() <= 8
 
 
 def test_runs_are_those_of_coco() -> None:
@@ -507,6 +507,18 @@ def test_labels_are_ignored_by_name(tmp_path: Path) -> None:
     other = tmp_path / "other"
     assert imported(table.parent, other, "voc", "background=ignore") == 0
     assert np.array_equal(np.asarray(Image.open(other / "masks/a.png")), mask)
+
+
+def test_labels_are_ignored_by_color(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    voc_of_cvat(tmp_path / "source")
+    out = tmp_path / "out"
+    assert imported(tmp_path / "source", out, "voc", "ignore=[0,0,0]") == 0
+    mask = np.asarray(Image.open(out / "masks/a.png"))
+    assert np.array_equal(mask, scene(0, 1, 255))
+    assert imported(tmp_path / "source", tmp_path / "no", "voc", "ignore=[1,2,3]") == 2
+    assert "ignore = [1, 2, 3] is the color of no label" in capsys.readouterr().err
 
 
 def test_an_import_divides_what_has_no_splits(

@@ -1,9 +1,14 @@
-"""What every importer reads: the images of an export, the labels on them, and how each mask is painted."""
+"""What an importer reads and writes: images of an export, the areas of labels on them, and a `folder` data set of them.
+
+classes.yaml is written last. So an import that was interrupted is no data set yet, and the same command continues it.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,10 +19,15 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe import IGNORE_INDEX
-from segpipe.datasets.importers.areas import Shape, Size
-from segpipe.errors import DataError
+from segpipe import IGNORE_INDEX, files
+from segpipe.data.catalog import Color, distinct_colors
+from segpipe.data.folders import SUFFIXES
+from segpipe.data.readers import Progress, read_header, silent, threaded
+from segpipe.errors import ConfigError, DataError
 
+Area = NDArray[np.bool_]
+Size = tuple[int, int]  # (height, width)
+Shape = Callable[[Size], Area]  # its pixels in an image; raises ValueError
 BACKGROUND, BACKGROUND_TOO = "background", "_background_"
 IGNORED = ("ignore", "__ignore__", "void")
 SPLIT_NAMES = {"training": "train", "valid": "val", "validation": "val", "default": ""}
@@ -55,6 +65,8 @@ class Export:
     drawn: set[str] = field(default_factory=set)  # labels that images have
     faults: list[str] = field(default_factory=list)
     exif: str = ""
+    # Labels by the color that the format gives them; black is what lies outside all areas.
+    colors: dict[Color, str] = field(default_factory=lambda: {(0, 0, 0): BACKGROUND})
 
     def classes(
         self, names: Sequence[str], ignored: Sequence[str]
@@ -164,3 +176,106 @@ def load_json(path: Path, *keys: str) -> dict[str, Any]:
         if not isinstance(content, dict) or key not in content:
             raise DataError(f"{path} has no {key!r}, so it is not of this format.")
     return dict(content)
+
+
+MARK = ".import.json"
+
+
+def write_import(
+    export: Export,
+    names: Sequence[str],
+    ids: Mapping[str, int],
+    out: Path,
+    origin: Mapping[str, Any],
+    *,
+    copy: bool,
+    skip: bool,
+    progress: Progress = silent,
+) -> list[str]:
+    """Write masks, links to the images (or copies) and classes.yaml; returns what could not be imported.
+
+    If there is anything of that, classes.yaml is not written, unless `skip`. `origin` says what is imported: a folder
+    `out` with another origin, or with anything else in it, is refused by ConfigError.
+    """
+    _claim(out, json.dumps(origin, sort_keys=True).encode())
+    (out / "classes.yaml").unlink(missing_ok=True)
+    counts = Counter((item.split, item.name) for item in export.items)
+    faults = export.faults + [
+        f"{split or 'the set'} has {name} {times} times."
+        for (split, name), times in counts.items()
+        if times > 1
+    ]
+    written = threaded(lambda item: _put(item, ids, out, copy), export.items, progress)
+    faults += filter(None, written)
+    if not export.items and not faults:
+        faults.append("no image with labels was found.")
+    left = any(mask_path(out, item).is_file() for item in export.items)
+    if not faults or (skip and left):
+        table = {
+            "name": out.resolve().name,
+            "names": list(names),
+            "palette": distinct_colors(len(names)),
+            "masks": "ids",
+            "ignore": [IGNORE_INDEX],
+            **({"exif": export.exif} if export.exif else {}),
+        }
+        rows = [
+            f"{key}: {json.dumps(value, ensure_ascii=False)}\n"
+            for key, value in table.items()
+        ]
+        files.put(out / "classes.yaml", "".join(rows).encode())
+    return faults
+
+
+def mask_path(out: Path, item: Item) -> Path:
+    """Where the mask of an image is written."""
+    return out / "masks" / item.split / f"{item.name}.png"
+
+
+def _claim(out: Path, origin: bytes) -> None:
+    mark = out / MARK
+    if mark.is_file():
+        if mark.read_bytes() != origin:
+            raise ConfigError(
+                f"out = {out} holds another import. Choose another folder, or remove it."
+            )
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"out = {out} is not empty. Choose a new folder.")
+    files.put(mark, origin)
+
+
+def _put(item: Item, ids: Mapping[str, int], out: Path, copy: bool) -> str:
+    """Write the files of an image; returns what was wrong with it."""
+    suffix = item.image.suffix.lower()
+    image = out / "images" / item.split / f"{item.name}{suffix}"
+    mask = mask_path(out, item)
+    for earlier in (mask, image):
+        earlier.unlink(missing_ok=True)
+    if suffix not in SUFFIXES:
+        return (
+            f"{item.image} is of a format that is not read. Convert it to PNG or JPEG."
+        )
+    try:
+        # Declared sizes are believed only if the image has them: painting takes memory.
+        if item.size is not None:
+            _check_size(item, item.size)
+        target = item.paint(ids)
+        _check_size(item, target.shape)
+    except DataError as error:
+        return str(error)
+    image.parent.mkdir(parents=True, exist_ok=True)
+    if copy:
+        shutil.copyfile(item.image, image)
+    else:
+        image.symlink_to(item.image.resolve())
+    files.put(mask, cv2.imencode(".png", target)[1].tobytes())
+    return ""
+
+
+def _check_size(item: Item, size: tuple[int, ...]) -> None:
+    header = read_header(str(item.image))
+    if size not in (header[:2], header.upright):
+        raise DataError(
+            f"{item.image} is {header.height}x{header.width}, but its labels are for {size[0]}x{size[1]} (height x "
+            "width). Was the image resized after it was labelled?"
+        )

@@ -28,16 +28,21 @@ def voc(source: Path, names: Sequence[str]) -> Export:
         raise DataError(
             f"{source} has no folder SegmentationClass. Set source to the folder above it."
         )
+
     root, export = roots[0], Export()
     table = _table(root / "labelmap.txt", names)
     export.declared += table.classes.names
     export.drawn |= set(export.declared)
-    pictures = root / "JPEGImages"
-    images = {
-        path.relative_to(pictures).with_suffix("").as_posix(): path
-        for path in files_below(pictures)
-        if path.suffix.lower() in SUFFIXES
+    export.colors |= {
+        color: table.classes.names[train] for color, train in table.colors.items()
     }
+    pictures = root / "JPEGImages"
+    images = {}
+    for path in map(Path, files_below(pictures)):
+        if path.suffix.lower() in SUFFIXES:
+            stem = path.relative_to(pictures).with_suffix("")
+            images[stem.as_posix()] = path
+
     lists = sorted(root.glob("ImageSets/Segmentation/*.txt"))
     if {"train", "val"} & {path.stem for path in lists}:  # trainval is their union
         lists = [path for path in lists if path.stem != "trainval"]
@@ -45,23 +50,28 @@ def voc(source: Path, names: Sequence[str]) -> Export:
         export.faults.append(
             f"{root} has no list in ImageSets/Segmentation. Without lists, data=folder reads the two folders."
         )
+
     for path in lists:
-        for stem in path.read_text(encoding="utf-8-sig").splitlines():
-            mask = root / "SegmentationClass" / f"{stem.strip()}.png"
-            image = images.get(stem.strip())
-            if image and mask.is_file():
+        split = split_name(path.stem)
+        for line in path.read_text(encoding="utf-8-sig").splitlines():
+            name = line.strip()
+            mask = root / "SegmentationClass" / f"{name}.png"
+            picture = images.get(name)
+            if picture and mask.is_file():
                 paint = partial(_paint, mask, table)
-                item = Item(split_name(path.stem), stem.strip(), image, paint)
-                export.items.append(item)
-            elif stem.strip():
-                missing = mask if image else "image in JPEGImages"
-                export.faults.append(f"{path} lists {stem}, which has no {missing}.")
+                export.items.append(Item(split, name, picture, paint))
+            elif name:
+                missing = mask if picture else "image in JPEGImages"
+                export.faults.append(f"{path} lists {name}, which has no {missing}.")
+
     return export
 
 
 def _paint(path: Path, table: MaskTable, ids: Mapping[str, int]) -> Target:
-    trains = [ids.get(name, IGNORE_INDEX) for name in table.classes.names]
-    lut = np.array(trains + [IGNORE_INDEX] * (256 - len(trains)), np.uint8)
+    """Train ids of a mask that is drawn in ids or colors of its own table."""
+    lut = np.full(256, IGNORE_INDEX, np.uint8)
+    for own, name in enumerate(table.classes.names):
+        lut[own] = ids.get(name, IGNORE_INDEX)
     return lut[read_target(table, str(path))]
 
 
@@ -75,15 +85,20 @@ def _table(path: Path, names: Sequence[str]) -> MaskTable:
             )
         ids = {place: place for place in [*range(len(names)), IGNORE_INDEX]}
         return MaskTable(ClassTable("voc", tuple(names), (), ids), kind="ids")
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
-    rows = [line.split(":") for line in lines if not line.startswith("#")]
+
+    names = []
     colors = {}
-    for train, (_, color, *_) in enumerate(rows):
-        red, green, blue = map(int, color.split(","))
-        colors[red, green, blue] = train
-    if len(colors) < len(rows):
+    for line in path.read_text().splitlines():
+        if line.strip() and not line.startswith("#"):
+            name, color, *_ = line.split(":")
+            red, green, blue = map(int, color.split(","))
+            colors[red, green, blue] = len(names)
+            names.append(name)
+
+    if len(colors) < len(names):
         raise DataError(
             f"{path} gives two labels one color, so the masks cannot tell them apart. Export them again."
         )
-    classes = ClassTable("voc", tuple(row[0] for row in rows), tuple(colors), {})
+
+    classes = ClassTable("voc", tuple(names), tuple(colors), {})
     return MaskTable(classes, kind="colors", colors=colors)

@@ -1,1 +1,0 @@
-"""Procedural street scenes: scenes.py composes them, the other modules paint."""

@@ -1,0 +1,434 @@
+"""Labels that are drawn as shapes: COCO, labelme, and CVAT for images 1.1.
+
+COCO's instances and stuff are JSON, as COCO, Roboflow and CVAT write them; labelme has a JSON file per image, CVAT one
+annotations.xml.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from math import cos, dist, pi, sin
+from pathlib import Path, PurePosixPath
+from typing import Any
+from xml.etree import ElementTree
+
+import cv2
+import numpy as np
+from numpy.typing import ArrayLike
+
+from segpipe.datasets.importers.exported import (
+    Area,
+    Export,
+    Shape,
+    Size,
+    find_image,
+    load_json,
+    split_name,
+)
+from segpipe.errors import DataError
+from segpipe.files import files_below
+
+COCO_FILES = (
+    "_annotations.coco.json",
+    "annotations/instances_*.json",
+    "annotations/stuff_*.json",
+)
+WITHOUT_AREA = ("line", "linestrip", "point", "points")
+CIRCLE_POINTS = 128
+Corners = list[tuple[float, float]]  # (x, y)
+
+
+def wrong(message: str, size: Size) -> Area:
+    """Raise ValueError: a shape that has no pixels, because of what `message` says."""
+    raise ValueError(message)
+
+
+def polygon(points: ArrayLike, size: Size) -> Area:
+    """The pixels whose center lies inside a polygon of (x, y) points. Raises ValueError.
+
+    The pixel in row r and column c covers [c, c + 1) x [r, r + 1), as in COCO: neighbors that share an edge neither
+    overlap nor leave a gap, which cannot be said of cv2.fillPoly, since it draws the edge into both.
+    """
+    corners = np.asarray(points, np.float64)
+    if corners.size < 6 or corners.size % 2:
+        raise ValueError(
+            f"has a polygon of {corners.size} numbers, but x and y of three points were needed"
+        )
+
+    if not np.isfinite(corners).all():
+        raise ValueError("has a corner that is no finite number")
+
+    corners = corners.reshape(-1, 2)
+    following = np.roll(corners, -1, axis=0)
+    x, y = corners.T
+    next_x, next_y = following.T
+    height, width = size
+    # Rows that the polygon touches; an edge crosses the middle of a row or does not.
+    first = int(np.clip(np.floor(y.min() - 0.5), 0, height))
+    last = int(np.clip(np.ceil(y.max() + 0.5), first, height))
+    middles = np.arange(first, last)[:, None] + 0.5
+    crosses = (y <= middles) != (next_y <= middles)
+    rows, edges = np.nonzero(crosses)
+    # Where it does, inside and outside change places from this column on.
+    slope = (next_x - x)[edges] / (next_y - y)[edges]
+    below = middles[rows, 0] - y[edges]
+    at = x[edges] + below * slope
+    columns = np.clip(np.ceil(at - 0.5), 0, width).astype(np.int64)
+    flips = np.zeros((height, width + 1), np.uint8)
+    np.bitwise_xor.at(flips, (rows + first, columns), 1)
+    inside = np.bitwise_xor.accumulate(flips[:, :width], axis=1)
+    return inside.astype(np.bool_)
+
+
+def rectangle(left: float, top: float, right: float, bottom: float) -> Corners:
+    """The corners of a rectangle."""
+    return [
+        (left, top),
+        (right, top),
+        (right, bottom),
+        (left, bottom),
+    ]
+
+
+def ellipse(x: float, y: float, radius_x: float, radius_y: float) -> Corners:
+    """An ellipse as CIRCLE_POINTS corners."""
+    corners = []
+    for place in range(CIRCLE_POINTS):
+        angle = 2 * pi * place / CIRCLE_POINTS
+        corners.append((x + radius_x * cos(angle), y + radius_y * sin(angle)))
+    return corners
+
+
+def runs(counts: Sequence[int], size: Size) -> Area:
+    """Area whose pixels, row by row, are `counts` alternating runs, outside first.
+
+    Raises ValueError if they do not fill the area.
+    """
+    height, width = size
+    if sum(counts) != height * width or min(counts) < 0:
+        raise ValueError(
+            f"has run lengths for {sum(counts)} pixels, but {height}x{width} were needed"
+        )
+
+    inside = np.arange(len(counts)) % 2 == 1
+    return np.repeat(inside, counts).reshape(size)
+
+
+def coco_counts(text: str) -> list[int]:
+    """Run lengths in the compressed text of COCO: numbers of 5 bits per character, each from the third on a difference.
+
+    Source: rleFrString in cocoapi/common/maskApi.c.
+    """
+    counts: list[int] = []
+    number = shift = 0
+    for character in text:
+        bits = ord(character) - 48
+        number |= (bits & 0x1F) << shift
+        shift += 5
+        if bits & 0x20:  # more of this number follows
+            continue
+        if bits & 0x10:  # it is negative
+            number -= 1 << shift
+        if len(counts) > 2:
+            number += counts[-2]
+        counts.append(number)
+        number = shift = 0
+
+    return counts
+
+
+def _whole(part: Area, left: int, top: int, size: Size) -> Area:
+    """A mask of part of the image, which lies inside, in an area of the whole size."""
+    height, width = part.shape
+    area = np.zeros(size, np.bool_)
+    area[top : top + height, left : left + width] = part
+    return area
+
+
+def _check_inside(part: Size, left: int, top: int, size: Size) -> None:
+    """Raise ValueError for a part of an image that lies outside of it."""
+    height, width = part
+    if min(left, top) < 0 or top + height > size[0] or left + width > size[1]:
+        raise ValueError(
+            f"has a mask of {height}x{width} at row {top}, column {left}, outside the image"
+        )
+
+
+def coco(source: Path, names: Sequence[str] = ()) -> Export:
+    """Labels of a JSON file beside or above its images, or of a folder with annotations/ or a JSON file per split.
+
+    Larger areas are painted first, so that what lies on something else stays visible.
+    """
+    files = [source]
+    if source.is_dir():
+        patterns = [*COCO_FILES, *(f"*/{name}" for name in COCO_FILES)]
+        files = sorted({path for each in patterns for path in source.glob(each)})
+    if not files:
+        raise DataError(
+            f"{source} has none of {', '.join(COCO_FILES)}. Export as COCO with segmentation, and set source to that "
+            "file, or to the folder above."
+        )
+
+    export = Export()
+    for path in files:
+        with export.part(path):
+            _read_coco(path, source, export)
+
+    return export
+
+
+def _read_coco(path: Path, source: Path, export: Export) -> None:
+    """Add the images of a JSON file, with their areas."""
+    content = load_json(path, "images", "annotations", "categories")
+    labels = {}
+    for each in content["categories"]:
+        labels[int(each["id"])] = str(each["name"])
+
+    export.declared += [labels[number] for number in sorted(labels)]
+    # Of each image its areas: size, label, shape.
+    shapes: dict[int, list[tuple[float, str, Shape]]] = {}
+    for each in content["annotations"]:
+        label, shape = _coco_shape(each, labels, path)
+        row = float(each.get("area", 0.0)), label, shape
+        shapes.setdefault(int(each["image_id"]), []).append(row)
+
+    folders, split = _coco_places(path, source)
+    for each in content["images"]:
+        rows = shapes.pop(int(each["id"]), [])
+        rows.sort(key=lambda row: -row[0])
+        with export.part(path):
+            name = str(each["file_name"])
+            image = find_image(folders, name)
+            size = int(each["height"]), int(each["width"])
+            drawn = [(label, shape) for _, label, shape in rows]
+            export.add(split_name(split), name, image, size, drawn)
+
+    if shapes:
+        export.faults.append(
+            f"{path} has labels of the image_id {min(shapes)}, which images does not list."
+        )
+
+
+def _coco_places(path: Path, source: Path) -> tuple[list[Path], str]:
+    """Folders that may hold the images of a JSON file, and its split.
+
+    They lie beside it, or in val2017/ or images/val2017/ with annotations/instances_val2017.json.
+    """
+    name = path.stem.partition("_")[2]
+    root = source if source.is_dir() else path.parent
+    parts = (name, f"images/{name}", "images/default", "images", "")
+    folders = [path.parent]
+    for folder in (root, path.parent.parent):
+        folders += [folder / part for part in parts]
+
+    split = ""
+    if path.stem.startswith(("instances_", "stuff_")):
+        split = name.rstrip("0123456789")
+    elif path.parent != root:
+        split = path.parent.name
+
+    return folders, split
+
+
+def _coco_shape(
+    annotation: dict[str, Any], labels: dict[int, str], path: Path
+) -> tuple[str, Shape]:
+    """Label and shape of an annotation."""
+    category = int(annotation.get("category_id", -1))
+    label = labels.get(category, "")
+    if label:
+        return label, partial(_coco_area, annotation.get("segmentation"))
+
+    fault = (
+        f"annotation {annotation.get('id')} of {path} has the category {category}, "
+        "which categories does not list"
+    )
+    return "", partial(wrong, fault)
+
+
+def _coco_area(segmentation: Any, size: Size) -> Area:
+    """Pixels of polygons, whose union it is, or of run lengths by column, compressed or not."""
+    if not segmentation:
+        raise ValueError(
+            "is a box without a segmentation. Export instance or semantic segmentation"
+        )
+
+    if isinstance(segmentation, dict):
+        counts = segmentation["counts"]
+        if list(segmentation["size"]) != list(size):
+            raise ValueError(
+                f"has run lengths for the size {segmentation['size']}, not {list(size)}"
+            )
+        if isinstance(counts, str):
+            counts = coco_counts(counts)
+        return runs(counts, (size[1], size[0])).T
+
+    covered = np.zeros(size, np.bool_)
+    for points in segmentation:
+        if not isinstance(points, list):
+            raise ValueError(
+                "has a segmentation that is no list of polygons [[x, y, x, y, x, y]]"
+            )
+        covered |= polygon(points, size)
+
+    return covered
+
+
+def labelme(source: Path, names: Sequence[str] = ()) -> Export:
+    """Labels of a folder of JSON files with their images, subfolders included; later shapes cover earlier ones.
+
+    labelme turns photos upright as EXIF says, so the class table gets `exif: apply`.
+    """
+    paths = map(Path, files_below(source))
+    labelled = [path for path in paths if path.suffix == ".json"]
+    files = [path for path in labelled if not path.name.startswith(".")]
+    if not files:
+        raise DataError(
+            f"{source} has no JSON files. Set source to the folder where labelme saved them."
+        )
+
+    export = Export(exif="apply")
+    for path in sorted(files):
+        with export.part(path):
+            _read_labelme(path, path.relative_to(source), export)
+
+    return export
+
+
+def _read_labelme(path: Path, name: Path, export: Export) -> None:
+    """Add the image of a JSON file, with its shapes."""
+    content = load_json(path, "shapes", "imagePath", "imageHeight", "imageWidth")
+    size = int(content["imageHeight"]), int(content["imageWidth"])
+    shapes = [_labelme_shape(shape) for shape in content["shapes"]]
+    listed = str(content["imagePath"]).replace("\\", "/")
+    try:
+        image = find_image([path.parent], listed)
+    except DataError:  # it was labelled elsewhere
+        image = find_image([path.parent], PurePosixPath(listed).name)
+    export.add("", str(name), image, size, shapes)
+
+
+def _labelme_shape(shape: dict[str, Any]) -> tuple[str, Shape]:
+    """Label and shape of an entry."""
+    label, kind = str(shape["label"]), str(shape.get("shape_type") or "polygon")
+    if kind in WITHOUT_AREA:
+        return "", partial(wrong, f"a {kind} of {label} has no area. Draw a polygon")
+
+    points = [(float(x), float(y)) for x, y in shape["points"]]
+    if kind == "polygon":
+        return label, partial(polygon, points)
+    if kind == "rectangle" and len(points) > 1:
+        xs, ys = zip(*points, strict=True)
+        corners = rectangle(min(xs), min(ys), max(xs), max(ys))
+        return label, partial(polygon, corners)
+
+    if kind == "circle" and len(points) == 2:
+        radius = dist(*points)
+        return label, partial(polygon, ellipse(*points[0], radius, radius))
+    if kind == "mask" and points:
+        left, top = min(points)
+        return label, partial(_png, str(shape.get("mask")), round(left), round(top))
+
+    fault = f"is a {kind} of {len(points)} points, which is not read"
+    return label, partial(wrong, fault)
+
+
+def _png(text: str, left: int, top: int, size: Size) -> Area:
+    """A mask of part of the image: a PNG in base64 whose pixels are not 0."""
+    part = None
+    with suppress(ValueError, cv2.error):  # no base64, or empty
+        data = np.frombuffer(base64.b64decode(text), np.uint8)
+        part = cv2.imdecode(data, cv2.IMREAD_GRAYSCALE)
+
+    if part is None:
+        raise ValueError("has a mask that is not a PNG")
+
+    height, width = part.shape
+    _check_inside((height, width), left, top, size)
+    return _whole(part > 0, left, top, size)
+
+
+def cvat(source: Path, names: Sequence[str] = ()) -> Export:
+    """Labels of annotations.xml with its images beside it or in images/; a higher z_order covers a lower one."""
+    path = source if source.is_file() else source / "annotations.xml"
+    try:
+        root = ElementTree.parse(path).getroot()
+    except (OSError, ElementTree.ParseError) as error:
+        raise DataError(
+            f"{path} cannot be read: {error}. Export from CVAT as `CVAT for images 1.1`."
+        ) from None
+
+    if root.find("track") is not None:
+        raise DataError(
+            f"{path} is of a video. Export from CVAT as `CVAT for images 1.1`, with the images."
+        )
+
+    export = Export()
+    for label in root.findall("meta//label/name"):
+        export.declared.append(label.text or "")
+
+    for image in root.findall("image"):
+        name = image.get("name", "")
+        with export.part(f"{path}: {name}"):
+            _read_cvat(image, name, path.parent, export)
+
+    return export
+
+
+def _read_cvat(
+    image: ElementTree.Element, name: str, folder: Path, export: Export
+) -> None:
+    """Add an image, with its shapes."""
+    subset = image.get("subset", "")
+    split = split_name(subset)
+    folders = [folder / place for place in (f"images/{subset}", "images", "")]
+    path = find_image(folders, name)
+    size = int(image.attrib["height"]), int(image.attrib["width"])
+    shapes = [shape for shape in image if shape.tag != "tag"]
+    shapes.sort(key=lambda shape: float(shape.get("z_order", 0)))
+    export.add(split, name, path, size, list(map(_cvat_shape, shapes)))
+
+
+def _cvat_shape(element: ElementTree.Element) -> tuple[str, Shape]:
+    """Label and shape of an element."""
+    label = element.attrib["label"]
+    kind = element.tag
+
+    def numbers(*keys: str) -> list[float]:
+        """The values of these attributes."""
+        return [float(element.attrib[key]) for key in keys]
+
+    if float(element.get("rotation", 0)):
+        fault = (
+            f"is a rotated {kind}, which is not read. Convert it to a polygon in CVAT"
+        )
+        return label, partial(wrong, fault)
+
+    if kind == "polygon":
+        corners = []
+        for point in element.attrib["points"].split(";"):
+            x, y = point.split(",")
+            corners.append((float(x), float(y)))
+        return label, partial(polygon, corners)
+
+    if kind == "box":
+        corners = rectangle(*numbers("xtl", "ytl", "xbr", "ybr"))
+        return label, partial(polygon, corners)
+    if kind == "ellipse":
+        return label, partial(polygon, ellipse(*numbers("cx", "cy", "rx", "ry")))
+    if kind == "mask":
+        left, top = map(int, numbers("left", "top"))
+        height, width = map(int, numbers("height", "width"))
+        counts = list(map(int, element.attrib["rle"].split(",")))
+        return label, partial(_cvat_mask, counts, left, top, (height, width))
+
+    return "", partial(wrong, f"a {kind} of {label} has no area. Draw a polygon")
+
+
+def _cvat_mask(counts: list[int], left: int, top: int, part: Size, size: Size) -> Area:
+    """The pixels of a mask of part of the image."""
+    _check_inside(part, left, top, size)  # before run lengths take memory
+    return _whole(runs(counts, part), left, top, size)
