@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from segpipe import plugins
@@ -14,7 +13,7 @@ from segpipe.checks.tripwire import preserved, seed_globals
 from segpipe.data.augment import Augmenter
 from segpipe.data.data_set import DataSet, Samples
 from segpipe.data.samples import CachedSamples, open_samples
-from segpipe.errors import ConfigError, SegpipeError
+from segpipe.errors import ConfigError
 from segpipe.native import one_thread
 
 if TYPE_CHECKING:
@@ -31,14 +30,14 @@ class DataContract:
 
     def clauses(self) -> Iterator[Clause]:
         """All clauses; the first alone when the split cannot be opened."""
-        asked = (
-            ("can be opened", self._opened),
-            ("images, targets and names", self._samples),
-            ("same bytes twice", self._twice),
-            ("can be pickled", self._pickled),
-            ("same bytes in another process", self._other_process),
-        )
-        return answers("data", [(f"{self.split}: {name}", ask) for name, ask in asked])
+        split = self.split
+        asked = {
+            f"{split}: can be opened": self._opened,
+            f"{split}: images, targets and names": self._samples,
+            f"{split}: same bytes twice": self._twice,
+            f"{split}: same bytes in another process": self._other_process,
+        }
+        return answers("data", asked.items())
 
     def _open(self) -> DataSet:
         return open_samples(self.config.data, self.split, self.config.seed)
@@ -68,24 +67,6 @@ class DataContract:
             "Let the index alone decide, and draw nothing at random.",
         )
 
-    def _pickled(self) -> str:
-        """By a copy, as loader processes get one."""
-        try:
-            copied = pickle.loads(pickle.dumps(self.samples))
-        except Exception as error:
-            return (
-                f"{type(error).__name__}: {error}. Loader processes get a copy: open files and databases in read, "
-                f"not in __init__."
-            )
-        found = contents(copied, self.indices)
-        advice = "Keep what read needs in picklable attributes."
-        return self._different(
-            contents(self.samples, self.indices),
-            found,
-            "read by a pickled copy",
-            advice,
-        )
-
     def _other_process(self) -> str:
         """A forked one, as loader processes are, and one of another start of the program."""
         expected = contents(self.samples, self.indices)
@@ -93,7 +74,10 @@ class DataContract:
             try:
                 found = elsewhere(method, contents, self.samples, self.indices)
             except UnansweredError as error:
-                return f"{NOTE}not checked in another process ({method}): {error}"
+                return (
+                    f"{NOTE}not checked in another process ({method}): {error}. Open files and databases in read, not "
+                    "in __init__."
+                )
             advice = "Use no hash() of text, process id, clock, parent_process(), or order of a set or of os.listdir."
             if problem := self._different(
                 expected, found, "read by another process", advice
@@ -117,11 +101,12 @@ class DataContract:
 @one_thread()  # as loaders give to torch; more do not survive a fork
 def contents(samples: Samples, indices: list[int]) -> list[str]:
     """The bytes of these samples with their names, as text."""
-    read = [(index, *samples.read(index)) for index in indices]
-    return [
-        f"{len(samples)} {samples.name(i)} {image.shape} {image.tobytes()!r} {t.tobytes()!r}"
-        for i, image, t in read
-    ]
+    found = []
+    for index in indices:
+        image, target = samples.read(index)
+        told = f"{len(samples)} {samples.name(index)} {image.shape} {image.tobytes()!r}"
+        found.append(f"{told} {target.tobytes()!r}")
+    return found
 
 
 def check_data(config: Config) -> None:
@@ -133,23 +118,13 @@ def check_data(config: Config) -> None:
             raise ConfigError(f"data.name = {config.data.name}: {problem}")
 
 
-def augment_clauses(config: Config) -> Iterator[Clause]:
-    """A clause for each transform, and for all together, by the purity check; a clause of errors when it cannot run."""
-    try:
-        yield from purity_clauses(config)
-    except Exception as error:
-        is_own = isinstance(error, SegpipeError)
-        problem = str(error) if is_own else f"{plugins.located(error)}."
-        yield Clause(
-            "augment", ", ".join(config.augment.extra) or "transforms", problem
-        )
-
-
-def purity_clauses(config: Config) -> Iterator[Clause]:
-    """A clause for each transform, and for all together. Raises what opening the data, or a transform, raises."""
+def augment_clauses(
+    config: Config, progress: Callable[..., None] = lambda *_: None
+) -> Iterator[Clause]:
+    """A clause for each transform, and for all together, by the purity check. Raises ConfigError when it cannot run."""
     samples = CachedSamples(open_samples(config.data, "train", config.seed), 64)
     augmenter = Augmenter(config.augment)
-    findings = purity.check(augmenter, samples)
+    findings = purity.check(augmenter, samples, progress=progress)
     names = [*(part.name for part in augmenter.parts()), augmenter.name]
     problems = {finding.transform: str(finding) for finding in findings}
     for name in names:

@@ -27,9 +27,8 @@ from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import KEY, build_model
 from segpipe.models.plugin_network import ShardGuard
 from segpipe.plugins import is_path
-from segpipe.settings.check import check_critical_classes
+from segpipe.settings.config import check_critical_classes
 from segpipe.train import checkpoint
-from segpipe.train.start import check_teacher, read_start
 from segpipe.train.state import build_state
 
 if TYPE_CHECKING:
@@ -39,15 +38,14 @@ if TYPE_CHECKING:
 
 LARGEST = 256  # side of the images, where the crop is larger
 QUICK = 64  # the same before a training
-ODD = (13, 27)  # rows and columns that an odd image has less than the crop
 MISTAKES = (AttributeError, LookupError, NameError, TypeError)  # on a GPU the same
-CLOSE = 1e-3  # largest difference of logits that are the same, in standard deviations
+ODD = (13, 27)  # rows and columns that an odd image has less than the crop
 
 
 class NetworkContract:
     """Checks the network of a configuration with `num_classes` classes, on the CPU, with random images.
 
-    The images have the size of the crop, at most `largest` rows and columns. `export` is `export_contract.exported`.
+    The images have the size of the crop, at most `largest` rows and columns. `export` is `export.publish.trial_export`.
     """
 
     def __init__(
@@ -115,7 +113,6 @@ class NetworkContract:
                 lambda: self._another_start(self._afresh),
             ),
             ("no randomness in eval mode", self._eval_randomness),
-            ("an image alone as in a batch", self._batch),
             ("ops that CUDA repeats", self._ops),
             ("copies and state dict", self._round_trip),
             ("the export passes its gates", self._export),
@@ -273,18 +270,6 @@ class NetworkContract:
             return "two forwards in eval mode differ. Give F.dropout training=self.training, or use nn.Dropout."
         return ""
 
-    def _batch(self) -> str:
-        """Whether the logits of the second of three images are those of that image alone."""
-        together, alone = self._logits(self.image), self._logits(self.image[1:2])
-        deviation = together.std().clamp_min(1e-12)
-        moved = float((together[1:2] - alone).abs().max() / deviation)
-        if moved > CLOSE:
-            return (
-                f"logits of an image move by {moved:.2g} standard deviations when others are in its batch. In eval "
-                f"mode, let nothing mix the images."
-            )
-        return ""
-
     def _ops(self) -> str:
         """Whether its ops repeat themselves on a GPU."""
         answer = forbidden_ops(self._backward)
@@ -307,7 +292,8 @@ class NetworkContract:
 
     def _export(self) -> str:
         """Whether the export of these weights, with images of this size, would be published."""
-        return self.export(self.config, self.net, self.num_classes, self.size)
+        formats = self.export(self.config, self.net, self.num_classes, self.size)
+        return f"{NOTE}{formats}"
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
@@ -341,7 +327,7 @@ def check_network(config: Config, classes: ClassTable) -> None:
     and classes of export.critical_classes that the data set does not have.
     """
     check_critical_classes(config.export.critical_classes, classes.names)
-    check_teacher(config, classes.names, checkpoint.load_network)
+    checkpoint.check_teacher(config, classes.names)
     if is_path(config.model.name):
         check_plugin(config, classes.num_classes)
 
@@ -350,7 +336,7 @@ def check_network(config: Config, classes: ClassTable) -> None:
         resumes = config.run.exists == "resume" and checkpoint.candidates(
             config.run_dir
         )
-        start = None if resumes else read_start(config, checkpoint.load)
+        start = None if resumes else checkpoint.read_start(config)
         on_cpu = replace(config, model=replace(model, norm="batch"))  # no SyncBatchNorm
         build_state(on_cpu, classes, torch.device("cpu"), start)
 

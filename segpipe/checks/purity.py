@@ -1,25 +1,29 @@
 """Checks that an augmentation is a pure function of (sample, key).
 
-f(sample, key) -> bytes may depend on nothing else and change nothing else. Two processes that have called nothing yet
-call every transform, always applied, and the whole pipeline: in opposite orders, the second as if it were another
-loader worker. A third is another start of the program. Whatever is kept from call to call, and wherever, the results
-differ. The first process also watches the calls, so that a finding names the cause.
+f(sample, key) -> bytes may depend on nothing else. Two processes that have called nothing yet call every transform,
+always applied, and the whole pipeline: in opposite orders, the second as if it were another loader worker. A third is
+another start of the program. Whatever is kept from call to call, and wherever, the results differ. The first process
+also watches the calls, so that a finding names the cause.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
 import numpy as np
 
 from segpipe import plugins
-from segpipe.checks import held, tripwire
-from segpipe.checks.elsewhere import UnansweredError, other_environment, started
+from segpipe.checks import tripwire
+from segpipe.checks.elsewhere import (
+    UnansweredError,
+    elsewhere,
+    other_environment,
+    started,
+)
 from segpipe.errors import ConfigError, ImpureAugmentError, SegpipeError
 from segpipe.keys import sample_key
 from segpipe.native import one_thread
@@ -36,23 +40,17 @@ QUICK_SIZE = 256  # largest height and width at which `quick` probes single tran
 ANOTHER_SEED = 20_000  # of the global generators of another worker
 
 # The probes, and what to do about what they find.
-INPUT = "input untouched"
 CALLS = "tripwires"
-GLOBALS = "globals untouched"
 STATE = "own state"
 REPEAT = "same key twice"
-KEY = "key matters"
 ANOTHER_WORKER = "another worker"
 ANOTHER_START = "spawned process"
 STATELESS = "Compute parameters from the key in get_params and pass them on; keep nothing from one call to the next."
 KEYED = "Draw only from self.py_random and self.random_generator."
 ADVICE = {  # by probe, the most telling first
-    INPUT: "Work on a copy: img = img.copy().",
     CALLS: f"{KEYED} Clocks and entropy differ in every process.",
-    GLOBALS: f"{KEYED} Switch nothing for the whole process.",
     STATE: STATELESS,
     REPEAT: f"{KEYED} {STATELESS} Return a new array every time.",
-    KEY: f"Compute the output from the input. {KEYED}",
     ANOTHER_WORKER: (
         "Keep nothing from one call to the next, and do not ask which worker this is, how many there are, or how many "
         "threads. A cache may hold what follows from its keys alone."
@@ -90,9 +88,6 @@ class Probed:
 
     function: Augmenter
     frames: Sequence[Frame]
-    takes_samples: bool = False  # of a cache maybe, not the output of a transform
-    is_whole: bool = False
-    varies: bool = False  # its output must depend on the key
 
     def places(self) -> list[Place]:
         """Two samples under two keys, and each further sample under a key of its own."""
@@ -100,10 +95,8 @@ class Probed:
         return [(0, 0), (0, 1), (1, 0), (1, 1), *zip(further, further, strict=True)]
 
     def call(self, place: Place) -> Frame:
-        """The output for a copy of the frame, which may not be written into."""
-        image, target = _copied(self.frames[place[0]])
-        image.flags.writeable = target.flags.writeable = False
-        return self.function(image, target, KEYS[place[1]])
+        """The output for a copy of the frame."""
+        return self.function(*_copied(self.frames[place[0]]), KEYS[place[1]])
 
 
 class Observation(NamedTuple):
@@ -111,7 +104,6 @@ class Observation(NamedTuple):
 
     outputs: Outputs
     problems: dict[str, str]  # by probe; an empty text where there is none
-    written: Sequence[str] = ()  # what the calls have written into
 
 
 def quick(augmenter: Augmenter, samples: Samples) -> str:
@@ -144,35 +136,39 @@ def check(
     *,
     largest: int | None = None,
     spawns: bool = True,
+    progress: Callable[..., None] = lambda *_: None,
 ) -> list[Finding]:
     """The first finding of each transform, or that of the whole pipeline if no transform has one.
 
-    Other processes do the work, so this one stays as it is.
+    Other processes do the work, so this one stays as it is. `progress` gets done, total and what is done next.
     """
     probed = _probed(augmenter, samples, largest)
     others: dict[str, list[Outputs | str]] = {}
     findings = []
-    with (
-        started("spawn", _outputs, probed) if spawns else nullcontext() as start,
-        started("fork", _outputs_of_another_worker, probed) as worker,
-        started("fork", _observations, probed) as observe,
-    ):
+    with started("spawn", _outputs, probed) if spawns else nullcontext() as start:
+        # One after the other: both would write into memory that a transform shares between processes.
         try:
-            observations = observe()
-            others[ANOTHER_WORKER] = worker()
+            progress(0, 3, f"{len(probed)} transforms, each key twice")
+            observations = elsewhere("fork", _observations, probed)
+            progress(1, 3, "backwards, as another worker")
+            others[ANOTHER_WORKER] = elsewhere(
+                "fork", _outputs_of_another_worker, probed
+            )
         except UnansweredError as error:
             return [Finding(augmenter.name, REPEAT, str(error), WAITS_FOR_THREADS)]
 
         # A process that gives no answer is no reason not to train; other results are.
         try:
             if start is not None:
+                progress(2, 3, "in another start of the program")
                 others[ANOTHER_START] = start()
-        except UnansweredError as error:
-            finding = Finding(augmenter.name, ANOTHER_START, str(error), NOT_IMPORTABLE)
-            findings.append(replace(finding, unanswered=True))
         except SegpipeError as error:
-            detail, advice = str(error).rstrip("."), ADVICE[ANOTHER_START]
-            findings.append(Finding(augmenter.name, ANOTHER_START, detail, advice))
+            is_note = isinstance(error, UnansweredError)
+            advice = NOT_IMPORTABLE if is_note else ADVICE[ANOTHER_START]
+            detail = str(error).rstrip(".")
+            findings.append(
+                Finding(augmenter.name, ANOTHER_START, detail, advice, is_note)
+            )
     return [*_findings(probed, observations, others), *findings]
 
 
@@ -181,50 +177,37 @@ def _findings(
     observations: Sequence[Observation],
     others: dict[str, list[Outputs | str]],
 ) -> list[Finding]:
-    """The first problem of each transform by its cause; that of the whole pipeline if there is no other."""
+    """The first problem of each transform by its cause; that of the whole pipeline, the last, if there is no other."""
     findings: list[Finding] = []
     for number, observation in enumerate(observations):
         problems = dict(observation.problems)
         for probe, outputs in others.items():
-            problems[probe] = _difference(observation, probe, outputs[number])
+            problems[probe] = _difference(observation, outputs[number])
         failed = next((probe for probe in ADVICE if problems.get(probe)), None)
-        if failed is None:
+        is_whole = number == len(probed) - 1
+        if failed is None or (is_whole and findings):
             continue
-
-        function = probed[number].function
-        finding = Finding(function.name, failed, problems[failed], ADVICE[failed])
-        if probed[number].is_whole:
-            return findings or [replace(finding, advice=COMBINED)]
-        findings.append(finding)
+        advice = COMBINED if is_whole else ADVICE[failed]
+        name = probed[number].function.name
+        findings.append(Finding(name, failed, problems[failed], advice))
     return findings
 
 
-def _difference(observation: Observation, probe: str, outputs: Outputs | str) -> str:
+def _difference(observation: Observation, outputs: Outputs | str) -> str:
     """How the outputs of another process differ first; text if it raised an error."""
     if isinstance(outputs, str):
         return outputs if observation.outputs else ""
     for place, frame in observation.outputs.items():
         if difference := first_difference(frame, outputs[place]):
-            if probe == ANOTHER_WORKER and observation.written:
-                paths = ", ".join(observation.written[:3])
-                return f"{difference}; its calls write into {paths}"
             return difference
     return ""
-
-
-def _two_frames(samples: Samples) -> tuple[Frame, Frame]:
-    """Two samples of a split; of a split with one sample, that and its mirror image."""
-    first = samples.read(0)
-    if len(samples) > 1:
-        return first, samples.read(len(samples) // 2)
-    return first, (first[0][:, ::-1].copy(), first[1][:, ::-1].copy())
 
 
 def _probed(
     augmenter: Augmenter, samples: Samples, largest: int | None
 ) -> list[Probed]:
     """The transforms, then the whole pipeline. Transforms after the first, which crops, get its output."""
-    frames = _two_frames(samples)
+    frames = samples.read(0), samples.read(len(samples) // 2)
     first, *parts = augmenter.parts()
 
     # What each transform is probed with, cut to the largest size that is asked for.
@@ -239,11 +222,10 @@ def _probed(
     further = [(image // 2 + np.uint8(4 * i), target) for i in range(MANY - 2)]
     many = [*small, *further]
 
-    probed = [Probed(first, frames, takes_samples=True)]
+    probed = [Probed(first, frames)]
     for part in parts:
         probed.append(Probed(part, many if is_path(part.name) else small))
-    whole = Probed(augmenter.fresh(), frames, takes_samples=True, is_whole=True)
-    return [*probed, whole]
+    return [*probed, Probed(augmenter.fresh(), frames)]
 
 
 def _outputs(probed: Sequence[Probed], order: int = 1) -> list[Outputs | str]:
@@ -269,111 +251,42 @@ def _outputs_of_another_worker(probed: Sequence[Probed]) -> list[Outputs | str]:
 
 def _observations(probed: Sequence[Probed]) -> list[Observation]:
     """An observation of each function."""
-    some_vary = False
-    observations = []
-    for one in probed:
-        observation = observed(replace(one, varies=some_vary and one.is_whole))
-        observations.append(observation)
-        outputs = observation.outputs
-        if outputs and getattr(one.function, "certain", False):
-            some_vary |= bool(first_difference(outputs[0, 0], outputs[0, 1]))
-    return observations
+    return [observed(one) for one in probed]
 
 
 def observed(probed: Probed) -> Observation:
     """What the probes find that need one process alone. Raises ConfigError for a function that raises at once."""
-    state = partial(held.object_state, probed.function.ready())
-    before = state()
-    switches = tripwire.switches()
-    if problem := _input_problem(probed):
-        return Observation({}, {INPUT: problem})
+    function = probed.function
     try:
-        # Not before the first call, which may build what a function builds once.
-        tripwire.seed_globals(tripwire.WATCH_SEED)
-        generators = tripwire.generators()
+        probed.call((1, 2))  # may build what a function builds once
+    except SegpipeError:
+        raise
+    except Exception as error:
+        where = plugins.located(error)
+        raise ConfigError(f"{function.name} fails: {where}.") from error
+    try:
         with tripwire.watching() as called:
             outputs = {place: _copied(probed.call(place)) for place in probed.places()}
-        globals_changed = [
-            *tripwire.differing(generators, tripwire.generators()),
-            *tripwire.differing(switches, tripwire.switches()),
-        ]
 
         # Two calls with one key: only what counts calls then changes in the second.
-        first = state()
+        first = tripwire.object_state(function.ready())
         repeated = probed.call((0, 0))
-        second = state()
+        second = tripwire.object_state(function.ready())
         again = probed.call((0, 0))
-        state_changed = held.changed_by_call(first, second, state())
+        third = tripwire.object_state(function.ready())
         probed.call((1, 1))  # may not write into what was returned
     except Exception as error:
         return Observation({}, {REPEAT: f"later it {_raises(error)}"})
 
-    differs = ""
-    for output in (repeated, again):
-        differs = differs or first_difference(outputs[0, 0], output)
-    calls = [
-        f"{name} at {where}" if where else name
-        for name, where in called.items()
-        if name != tripwire.SEEDED
-    ]
+    calls = [f"{name} at {where}" if where else name for name, where in called.items()]
+    changes = tripwire.changed_by_call(first, second, third)
+    before = outputs[0, 0]
     problems = {
-        CALLS: _listed("calls", calls),
-        GLOBALS: _listed("changes", globals_changed),
-        STATE: _listed("a call changes", state_changed[:3]),
-        REPEAT: differs,
-        KEY: _key_problem(probed, outputs, draws=tripwire.SEEDED in called),
+        CALLS: f"calls {', '.join(calls)}" if calls else "",
+        STATE: f"a call changes {', '.join(changes[:3])}" if changes else "",
+        REPEAT: first_difference(before, repeated) or first_difference(before, again),
     }
-    return Observation(outputs, problems, held.written(before, first))
-
-
-def _listed(verb: str, names: Sequence[str]) -> str:
-    """What a function does to the names; empty without any."""
-    return f"{verb} {', '.join(names)}" if names else ""
-
-
-def _input_problem(probed: Probed) -> str:
-    """What is wrong with the input of the first call.
-
-    Transforms may pass on arrays of each other, but never of a sample.
-    """
-    image, target = _copied(probed.frames[0])
-    try:
-        output = probed.function(image, target, KEYS[2])
-    except SegpipeError:
-        raise
-    except Exception as error:
-        name = probed.function.name
-        raise ConfigError(f"{name} fails: {plugins.located(error)}.") from error
-
-    if change := first_difference(probed.frames[0], (image, target)):
-        return f"the input changes: {change}"
-    for name, part in zip(("image", "target"), output, strict=True):
-        shares = np.may_share_memory(part, image) or np.may_share_memory(part, target)
-        if probed.takes_samples and shares:
-            return f"the {name} that it returns shares memory with the input"
-
-    # Now what may not be written into, as of a cache; another worker begins with another sample and key.
-    try:
-        probed.call((0, 2))
-    except Exception as error:
-        return f"on read-only input it {_raises(error)}"
-    return ""
-
-
-def _key_problem(probed: Probed, outputs: Outputs, *, draws: bool) -> str:
-    """A transform need not be random, but its randomness must come from the key, and its output from the input."""
-    image = outputs[0, 0][0]
-
-    if np.array_equal(image, outputs[0, 1][0]):
-        if probed.varies:
-            return "the same output for different keys, though a transform in it draws from the key"
-        if draws:
-            return "the same output for different keys, though it makes a random generator in the call"
-
-    inputs_differ = not np.array_equal(probed.frames[0][0], probed.frames[1][0])
-    if inputs_differ and np.array_equal(image, outputs[1, 0][0]):
-        return "the same output for different images"
-    return ""
+    return Observation(outputs, problems)
 
 
 def _copied(frame: Frame) -> Frame:

@@ -1,17 +1,32 @@
-"""Detects what a function asks of the world besides its arguments, and what it changes for the whole process."""
+"""Detects what a function asks of the world besides its arguments, and what it keeps from one call to the next.
+
+Kept is all data that its objects, classes, modules and closures hold.
+"""
 
 from __future__ import annotations
 
-import builtins
-import io
+import functools
+import hashlib
 import os
 import pickle
 import random
+import re
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
+from mmap import mmap
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import cv2
@@ -53,9 +68,6 @@ DIRECT = (
     "multiprocessing.process.current_process",
 )  # fmt: skip
 DATES = ("now", "utcnow", "today")  # of classes of datetime
-SYSTEM = ("/proc/", "/sys/", "/dev/")  # of whose files no two readings need be equal
-UNSEEDED = "numpy.random.default_rng()"
-SEEDED = "numpy.random.default_rng(seed)"  # allowed: the seed may come from the key
 LIBRARIES = frozenset(
     [
         "albumentations",
@@ -71,8 +83,6 @@ LIBRARIES = frozenset(
     ]
 )
 STANDARD = sys.stdlib_module_names
-LIBRARY = os.path.dirname(os.__file__)  # where the standard library lies
-WATCH_SEED = 20_003  # of the global generators while calls are watched
 # Parts of the standard library that may ask for anything.
 SILENT = frozenset(
     [
@@ -85,6 +95,31 @@ SILENT = frozenset(
         "inspect",
     ]
 )
+
+
+State = dict[str, str]  # what is held, by its path, such as `Blur.apply.cache`
+# What cannot change: its text is all there is to know.
+ATOMS = (type(None), int, float, complex, str, bytes)
+# What leads to a function or an object by one of the names in WRAPPED.
+WRAPPERS = (
+    staticmethod,
+    classmethod,
+    property,
+    MethodType,
+    functools.partial,
+    functools._lru_cache_wrapper,
+)
+WRAPPED = (
+    "__self__",
+    "__func__",
+    "__wrapped__",
+    "fget",
+    "func",
+    "args",
+    "keywords",
+)
+# Attributes that albumentations sets in every call: the same after two calls with one key.
+SET_BY_CALL = re.compile(r"\.(random_generator|py_random|params)\b")
 
 
 class _Watch:
@@ -125,30 +160,6 @@ class _Watch:
             elif function.__name__ in DATES and "datetime" in repr(function.__self__):
                 self.note(f"datetime.{function.__name__}", frame)
 
-    def hash(self, thing: Any, /) -> int:
-        """In place of hash(), which each process salts for text."""
-        frame = sys._getframe(1)
-        is_direct = frame.f_code.co_name != "__hash__" and _caller(frame) is frame
-        if is_direct and _is_salted(thing):
-            self.note("hash() of text", frame, own=True)
-        return _HASH(thing)
-
-    def open(self, file: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
-        """In place of open()."""
-        if set(mode) & set("wax+"):
-            self.note(f"open(..., {mode!r})", sys._getframe(1))
-        elif str(file).startswith(SYSTEM):
-            self.note(f"open({str(file)!r})", sys._getframe(1), own=True)
-        return _OPEN(file, mode, *given, **named)
-
-    def default_rng(self, seed: Any = None) -> np.random.Generator:
-        """In place of numpy's function, which calls nothing that a profile shows."""
-        self.note(UNSEEDED if seed is None else SEEDED, sys._getframe(1))
-        return _DEFAULT_RNG(seed)
-
-
-_HASH, _OPEN, _DEFAULT_RNG = hash, open, np.random.default_rng
-
 
 @contextmanager
 def watching() -> Iterator[dict[str, str]]:
@@ -158,29 +169,12 @@ def watching() -> Iterator[dict[str, str]]:
     count: libraries may ask.
     """
     watch = _Watch()
-    replaced: list[tuple[Any, str, Any]] = [
-        (builtins, "hash", watch.hash),
-        (builtins, "open", watch.open),
-        (io, "open", watch.open),
-        (np.random, "default_rng", watch.default_rng),
-    ]
-    for module in [*sys.modules.values()]:
-        if module is None or is_foreign(module.__name__):
-            continue
-        for name, value in vars(module).items():
-            if value is _DEFAULT_RNG:
-                replaced.append((module, name, watch.default_rng))
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     profile = sys.getprofile()
+    sys.setprofile(watch.profile)
     try:
-        for owner, name, replacement in replaced:
-            setattr(owner, name, replacement)
-        sys.setprofile(watch.profile)
         yield watch.called
     finally:
         sys.setprofile(profile)
-        for owner, name, original in before:
-            setattr(owner, name, original)
 
 
 def _by_id(table: Mapping[str, str]) -> dict[int, str]:
@@ -193,13 +187,6 @@ def _by_id(table: Mapping[str, str]) -> dict[int, str]:
                 known = getattr(function, "__code__", function)
                 found[id(known)] = f"{module}.{name}"
     return found
-
-
-def _is_salted(thing: Any) -> bool:
-    """Whether the hash of a thing is another in every process."""
-    if isinstance(thing, tuple | frozenset):
-        return any(map(_is_salted, thing))
-    return isinstance(thing, str | bytes)
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
@@ -218,70 +205,17 @@ def _is_default_seed(frame: FrameType) -> bool:
 
 
 def _top(frame: FrameType) -> str:
-    """The package of a frame; empty for the user's own file with the name of a module of Python."""
-    top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return "" if shadows(top) else top
+    """The package of a frame."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def is_foreign(module: str | None) -> bool:
     """Whether a module is no code of the user: part of Python, a known library, or installed."""
     name = module or "builtins"
-    if name.partition(".")[0] in LIBRARIES | STANDARD and not shadows(name):
+    if name.partition(".")[0] in LIBRARIES | STANDARD:
         return name != "__main__"
     place = getattr(sys.modules.get(name), "__file__", None) or ""
     return not place or "site-packages" in place or "dist-packages" in place
-
-
-def shadows(module: str) -> bool:
-    """Whether the user's own file has the name of a module of Python, as `imp.py` or `code.py`."""
-    top = module.partition(".")[0]
-    place = getattr(sys.modules.get(top), "__file__", None) or LIBRARY
-    return top in STANDARD and top != "__main__" and not place.startswith(LIBRARY)
-
-
-def generators() -> dict[str, bytes]:
-    """The global random generators by name; OpenCV's cannot be read: a draw, after which it starts again."""
-    import torch
-
-    draw = np.zeros((4, 1), np.int32)
-    cv2.randu(draw, 0, 2**30)  # type: ignore[call-overload]
-    cv2.setRNGSeed(WATCH_SEED)
-    return {
-        "the generator of random": pickle.dumps(random.getstate()),
-        "the global generator of numpy": pickle.dumps(np.random.get_state()),
-        "the global generator of torch": torch.get_rng_state().numpy().tobytes(),
-        "the global generator of OpenCV": draw.tobytes(),
-    }
-
-
-def switches() -> dict[str, Any]:
-    """What a transform could switch for everything else in this process, by name."""
-    import torch
-
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    return {
-        "OpenCV's number of threads": cv2.getNumThreads(),
-        "OpenCV's choice of code (setUseOptimized)": cv2.useOptimized(),
-        "numpy's handling of errors (seterr)": np.geterr(),
-        "the working directory": os.stat(".").st_ino,
-        "the environment variables": dict(os.environ),
-        "the number of threads of this process": threading.active_count(),
-        "torch's number of threads": torch.get_num_threads(),
-        "torch's default type": torch.get_default_dtype(),
-        "torch's switches": (
-            torch.get_deterministic_debug_mode(),
-            torch.is_grad_enabled(),
-            cudnn.benchmark,
-            cudnn.deterministic,
-            cudnn.allow_tf32,
-            matmul.allow_tf32,
-        ),
-    }
-
-
-def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Names whose values are not equal."""
-    return [name for name, value in after.items() if value != before[name]]
 
 
 def seed_globals(seed: int) -> None:
@@ -317,3 +251,197 @@ def set_opencv_threads(number: int) -> None:
     """
     cv2.setNumThreads(1)  # only this number ends OpenCV's threads at once
     cv2.setNumThreads(number)
+
+
+def object_state(thing: object) -> State:
+    """The data of an object, its class and its functions, and of all objects, modules and closures that these reach.
+
+    Modules and classes of libraries are left out, and files that are mapped to be read.
+    """
+    return _Walk(thing).state
+
+
+def changed(before: State, after: State) -> list[str]:
+    """Paths whose data differ; entries that were added to a mapping or a cache do not count.
+
+    A memo of a pure function is no fault, and one that is not pure shows in what comes out.
+    """
+    return sorted(
+        path
+        for path, value in after.items()
+        if path in before and value != before[path]
+    )
+
+
+def changed_by_call(first: State, other_key: State, same_key: State) -> list[str]:
+    """Paths that calls change, of the states after three calls, the last two with one sample and key.
+
+    What albumentations sets in each call follows the key, but does not change in the last call.
+    """
+    paths = [path for path in changed(first, other_key) if not SET_BY_CALL.search(path)]
+    again = changed(other_key, same_key)
+    return [*dict.fromkeys(paths + again)]
+
+
+class _Walk:
+    """Visits everything that can be reached from an object once, the nearest first."""
+
+    def __init__(self, thing: object) -> None:
+        self.state: State = {}
+        self._seen: dict[int, Any] = {}  # keeps a reference, so that no id comes twice
+        self._waiting: deque[tuple[str, Any]] = deque([("", thing)])
+        while self._waiting:
+            path, found = self._waiting.popleft()
+            if isinstance(found, ATOMS):
+                self._record(path, repr(found))
+            elif id(found) not in self._seen:
+                self._seen[id(found)] = found
+                self._visit(path, found)
+
+    def _record(self, path: str, content: str) -> None:
+        """Keep what is held; a class and its object may have attributes of one name."""
+        self.state[path] = self.state.get(path, "") + content
+
+    def _add(self, path: str, thing: Any) -> None:
+        """Visit this later."""
+        self._waiting.append((path, thing))
+
+    def _add_members(self, path: str, values: Mapping[str, Any]) -> None:
+        """Visit attributes later, but for those of Python itself."""
+        for name, value in values.items():
+            if not name.startswith("__"):
+                self._add(f"{path}.{name}", value)
+
+    def _visit(self, path: str, thing: Any) -> None:
+        """Record what a thing holds itself, and add what it refers to."""
+        content = _memory(thing)
+        if content is not None:
+            self._record(path, content)
+        elif isinstance(thing, Mapping):
+            # Entries that are added are a memo; a value that changes is none.
+            for key, value in [*thing.items()]:
+                self._add(f"{path}[{key!r}]", value)
+        elif isinstance(thing, set | frozenset):
+            self._record(path, repr(sorted(map(repr, thing))))
+        elif isinstance(thing, list | tuple | deque | np.ndarray):
+            self._record(path, str(len(thing)))
+            for number, item in enumerate(thing):
+                self._add(f"{path}[{number}]", item)
+        elif isinstance(thing, type):
+            self._visit_scope(thing, thing.__module__)
+        elif isinstance(thing, ModuleType):
+            self._visit_scope(thing, thing.__name__)
+        elif isinstance(thing, FunctionType):
+            self._visit_function(path, thing)
+        elif isinstance(thing, WRAPPERS):
+            self._visit_wrapper(path, thing)
+        elif not isinstance(thing, BuiltinFunctionType | MemberDescriptorType):
+            self._visit_object(path, thing)
+
+    def _visit_scope(self, scope: type | ModuleType, module: str) -> None:
+        """A class with its module, or a module, of the user."""
+        if not is_foreign(module):
+            self._add_members(scope.__name__, vars(scope))
+            self._add(module, sys.modules.get(module))
+
+    def _visit_function(self, path: str, function: FunctionType) -> None:
+        """A function of the user: its attributes, default arguments, closure and module."""
+        module = function.__module__
+        if is_foreign(module):
+            return
+        self._add(f"the attributes of {path}", vars(function))
+
+        keyword_defaults = function.__kwdefaults__ or {}
+        defaults = (*(function.__defaults__ or ()), *keyword_defaults.values())
+        # A list as a default argument is shared by all calls.
+        for number, value in enumerate(defaults):
+            self._add(f"default argument {number} of {path}", value)
+
+        cells = function.__closure__ or ()
+        for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+            self._add(f"{name} in the closure of {path}", _content(cell))
+        self._add(module, sys.modules.get(module))
+
+    def _visit_wrapper(self, path: str, wrapper: Any) -> None:
+        """A method, a partial call, a cache or a property: what it wraps."""
+        for name in WRAPPED:
+            self._add(path, getattr(wrapper, name, ()))
+
+    def _visit_object(self, path: str, thing: Any) -> None:
+        """Any other object: its class, and its attributes or what else can be seen of it."""
+        kind = type(thing)
+        if kind.__module__ == "logging":
+            return  # a logger keeps what it has looked up
+
+        # First the classes: a method is named by its class, not by the object.
+        for owner in kind.__mro__:
+            self._add(owner.__name__, owner)
+
+        attributes = _attributes(thing)
+        if not attributes or isinstance(thing, random.Random):
+            self._record(path, _snapshot(thing))
+            return
+
+        # The user's objects are named by their class.
+        name = path if is_foreign(kind.__module__) else kind.__name__
+        self._record(f"attributes of {name}", repr(sorted(attributes)))
+        self._add_members(name, attributes)
+
+
+def _memory(thing: Any) -> str | None:
+    """A digest of an array, a tensor, or any other object that is a piece of memory; None for the rest."""
+    import torch
+
+    if isinstance(thing, torch.Tensor):
+        thing = thing.detach().cpu().double().numpy()
+    if isinstance(thing, np.ndarray) and thing.dtype.hasobject:
+        return None
+    try:
+        view = memoryview(thing)
+    except (TypeError, ValueError):  # the latter for an array of dates
+        return None
+
+    kind = f"{view.format}{view.shape}"
+    # A file that is mapped to be read cannot change, and may be larger than memory.
+    if view.readonly and isinstance(thing, np.memmap | mmap):
+        return kind
+    return kind + hashlib.blake2b(view.tobytes(), digest_size=16).hexdigest()
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """Attributes of an object, of its `__slots__` and its `__dict__`."""
+    found = {}
+    # Each class names its own slots only.
+    for owner in type(thing).__mro__:
+        slots = vars(owner).get("__slots__", ())
+        if isinstance(slots, str):  # of one slot
+            slots = (slots,)
+        for name in slots:
+            if hasattr(thing, name):
+                found[name] = getattr(thing, name)
+    return found | getattr(thing, "__dict__", {})
+
+
+def _content(cell: CellType) -> Any:
+    """What a closure holds."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return None
+
+
+def _snapshot(thing: Any) -> str:
+    """What an object without attributes holds, such as a generator of numbers or the position of an iterator."""
+    import torch
+
+    if isinstance(thing, GeneratorType):
+        frame = thing.gi_frame
+        return repr((frame.f_lasti, frame.f_locals)) if frame else ""
+    if isinstance(thing, torch.Generator):
+        thing = thing.get_state().numpy()
+    try:
+        return pickle.dumps(thing).hex()
+    except Exception:
+        # No address: another object in its place is seen by its path.
+        text = repr(thing)
+        return "" if " at 0x" in text else text

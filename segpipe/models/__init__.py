@@ -1,6 +1,7 @@
 """The networks by name: one architecture per file, implemented from the paper cited at its top."""
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
@@ -8,47 +9,34 @@ from torch import nn
 
 from segpipe import plugins
 from segpipe.errors import ConfigError
-from segpipe.models import resize
-from segpipe.models.bisenetv2 import BiSeNetV2
-from segpipe.models.dabnet import DABNet
-from segpipe.models.ddrnet import ddrnet23, ddrnet23_slim, ddrnet39
-from segpipe.models.efficientvit import efficientvit_seg_b0, efficientvit_seg_b1
-from segpipe.models.erfnet import ERFNet
-from segpipe.models.fast_scnn import FastSCNN
 from segpipe.models.layers import SegmentationNet
-from segpipe.models.lraspp import LRASPP
-from segpipe.models.pidnet import pidnet_l, pidnet_m, pidnet_s
 from segpipe.models.plugin_network import PluginNetwork
-from segpipe.models.pp_liteseg import pp_liteseg_b, pp_liteseg_t
-from segpipe.models.regseg import regseg, regseg_exp53
-from segpipe.models.smp import smp
-from segpipe.models.stdc import stdc1, stdc2
-from segpipe.models.timm_encoder import TimmEncoder
 from segpipe.settings.setting import nearest
 
 KEY = "model.name"
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "fast_scnn": FastSCNN,
-    "ddrnet23_slim": ddrnet23_slim,
-    "ddrnet23": ddrnet23,
-    "ddrnet39": ddrnet39,
-    "pidnet_s": pidnet_s,
-    "pidnet_m": pidnet_m,
-    "pidnet_l": pidnet_l,
-    "erfnet": ERFNet,
-    "dabnet": DABNet,
-    "regseg": regseg,
-    "regseg_exp53": regseg_exp53,
-    "bisenetv2": BiSeNetV2,
-    "stdc1": stdc1,
-    "stdc2": stdc2,
-    "pp_liteseg_t": pp_liteseg_t,
-    "pp_liteseg_b": pp_liteseg_b,
-    "lraspp": LRASPP,
-    "efficientvit_seg_b0": efficientvit_seg_b0,
-    "efficientvit_seg_b1": efficientvit_seg_b1,
-    "timm": TimmEncoder,
-    "smp": smp,
+# Module of this folder and name in it; a network's module is imported when the network is asked for.
+MODELS = {
+    "fast_scnn": "fast_scnn:FastSCNN",
+    "ddrnet23_slim": "ddrnet:ddrnet23_slim",
+    "ddrnet23": "ddrnet:ddrnet23",
+    "ddrnet39": "ddrnet:ddrnet39",
+    "pidnet_s": "pidnet:pidnet_s",
+    "pidnet_m": "pidnet:pidnet_m",
+    "pidnet_l": "pidnet:pidnet_l",
+    "erfnet": "erfnet:ERFNet",
+    "dabnet": "dabnet:DABNet",
+    "regseg": "regseg:regseg",
+    "regseg_exp53": "regseg:regseg_exp53",
+    "bisenetv2": "bisenetv2:BiSeNetV2",
+    "stdc1": "stdc:stdc1",
+    "stdc2": "stdc:stdc2",
+    "pp_liteseg_t": "stdc:pp_liteseg_t",
+    "pp_liteseg_b": "stdc:pp_liteseg_b",
+    "lraspp": "packages:LRASPP",
+    "efficientvit_seg_b0": "efficientvit:efficientvit_seg_b0",
+    "efficientvit_seg_b1": "efficientvit:efficientvit_seg_b1",
+    "timm": "packages:TimmEncoder",
+    "smp": "packages:smp",
 }
 
 
@@ -62,15 +50,15 @@ def build_model(
     for an error in the user's code.
     """
     net = plugins.call(KEY, name, _builder(name), args, num_classes=num_classes)
+    if isinstance(net, SegmentationNet):
+        return net
+
     if not isinstance(net, nn.Module):
         raise ConfigError(
             f"{KEY} = {name} returned a {type(net).__name__}, but a torch.nn.Module was needed."
         )
-    return (
-        net
-        if isinstance(net, SegmentationNet)
-        else PluginNetwork(net, num_classes, name)
-    )
+
+    return PluginNetwork(net, num_classes, name)
 
 
 def check_model(name: str, args: Mapping[str, Any]) -> None:
@@ -78,23 +66,15 @@ def check_model(name: str, args: Mapping[str, Any]) -> None:
     plugins.check_arguments(KEY, name, _builder(name), args, num_classes=1)
 
 
-def _triton_resize() -> Any:
-    from segpipe.models import (
-        triton_resize,
-    )  # seconds to import, and not installed everywhere
-
-    return triton_resize
-
-
-resize.import_kernels = _triton_resize
-
-
 def _builder(name: str) -> Callable[..., Any]:
     if plugins.is_path(name):
-        found: Callable[..., Any] = plugins.load(KEY, name)
-        return found
+        return plugins.load(KEY, name)
+
     if name not in MODELS:
         raise ConfigError(
-            f"{KEY} = {name!r} is not one of {', '.join(MODELS)}.{nearest(name, list(MODELS))}"
+            f"{KEY} = {name!r} is not one of {', '.join(MODELS)}.{nearest(name, MODELS)}"
         )
-    return MODELS[name]
+
+    module, _, builder = MODELS[name].partition(":")
+
+    return getattr(import_module(f"segpipe.models.{module}"), builder)

@@ -5,7 +5,6 @@ That code differs from the paper in the width of the head (1024) and in ReLUs of
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from segpipe.models.layers import (
     Classifier,
@@ -15,6 +14,8 @@ from segpipe.models.layers import (
     depthwise_bn,
     init_weights,
     nearest_like,
+    relu,
+    renames,
 )
 
 AUX = {"aux2": (16, 4), "aux3": (32, 8), "aux4": (64, 16), "aux5": (128, 32)}
@@ -26,6 +27,7 @@ class BiSeNetV2(SegmentationNet):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
+
         self.detail = nn.Sequential(
             _convs(3, 64, 2), _convs(64, 64, 3), _convs(64, 128, 3)
         )
@@ -61,6 +63,7 @@ class BiSeNetV2(SegmentationNet):
             taps = (stride4, stride8, stride16, stride32)
             heads = zip(self.train_only.items(), taps, strict=True)
             logits |= {name: head(tap) for (name, head), tap in heads}
+
         return logits
 
 
@@ -69,6 +72,7 @@ class Stem(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+
         self.conv = conv_bn_relu(3, 16, 3, stride=2)
         self.left = nn.Sequential(
             conv_bn_relu(16, 8, 1), conv_bn_relu(8, 16, 3, stride=2)
@@ -78,8 +82,7 @@ class Stem(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         x = self.conv(image)
-        out: Tensor = self.fuse(torch.cat([self.left(x), self.right(x)], dim=1))
-        return out
+        return self.fuse(torch.cat([self.left(x), self.right(x)], dim=1))
 
 
 class Gather(nn.Module):
@@ -90,12 +93,13 @@ class Gather(nn.Module):
 
     def __init__(self, planes: int) -> None:
         super().__init__()
+
         self.conv = conv_bn_relu(planes, planes, 3)
         self.expand = depthwise_bn(planes, 6 * planes, relu=True)
         self.project = conv_bn(6 * planes, planes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.project(self.expand(self.conv(x))) + x, inplace=True)
+        return relu(self.project(self.expand(self.conv(x))) + x)
 
 
 class Shrink(nn.Module):
@@ -103,6 +107,7 @@ class Shrink(nn.Module):
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
+
         wide = 6 * num_in
         self.conv = conv_bn_relu(num_in, num_in, 3)
         self.expand1 = depthwise_bn(num_in, wide, stride=2)
@@ -114,7 +119,7 @@ class Shrink(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.project(self.expand2(self.expand1(self.conv(x))))
-        return F.relu(out + self.shortcut(x), inplace=True)
+        return relu(out + self.shortcut(x))
 
 
 class ContextEmbedding(nn.Module):
@@ -122,14 +127,14 @@ class ContextEmbedding(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+
         self.bn = nn.BatchNorm2d(128)
         self.mean = conv_bn_relu(128, 128, 1)
         self.last = conv_bn_relu(128, 128, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         mean = self.mean(self.bn(x.mean((2, 3), keepdim=True)))
-        out: Tensor = self.last(mean + x)
-        return out
+        return self.last(mean + x)
 
 
 class GuidedAggregation(nn.Module):
@@ -137,6 +142,7 @@ class GuidedAggregation(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+
         self.fine = _separable()
         self.coarse = nn.Sequential(
             *conv_bn(128, 128, 3, stride=2), nn.AvgPool2d(3, 2, 1)
@@ -149,8 +155,8 @@ class GuidedAggregation(nn.Module):
         fine = self.fine(detail)
         fine = fine * torch.sigmoid(nearest_like(self.fine_gate(context), fine))
         coarse = self.coarse(detail) * torch.sigmoid(self.coarse_gate(context))
-        out: Tensor = self.conv(fine + nearest_like(coarse, fine))
-        return out
+
+        return self.conv(fine + nearest_like(coarse, fine))
 
 
 def _convs(num_in: int, num_out: int, num_convs: int) -> nn.Sequential:
@@ -175,28 +181,28 @@ def _aux_head(planes: int, stride: int, num_classes: int) -> nn.Sequential:
     )
 
 
-PUBLISHED_KEYS = (
-    (r"^detail\.0\.", "detail.S1."),
-    (r"^detail\.1\.", "detail.S2."),
-    (r"^detail\.2\.", "detail.S3."),
-    (r"^stem\.", "segment.S1S2."),
-    (r"^stage([34])\.", r"segment.S\1."),
-    (r"^stage5\.", "segment.S5_4."),
-    (r"^(segment\.S[345]\S*\.\d)\.conv\.", r"\1.conv1."),
-    (r"\.expand", ".dwconv"),
-    (r"\.project\.", ".conv2."),
-    (r"^context\.mean\.", "segment.S5_5.conv_gap."),
-    (r"^context\.last\.", "segment.S5_5.conv_last."),
-    (r"^context\.", "segment.S5_5."),
-    (r"^guide\.fine\.", "bga.left1."),
-    (r"^guide\.coarse\.", "bga.left2."),
-    (r"^guide\.fine_gate\.", "bga.right1."),
-    (r"^guide\.coarse_gate\.", "bga.right2."),
-    (r"^guide\.", "bga."),
-    (r"^train_only\.", ""),
-    (r"^aux5\.", "aux5_4."),
-    (r"^(head|aux\w+)\.0\.", r"\1.conv."),
-    (r"^head\.2\.", "head.conv_out.1."),
-    (r"^(aux\w+)\.3\.", r"\1.conv_out.0.1."),
-    (r"^(aux\w+)\.4\.", r"\1.conv_out.1."),
-)
+PUBLISHED_KEYS = renames(r"""
+    ^detail\.0\.                       detail.S1.
+    ^detail\.1\.                       detail.S2.
+    ^detail\.2\.                       detail.S3.
+    ^stem\.                            segment.S1S2.
+    ^stage([34])\.                     segment.S\1.
+    ^stage5\.                          segment.S5_4.
+    ^(segment\.S[345]\S*\.\d)\.conv\.  \1.conv1.
+    \.expand                           .dwconv
+    \.project\.                        .conv2.
+    ^context\.mean\.                   segment.S5_5.conv_gap.
+    ^context\.last\.                   segment.S5_5.conv_last.
+    ^context\.                         segment.S5_5.
+    ^guide\.fine\.                     bga.left1.
+    ^guide\.coarse\.                   bga.left2.
+    ^guide\.fine_gate\.                bga.right1.
+    ^guide\.coarse_gate\.              bga.right2.
+    ^guide\.                           bga.
+    ^train_only\.
+    ^aux5\.                            aux5_4.
+    ^(head|aux\w+)\.0\.                \1.conv.
+    ^head\.2\.                         head.conv_out.1.
+    ^(aux\w+)\.3\.                     \1.conv_out.0.1.
+    ^(aux\w+)\.4\.                     \1.conv_out.1.
+""")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from segpipe.models.layers import Classifier, SegmentationNet, init_weights
+from segpipe.models.layers import Classifier, SegmentationNet, init_weights, renames
 
 DILATIONS = (4, 4, 8, 8, 16, 16)  # of the second stage; 2 in the first
 
@@ -15,6 +15,7 @@ class DABNet(SegmentationNet):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
+
         self.stem = nn.Sequential(
             _conv_act(3, 32, stride=2), _conv_act(32, 32), _conv_act(32, 32)
         )
@@ -41,6 +42,7 @@ class DABNet(SegmentationNet):
         x = self.down1(self.act1(torch.cat([self.stem(image), half], dim=1)))
         x = self.down2(self.act2(torch.cat([self.stage1(x), x, quarter], dim=1)))
         x = self.act3(torch.cat([self.stage2(x), x, eighth], dim=1))
+
         return {"main": self.head(x)}
 
 
@@ -56,6 +58,7 @@ class DABDownsampler(nn.Module):
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
+
         self.grows = num_in < num_out
         num_conv = num_out - num_in if self.grows else num_out
         self.conv = nn.Conv2d(num_in, num_conv, 3, 2, 1, bias=False)
@@ -66,8 +69,7 @@ class DABDownsampler(nn.Module):
         out = self.conv(x)
         if self.grows:
             out = torch.cat([out, self.pool(x)], dim=1)
-        activated: Tensor = self.act(out)
-        return activated
+        return self.act(out)
 
 
 class DABModule(nn.Module):
@@ -75,6 +77,7 @@ class DABModule(nn.Module):
 
     def __init__(self, planes: int, dilation: int) -> None:
         super().__init__()
+
         half = planes // 2
         self.before = nn.Sequential(BNPReLU(planes), *_conv_act(planes, half))
         self.near = _pair(half, 1)
@@ -85,8 +88,7 @@ class DABModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         half = self.before(x)
-        out: Tensor = self.after(self.near(half) + self.far(half)) + x
-        return out
+        return self.after(self.near(half) + self.far(half)) + x
 
 
 def _conv_act(num_in: int, num_out: int, *, stride: int = 1) -> nn.Sequential:
@@ -106,25 +108,25 @@ def _pair(planes: int, dilation: int) -> nn.Sequential:
     return nn.Sequential(column, BNPReLU(planes), row, BNPReLU(planes))
 
 
-PUBLISHED_KEYS = (
-    (r"^stem\.(\d)\.0\.", r"init_conv.\1.conv."),
-    (r"^stem\.(\d)\.1\.", r"init_conv.\1.bn_prelu."),
-    (r"^act(\d)\.", r"bn_prelu_\1."),
-    (r"^down(\d)\.conv\.", r"downsample_\1.conv3x3.conv."),
-    (r"^down(\d)\.act\.", r"downsample_\1.bn_prelu."),
-    (r"^stage(\d)\.(\d)\.", r"DAB_Block_\1.DAB_Module_\1_\2."),
-    (r"\.before\.0\.", ".bn_relu_1."),
-    (r"\.before\.1\.", ".conv3x3.conv."),
-    (r"\.before\.2\.", ".conv3x3.bn_prelu."),
-    (r"\.near\.", ".dconv"),
-    (r"\.far\.", ".ddconv"),
-    (r"conv0\.", "conv3x1.conv."),
-    (r"conv1\.", "conv3x1.bn_prelu."),
-    (r"conv2\.", "conv1x3.conv."),
-    (r"conv3\.", "conv1x3.bn_prelu."),
-    (r"\.after\.0\.", ".bn_relu_2."),
-    (r"\.after\.1\.", ".conv1x1.conv."),
-    (r"((bn_prelu|bn_relu)\w*)\.0\.", r"\1.bn."),
-    (r"((bn_prelu|bn_relu)\w*)\.1\.", r"\1.acti."),
-    (r"^head\.", "classifier.0.conv."),
-)
+PUBLISHED_KEYS = renames(r"""
+    ^stem\.(\d)\.0\.              init_conv.\1.conv.
+    ^stem\.(\d)\.1\.              init_conv.\1.bn_prelu.
+    ^act(\d)\.                    bn_prelu_\1.
+    ^down(\d)\.conv\.             downsample_\1.conv3x3.conv.
+    ^down(\d)\.act\.              downsample_\1.bn_prelu.
+    ^stage(\d)\.(\d)\.            DAB_Block_\1.DAB_Module_\1_\2.
+    \.before\.0\.                 .bn_relu_1.
+    \.before\.1\.                 .conv3x3.conv.
+    \.before\.2\.                 .conv3x3.bn_prelu.
+    \.near\.                      .dconv
+    \.far\.                       .ddconv
+    conv0\.                       conv3x1.conv.
+    conv1\.                       conv3x1.bn_prelu.
+    conv2\.                       conv1x3.conv.
+    conv3\.                       conv1x3.bn_prelu.
+    \.after\.0\.                  .bn_relu_2.
+    \.after\.1\.                  .conv1x1.conv.
+    ((bn_prelu|bn_relu)\w*)\.0\.  \1.bn.
+    ((bn_prelu|bn_relu)\w*)\.1\.  \1.acti.
+    ^head\.                       classifier.0.conv.
+""")

@@ -12,6 +12,8 @@ from segpipe.models.layers import (
     basic_stage,
     conv_bn,
     init_weights,
+    relu,
+    renames,
     stem,
     upsample_like,
 )
@@ -51,6 +53,7 @@ class DDRNet(SegmentationNet):
         twice: bool = False,
     ) -> None:
         super().__init__()
+
         c = planes
         first, second, later = blocks
         self.stem = stem(c)
@@ -59,21 +62,25 @@ class DDRNet(SegmentationNet):
         self.context3 = basic_stage(2 * c, 4 * c, later, stride=2)
         if twice:
             self.context3b = basic_stage(4 * c, 4 * c, later)
+
         self.context4 = basic_stage(4 * c, 8 * c, later, stride=2)
         self.context5 = Bottleneck(8 * c, 8 * c, stride=2)
         self.ppm = DAPPM(16 * c, 128, 4 * c)
         self.detail3 = basic_stage(2 * c, 2 * c, later)
         if twice:
             self.detail3b = basic_stage(2 * c, 2 * c, later)
+
         self.detail4 = basic_stage(2 * c, 2 * c, later)
         self.detail5 = Bottleneck(2 * c, 2 * c)
         self.to_detail3 = conv_bn(4 * c, 2 * c, 1)
         if twice:
             self.to_detail3b = conv_bn(4 * c, 2 * c, 1)
+
         self.to_detail4 = conv_bn(8 * c, 2 * c, 1)
         self.to_context3 = conv_bn(2 * c, 4 * c, 3, stride=2)
         if twice:
             self.to_context3b = conv_bn(2 * c, 4 * c, 3, stride=2)
+
         self.to_context4 = nn.Sequential(
             *conv_bn(2 * c, 4 * c, 3, stride=2),
             nn.ReLU(inplace=True),
@@ -89,17 +96,19 @@ class DDRNet(SegmentationNet):
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         """Logits (B, num_classes, H/8, W/8): "main" and, with `aux`, "aux"."""
-        stride4 = F.relu(self.context1(self.stem(image)), inplace=True)
-        context = detail = F.relu(self.context2(stride4), inplace=True)
+        stride4 = relu(self.context1(self.stem(image)))
+        context = detail = relu(self.context2(stride4))
         for stage in self.stages:
             context, exchanged = self._exchange(stage, context, detail)
-            context, detail = F.relu(context, inplace=True), F.relu(exchanged)
+            context, detail = relu(context), F.relu(exchanged)
+
         context, detail = self._exchange("4", context, detail)
-        detail = self.detail5(F.relu(detail, inplace=True))
-        context = self.ppm(self.context5(F.relu(context, inplace=True)))
+        detail = self.detail5(relu(detail))
+        context = self.ppm(self.context5(relu(context)))
         logits = {"main": self.head(detail + upsample_like(context, detail))}
         if aux:
             logits["aux"] = self.train_only["aux"](exchanged)
+
         return logits
 
     def _exchange(
@@ -111,18 +120,21 @@ class DDRNet(SegmentationNet):
         to_detail = self.get_submodule(f"to_detail{stage}")(F.relu(context))
         fused = detail + upsample_like(to_detail, detail)
         to_context = self.get_submodule(f"to_context{stage}")(F.relu(detail))
+
         return context + to_context, fused
 
 
 PUBLISHED_KEYS = (
     *BRANCH_KEYS,
-    (r"^layer5\.", "layer5.0."),
-    (r"^train_only\.aux\.", "seghead_extra."),
+    *renames(r"""
+    ^layer5\.           layer5.0.
+    ^train_only\.aux\.  seghead_extra.
+"""),
 )
-TWICE_KEYS = (
-    (r"^detail3\.", "layer3_1_."),
-    (r"^detail3b\.", "layer3_2_."),
-    (r"^(to_)?(context|detail)3\.", r"\1\g<2>3_1."),
-    (r"^(to_)?(context|detail)3b\.", r"\1\g<2>3_2."),
-)
+TWICE_KEYS = renames(r"""
+    ^detail3\.                   layer3_1_.
+    ^detail3b\.                  layer3_2_.
+    ^(to_)?(context|detail)3\.   \1\g<2>3_1.
+    ^(to_)?(context|detail)3b\.  \1\g<2>3_2.
+""")
 """Where stride 16 has two stages."""

@@ -6,9 +6,9 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
-from segpipe.models.layers import Classifier, SegmentationNet, init_weights
+from segpipe.models.layers import Classifier, SegmentationNet, init_weights, renames
+from segpipe.models.packages import check_flag, create_encoder, encoder_weights
 from segpipe.models.resize import bicubic
-from segpipe.models.timm_encoder import check_flag, create_encoder, encoder_weights
 
 
 def efficientvit_seg_b0(num_classes: int, *, pretrained: bool = False) -> EfficientViT:
@@ -37,6 +37,7 @@ class EfficientViT(SegmentationNet):
         pretrained: bool,
     ) -> None:
         super().__init__()
+
         self.name = f"efficientvit_{size}"
         self.wants_pretrained = check_flag(pretrained)
         self.encoder = create_encoder(self.name)
@@ -48,6 +49,7 @@ class EfficientViT(SegmentationNet):
         self.train_only = nn.ModuleDict()
         for part in (self.inputs, self.middle, self.widen, self.head):
             init_weights(part)  # timm initializes the encoder
+
         self.published_keys = PUBLISHED_KEYS
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
@@ -56,6 +58,7 @@ class EfficientViT(SegmentationNet):
         size = (stride8.shape[-2], stride8.shape[-1])
         at32, at16, at8 = self.inputs
         x = bicubic(at32(stride32), size) + bicubic(at16(stride16), size) + at8(stride8)
+
         return {"main": self.head(self.widen(self.middle(x)))}
 
     def pretrained(self) -> tuple[str, dict[str, Tensor]]:
@@ -68,14 +71,14 @@ class MBConv(nn.Module):
 
     def __init__(self, planes: int) -> None:
         super().__init__()
+
         wide = 4 * planes
         self.expand = _conv(planes, wide, 1, act=True)
         self.depthwise = _conv(wide, wide, 3, groups=wide, act=True)
         self.project = _conv(wide, planes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.project(self.depthwise(self.expand(x))) + x
-        return out
+        return self.project(self.depthwise(self.expand(x))) + x
 
 
 def _conv(
@@ -87,19 +90,20 @@ def _conv(
     parts = OrderedDict[str, nn.Module](conv=conv, norm=nn.BatchNorm2d(num_out))
     if act:
         parts["act"] = nn.Hardswish(inplace=True)
+
     return nn.Sequential(parts)
 
 
-PUBLISHED_KEYS = (
-    (r"^encoder\.stem_in_conv\.", "backbone.input_stem.op_list.0."),
-    (r"^encoder\.stem_res0\.", "backbone.input_stem.op_list.1."),
-    (r"^encoder\.stages_(\d)\.blocks\.", r"backbone.stages.\1.op_list."),
-    (r"^inputs\.([01])\.", r"head.input_ops.\1.op_list.0."),
-    (r"^inputs\.2\.", "head.input_ops.2."),
-    (r"^middle\.(\d)\.", r"head.middle.op_list.\1.main."),
-    (r"\.expand\.", ".inverted_conv."),
-    (r"\.depthwise\.", ".depth_conv."),
-    (r"\.project\.", ".point_conv."),
-    (r"^widen\.", "head.output_ops.0.op_list.0."),
-    (r"^head\.(weight|bias)$", r"head.output_ops.0.op_list.1.conv.\1"),
-)
+PUBLISHED_KEYS = renames(r"""
+    ^encoder\.stem_in_conv\.         backbone.input_stem.op_list.0.
+    ^encoder\.stem_res0\.            backbone.input_stem.op_list.1.
+    ^encoder\.stages_(\d)\.blocks\.  backbone.stages.\1.op_list.
+    ^inputs\.([01])\.                head.input_ops.\1.op_list.0.
+    ^inputs\.2\.                     head.input_ops.2.
+    ^middle\.(\d)\.                  head.middle.op_list.\1.main.
+    \.expand\.                       .inverted_conv.
+    \.depthwise\.                    .depth_conv.
+    \.project\.                      .point_conv.
+    ^widen\.                         head.output_ops.0.op_list.0.
+    ^head\.(weight|bias)$            head.output_ops.0.op_list.1.conv.\1
+""")

@@ -2,9 +2,8 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from segpipe.models.layers import SegmentationNet, init_near_zero
+from segpipe.models.layers import SegmentationNet, init_near_zero, relu, renames
 
 EPS = 1e-3  # of BatchNorm
 DILATIONS = (2, 4, 8, 16)
@@ -23,6 +22,7 @@ class ERFNet(SegmentationNet):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
+
         context = [
             NonBottleneck1D(128, dilation, dropout=0.3) for dilation in DILATIONS * 2
         ]
@@ -57,13 +57,14 @@ class ERFDownsampler(nn.Module):
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
+
         self.conv = nn.Conv2d(num_in, num_out - num_in, 3, 2, 1)
         self.pool = nn.MaxPool2d(2, ceil_mode=True)
         self.bn = nn.BatchNorm2d(num_out, EPS)
 
     def forward(self, x: Tensor) -> Tensor:
         both = torch.cat([self.conv(x), self.pool(x)], dim=1)
-        return F.relu(self.bn(both), inplace=True)
+        return relu(self.bn(both))
 
 
 class ERFUpsampler(nn.Module):
@@ -75,7 +76,7 @@ class ERFUpsampler(nn.Module):
         self.bn = nn.BatchNorm2d(num_out, EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.bn(self.conv(x)), inplace=True)
+        return relu(self.bn(self.conv(x)))
 
 
 class NonBottleneck1D(nn.Module):
@@ -83,13 +84,14 @@ class NonBottleneck1D(nn.Module):
 
     def __init__(self, planes: int, dilation: int, *, dropout: float = 0.0) -> None:
         super().__init__()
+
         self.near = _pair(planes, 1)
         self.far = _pair(planes, dilation)
         self.dropout = nn.Dropout2d(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.far(F.relu(self.near(x), inplace=True))
-        return F.relu(self.dropout(out) + x, inplace=True)
+        out = self.far(relu(self.near(x)))
+        return relu(self.dropout(out) + x)
 
 
 def _pair(planes: int, dilation: int) -> nn.Sequential:
@@ -104,14 +106,28 @@ def _pair(planes: int, dilation: int) -> nn.Sequential:
     )
 
 
-PUBLISHED_KEYS = (
-    (r"^encoder\.0\.", "encoder.initial_block."),
-    *((rf"^encoder\.{i + 1}\.", f"encoder.layers.{i}.") for i in range(15)),
-    (r"^decoder\.(\d)\.", r"decoder.layers.\1."),
-    (r"\.near\.(\d)", r".\1_1"),
-    (r"\.far\.(\d)", r".\1_2"),
-    (r"\.0_", ".conv3x1_"),
-    (r"\.2_", ".conv1x3_"),
-    (r"\.3_", ".bn"),
-    (r"^head\.", "decoder.output_conv."),
-)
+PUBLISHED_KEYS = renames(r"""
+    ^encoder\.0\.     encoder.initial_block.
+    ^encoder\.1\.     encoder.layers.0.
+    ^encoder\.2\.     encoder.layers.1.
+    ^encoder\.3\.     encoder.layers.2.
+    ^encoder\.4\.     encoder.layers.3.
+    ^encoder\.5\.     encoder.layers.4.
+    ^encoder\.6\.     encoder.layers.5.
+    ^encoder\.7\.     encoder.layers.6.
+    ^encoder\.8\.     encoder.layers.7.
+    ^encoder\.9\.     encoder.layers.8.
+    ^encoder\.10\.    encoder.layers.9.
+    ^encoder\.11\.    encoder.layers.10.
+    ^encoder\.12\.    encoder.layers.11.
+    ^encoder\.13\.    encoder.layers.12.
+    ^encoder\.14\.    encoder.layers.13.
+    ^encoder\.15\.    encoder.layers.14.
+    ^decoder\.(\d)\.  decoder.layers.\1.
+    \.near\.(\d)      .\1_1
+    \.far\.(\d)       .\1_2
+    \.0_              .conv3x1_
+    \.2_              .conv1x3_
+    \.3_              .bn
+    ^head\.           decoder.output_conv.
+""")

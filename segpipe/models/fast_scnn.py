@@ -6,7 +6,6 @@ convolution, and align_corners True in every resize.
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from segpipe.models.layers import (
     Classifier,
@@ -14,6 +13,8 @@ from segpipe.models.layers import (
     StridedDepthwise,
     conv_bn,
     init_weights,
+    relu,
+    renames,
 )
 from segpipe.models.resize import adaptive_avg_pool, bilinear
 
@@ -31,6 +32,7 @@ class FastSCNN(SegmentationNet):
 
     def __init__(self, num_classes: int, *, aux: bool = True) -> None:
         super().__init__()
+
         self.detail = nn.Sequential(
             _conv_bn_relu(3, 32, 3, stride=2, padding=0),
             _separable(32, 48, stride=2),
@@ -55,6 +57,7 @@ class FastSCNN(SegmentationNet):
                 _conv_bn_relu(64, 32, 3), nn.Dropout(0.1), Classifier(32, num_classes)
             )
             self.train_only["aux"] = head
+
         self.published_keys = PUBLISHED_KEYS
         init_weights(self)
 
@@ -65,6 +68,7 @@ class FastSCNN(SegmentationNet):
         logits = {"main": self.classifier(fused)}
         if aux:
             logits |= {name: head(high) for name, head in self.train_only.items()}
+
         return logits
 
 
@@ -73,6 +77,7 @@ class InvertedResidual(nn.Module):
 
     def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
         super().__init__()
+
         self.expand = _conv_bn_relu(num_in, 6 * num_in, 1)
         self.depthwise = _conv_bn_relu(
             6 * num_in, 6 * num_in, 3, stride=stride, groups=6 * num_in
@@ -100,8 +105,8 @@ class PyramidPooling(nn.Module):
             for branch, bins in zip(self.branches, _BINS, strict=True)
         )
         upsampled = (bilinear(scale, size, align_corners=True) for scale in pooled)
-        out: Tensor = self.out(torch.cat([x, *upsampled], dim=1))
-        return out
+
+        return self.out(torch.cat([x, *upsampled], dim=1))
 
 
 class FeatureFusion(nn.Module):
@@ -109,13 +114,14 @@ class FeatureFusion(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+
         self.depthwise = _conv_bn_relu(128, 128, 3, groups=128)
         self.low = conv_bn(128, 128, 1, bias=True)
         self.high = conv_bn(64, 128, 1, bias=True)
 
     def forward(self, high: Tensor, low: Tensor) -> Tensor:
         low = bilinear(low, (high.shape[-2], high.shape[-1]), align_corners=True)
-        return F.relu(self.high(high) + self.low(self.depthwise(low)), inplace=True)
+        return relu(self.high(high) + self.low(self.depthwise(low)))
 
 
 def _conv_bn_relu(
@@ -130,6 +136,7 @@ def _conv_bn_relu(
     pad = kernel // 2 if padding is None else padding
     kind = StridedDepthwise if groups > 1 and stride > 1 else nn.Conv2d
     conv = kind(num_in, num_out, kernel, stride, pad, groups=groups, bias=False)
+
     return nn.Sequential(conv, nn.BatchNorm2d(num_out), nn.ReLU(inplace=True))
 
 
@@ -143,28 +150,28 @@ def _bottlenecks(num_in: int, num_out: int, *, stride: int) -> nn.Sequential:
     return nn.Sequential(InvertedResidual(num_in, num_out, stride=stride), *later)
 
 
-PUBLISHED_KEYS = (
-    (r"^detail\.0\.", "learning_to_downsample.conv.conv."),
-    (r"^detail\.(\d)\.", r"learning_to_downsample.dsconv\1.conv."),
-    (r"^context\.0\.", "global_feature_extractor.bottleneck1."),
-    (r"^context\.1\.", "global_feature_extractor.bottleneck2."),
-    (r"^context\.2\.", "global_feature_extractor.bottleneck3."),
-    (r"\.expand\.", ".block.0.conv."),
-    (r"(bottleneck\d\.\d)\.depthwise\.", r"\1.block.1.conv."),
-    (r"\.project\.0\.", ".block.2."),
-    (r"\.project\.1\.", ".block.3."),
-    (r"^ppm\.out\.", "global_feature_extractor.ppm.out.conv."),
-    *(
-        (rf"^ppm\.branches\.{i}\.", f"global_feature_extractor.ppm.conv{i + 1}.conv.")
-        for i in range(4)
-    ),
-    (r"^fusion\.depthwise\.", "feature_fusion.dwconv.conv."),
-    (r"^fusion\.low\.", "feature_fusion.conv_lower_res."),
-    (r"^fusion\.high\.", "feature_fusion.conv_higher_res."),
-    (r"^classifier\.0\.", "classifier.dsconv1.conv."),
-    (r"^classifier\.1\.", "classifier.dsconv2.conv."),
-    (r"^classifier\.3\.", "classifier.conv.1."),
-    (r"^train_only\.aux\.0\.", "auxlayer."),
-    (r"^train_only\.aux\.2\.", "auxlayer.4."),
-)
+PUBLISHED_KEYS = renames(r"""
+    ^detail\.0\.                     learning_to_downsample.conv.conv.
+    ^detail\.(\d)\.                  learning_to_downsample.dsconv\1.conv.
+    ^context\.0\.                    global_feature_extractor.bottleneck1.
+    ^context\.1\.                    global_feature_extractor.bottleneck2.
+    ^context\.2\.                    global_feature_extractor.bottleneck3.
+    \.expand\.                       .block.0.conv.
+    (bottleneck\d\.\d)\.depthwise\.  \1.block.1.conv.
+    \.project\.0\.                   .block.2.
+    \.project\.1\.                   .block.3.
+    ^ppm\.out\.                      global_feature_extractor.ppm.out.conv.
+    ^ppm\.branches\.0\.              global_feature_extractor.ppm.conv1.conv.
+    ^ppm\.branches\.1\.              global_feature_extractor.ppm.conv2.conv.
+    ^ppm\.branches\.2\.              global_feature_extractor.ppm.conv3.conv.
+    ^ppm\.branches\.3\.              global_feature_extractor.ppm.conv4.conv.
+    ^fusion\.depthwise\.             feature_fusion.dwconv.conv.
+    ^fusion\.low\.                   feature_fusion.conv_lower_res.
+    ^fusion\.high\.                  feature_fusion.conv_higher_res.
+    ^classifier\.0\.                 classifier.dsconv1.conv.
+    ^classifier\.1\.                 classifier.dsconv2.conv.
+    ^classifier\.3\.                 classifier.conv.1.
+    ^train_only\.aux\.0\.            auxlayer.
+    ^train_only\.aux\.2\.            auxlayer.4.
+""")
 """Patterns of names here -> names in the published state dict."""

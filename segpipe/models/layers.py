@@ -1,6 +1,8 @@
 """The interface of all networks, and the blocks that several of them share."""
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +11,16 @@ from torch.nn import functional as F
 from segpipe.models.resize import adaptive_avg_pool, bilinear
 
 Keys = tuple[tuple[str, str], ...]
+relu = partial(F.relu, inplace=True)
 
 
-class SegmentationNet(nn.Module):
+def renames(table: str) -> Keys:
+    """Patterns and their replacements, from a line for each pair; a missing replacement is empty."""
+    rows = [line.split() for line in table.splitlines() if line]
+    return tuple((row[0], row[1] if row[1:] else "") for row in rows)
+
+
+class SegmentationNet(nn.Module, ABC):
     """A network that computes logits at `output_stride`, and auxiliary logits for training.
 
     `align_corners` says how logits are upsampled to the image's size. `train_only` holds the modules of the heads that
@@ -30,12 +39,12 @@ class SegmentationNet(nn.Module):
     published_keys: Keys = ()
     unused_keys: str = ""
 
+    @abstractmethod
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         """Logits (B, channels, h, w) per head: "main" at `output_stride` and, with `aux`, those of `train_only`.
 
         An auxiliary head may have a stride of its own. "boundary" has one channel, all others have `num_classes`.
         """
-        raise NotImplementedError
 
     def pretrained(self) -> tuple[str, dict[str, Tensor]]:
         """Weights that the network's arguments ask for, such as an encoder's: where they are from, and tensors by name.
@@ -134,6 +143,7 @@ def depthwise_bn(
     kind = StridedDepthwise if stride > 1 else nn.Conv2d
     conv = kind(num_in, num_out, 3, stride, 1, groups=num_in, bias=False)
     last = [nn.ReLU(inplace=True)] if relu else []
+
     return nn.Sequential(conv, nn.BatchNorm2d(num_out), *last)
 
 
@@ -169,6 +179,7 @@ class BasicBlock(nn.Module):
         self, num_in: int, num_out: int, *, stride: int = 1, final_relu: bool = False
     ) -> None:
         super().__init__()
+
         self.conv1 = nn.Conv2d(num_in, num_out, 3, stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(num_out)
         self.conv2 = nn.Conv2d(num_out, num_out, 3, padding=1, bias=False)
@@ -177,11 +188,11 @@ class BasicBlock(nn.Module):
         self.final_relu = final_relu
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        out = relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out)) + (
             x if self.downsample is None else self.downsample(x)
         )
-        return F.relu(out, inplace=True) if self.final_relu else out
+        return relu(out) if self.final_relu else out
 
 
 class Bottleneck(nn.Module):
@@ -189,6 +200,7 @@ class Bottleneck(nn.Module):
 
     def __init__(self, num_in: int, planes: int, *, stride: int = 1) -> None:
         super().__init__()
+
         self.conv1 = nn.Conv2d(num_in, planes, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(planes)
         self.conv2 = nn.Conv2d(planes, planes, 3, stride, 1, bias=False)
@@ -198,11 +210,11 @@ class Bottleneck(nn.Module):
         self.downsample = _shortcut(num_in, 2 * planes, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.relu(self.bn1(self.conv1(x)), inplace=True)
-        out = F.relu(self.bn2(self.conv2(out)), inplace=True)
+        out = relu(self.bn1(self.conv1(x)))
+        out = relu(self.bn2(self.conv2(out)))
         shortcut = x if self.downsample is None else self.downsample(x)
-        total: Tensor = shortcut + self.bn3(self.conv3(out))
-        return total
+
+        return shortcut + self.bn3(self.conv3(out))
 
 
 def basic_stage(
@@ -222,15 +234,15 @@ class SegHead(nn.Module):
 
     def __init__(self, num_in: int, planes: int, num_out: int) -> None:
         super().__init__()
+
         self.bn1 = nn.BatchNorm2d(num_in)
         self.conv1 = nn.Conv2d(num_in, planes, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(planes)
         self.conv2 = Classifier(planes, num_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv1(F.relu(self.bn1(x), inplace=True))
-        logits: Tensor = self.conv2(F.relu(self.bn2(x), inplace=True))
-        return logits
+        x = self.conv1(relu(self.bn1(x)))
+        return self.conv2(relu(self.bn2(x)))
 
 
 class GlobalPool(nn.Module):
@@ -240,7 +252,7 @@ class GlobalPool(nn.Module):
         return adaptive_avg_pool(x, 1)
 
 
-class PyramidPool(nn.Module):
+class PyramidPool(nn.Module, ABC):
     """Pyramid pooling of PIDNet and DDRNet; subclasses define how the scales are mixed.
 
     Shapes: (B, num_in, h, w) -> (B, num_out, h, w). In training, the global scale gives BatchNorm one value per
@@ -249,6 +261,7 @@ class PyramidPool(nn.Module):
 
     def __init__(self, num_in: int, planes: int, num_out: int) -> None:
         super().__init__()
+
         pools = [*(nn.AvgPool2d(2 * s + 1, s, s) for s in (2, 4, 8)), GlobalPool()]
         pooled = (
             nn.Sequential(pool, *bn_relu_conv(num_in, planes, 1)) for pool in pools
@@ -257,15 +270,14 @@ class PyramidPool(nn.Module):
         self.compression = bn_relu_conv(5 * planes, num_out, 1)
         self.shortcut = bn_relu_conv(num_in, num_out, 1)
 
+    @abstractmethod
     def mix(self, finest: Tensor, coarser: list[Tensor]) -> Tensor:
         """(B, 5 * planes, h, w) from the finest scale and the four coarser ones, already upsampled to it."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         finest, *coarser = (scale(x) for scale in self.scales)
         mixed = self.mix(finest, [upsample_like(scale, finest) for scale in coarser])
-        out: Tensor = self.compression(mixed) + self.shortcut(x)
-        return out
+        return self.compression(mixed) + self.shortcut(x)
 
 
 class DAPPM(PyramidPool):
@@ -283,16 +295,19 @@ class DAPPM(PyramidPool):
         return torch.cat(outs, dim=1)
 
 
-BRANCH_KEYS = (
-    (r"^stem\.", "conv1."),
-    (r"^to_detail", "compression"),
-    (r"^to_context", "down"),
-    (r"^context", "layer"),
-    (r"^detail5\.", "layer5_.0."),
-    (r"^detail(\w+)\.", r"layer\1_."),
-    (r"^ppm\.scales\.", "spp.scale"),
-    *((rf"^ppm\.process\.{i}\.(\d)", rf"spp.process{i + 1}.\1") for i in range(4)),
-    (r"^ppm\.", "spp."),
-    (r"^head\.", "final_layer."),
-)
+BRANCH_KEYS = renames(r"""
+    ^stem\.                 conv1.
+    ^to_detail              compression
+    ^to_context             down
+    ^context                layer
+    ^detail5\.              layer5_.0.
+    ^detail(\w+)\.          layer\1_.
+    ^ppm\.scales\.          spp.scale
+    ^ppm\.process\.0\.(\d)  spp.process1.\1
+    ^ppm\.process\.1\.(\d)  spp.process2.\1
+    ^ppm\.process\.2\.(\d)  spp.process3.\1
+    ^ppm\.process\.3\.(\d)  spp.process4.\1
+    ^ppm\.                  spp.
+    ^head\.                 final_layer.
+""")
 """`published_keys` of what PIDNet and DDRNet share."""

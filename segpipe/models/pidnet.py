@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from segpipe.models.layers import (
     BRANCH_KEYS,
@@ -16,6 +15,8 @@ from segpipe.models.layers import (
     bn_relu_conv,
     conv_bn,
     init_weights,
+    relu,
+    renames,
     stem,
     upsample_like,
 )
@@ -47,6 +48,7 @@ class PIDNet(SegmentationNet):
 
     def __init__(self, num_classes: int, *, planes: int, large: bool = False) -> None:
         super().__init__()
+
         c = planes
         fine, coarse = (3, 4) if large else (2, 3)  # blocks of a stage
         head_planes = 256 if large else 128
@@ -72,6 +74,7 @@ class PIDNet(SegmentationNet):
         else:
             self.boundary3 = BasicBlock(2 * c, c)
             self.boundary4 = Bottleneck(c, c)
+
         self.boundary5 = Bottleneck(2 * c, 2 * c)
         self.to_boundary3 = conv_bn(4 * c, 2 * c if large else c, 3)
         self.to_boundary4 = conv_bn(8 * c, 2 * c, 3)
@@ -89,10 +92,10 @@ class PIDNet(SegmentationNet):
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         """Logits at stride 8: "main" and, with `aux`, "aux_p" (both num_classes wide) and "boundary" (1 wide)."""
-        stride4 = F.relu(self.context1(self.stem(image)), inplace=True)
-        stride8 = F.relu(self.context2(stride4), inplace=True)
-        stride16 = F.relu(self.context3(stride8), inplace=True)
-        stride32 = F.relu(self.context4(stride16), inplace=True)
+        stride4 = relu(self.context1(self.stem(image)))
+        stride8 = relu(self.context2(stride4))
+        stride16 = relu(self.context3(stride8))
+        stride32 = relu(self.context4(stride16))
         tap_p, detail = self._detail(stride8, stride16, stride32)
         tap_d, boundary = self._boundary(stride8, stride16, stride32)
         context = upsample_like(self.ppm(self.context5(stride32)), detail)
@@ -100,6 +103,7 @@ class PIDNet(SegmentationNet):
         if aux:
             logits["aux_p"] = self.train_only["aux_p"](tap_p)
             logits["boundary"] = self.train_only["boundary"](tap_d)
+
         return logits
 
     def _detail(
@@ -107,22 +111,20 @@ class PIDNet(SegmentationNet):
     ) -> tuple[Tensor, Tensor]:
         """Branch P: the input of "aux_p", and the output of the branch."""
         gated = self.gate3(self.detail3(stride8), self.to_detail3(stride16))
-        tap = F.relu(gated, inplace=True)
+        tap = relu(gated)
         gated = self.gate4(self.detail4(tap), self.to_detail4(stride32))
-        return tap, self.detail5(F.relu(gated, inplace=True))
+
+        return tap, self.detail5(relu(gated))
 
     def _boundary(
         self, stride8: Tensor, stride16: Tensor, stride32: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Branch D: the input of "boundary", and the output of the branch."""
         edges = self.boundary3(stride8)
-        edges = F.relu(
-            edges + upsample_like(self.to_boundary3(stride16), edges), inplace=True
-        )
+        edges = relu(edges + upsample_like(self.to_boundary3(stride16), edges))
         edges = self.boundary4(edges)
-        tap = F.relu(
-            edges + upsample_like(self.to_boundary4(stride32), edges), inplace=True
-        )
+        tap = relu(edges + upsample_like(self.to_boundary4(stride32), edges))
+
         return tap, self.boundary5(tap)
 
 
@@ -169,8 +171,7 @@ class Bag(nn.Module):
 
     def forward(self, detail: Tensor, context: Tensor, boundary: Tensor) -> Tensor:
         edge = torch.sigmoid(boundary)
-        out: Tensor = self.conv(edge * detail + (1 - edge) * context)
-        return out
+        return self.conv(edge * detail + (1 - edge) * context)
 
 
 class PAPPM(PyramidPool):
@@ -188,15 +189,17 @@ class PAPPM(PyramidPool):
 
 PUBLISHED_KEYS = (
     *BRANCH_KEYS,
-    (r"^spp\.process\.", "spp.scale_process."),
-    (r"^gate(\d)\.key\.", r"pag\1.f_x."),
-    (r"^gate(\d)\.query\.", r"pag\1.f_y."),
-    (r"^boundary5\.", "layer5_d.0."),
-    (r"^boundary3\.", "layer3_d."),
-    (r"^to_boundary", "diff"),
-    (r"^fusion\.detail\.", "dfm.conv_p."),
-    (r"^fusion\.context\.", "dfm.conv_i."),
-    (r"^fusion\.", "dfm."),
-    (r"^train_only\.aux_p\.", "seghead_p."),
-    (r"^train_only\.boundary\.", "seghead_d."),
+    *renames(r"""
+    ^spp\.process\.          spp.scale_process.
+    ^gate(\d)\.key\.         pag\1.f_x.
+    ^gate(\d)\.query\.       pag\1.f_y.
+    ^boundary5\.             layer5_d.0.
+    ^boundary3\.             layer3_d.
+    ^to_boundary             diff
+    ^fusion\.detail\.        dfm.conv_p.
+    ^fusion\.context\.       dfm.conv_i.
+    ^fusion\.                dfm.
+    ^train_only\.aux_p\.     seghead_p.
+    ^train_only\.boundary\.  seghead_d.
+"""),
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,21 +19,12 @@ if TYPE_CHECKING:
     from segpipe.settings.config import Config
 
 MAIN = ("main", "out")  # the second is torchvision's
-RESERVED = (
-    "total",
-    "dice",
-    "edge",
-    "lovasz",
-    "teacher",
-)  # names of other parts of the loss
-BOUNDARY = (
-    "boundary"  # a head of one channel, supervised by the borders between classes
-)
-AVERAGED = (
-    "running_mean",
-    "running_var",
-    "num_batches_tracked",
-)  # of BatchNorm; a subclass may have more
+# Names of other parts of the loss.
+RESERVED = ("total", "dice", "edge", "lovasz", "teacher")
+# A head of one channel, supervised by the borders between classes.
+BOUNDARY = "boundary"
+# Of BatchNorm; a subclass may have more.
+AVERAGED = ("running_mean", "running_var", "num_batches_tracked")
 PROBE_SIZE = 256  # image side with which an unknown stride is measured
 
 
@@ -48,6 +39,7 @@ class PluginNetwork(SegmentationNet):
 
     def __init__(self, net: nn.Module, num_classes: int, name: str) -> None:
         super().__init__()
+
         self.net, self.num_classes, self.name = net, num_classes, name
         self.align_corners = bool(getattr(net, "align_corners", False))
         # Files of weights name the tensors as `net` does.
@@ -68,6 +60,7 @@ class PluginNetwork(SegmentationNet):
                 found = self.eval()(
                     torch.zeros(1, 3, PROBE_SIZE, PROBE_SIZE, device=device)
                 )
+
             self.train(before)
             self._stride = max(1, round(PROBE_SIZE / found.shape[-2]))
         return self._stride
@@ -76,33 +69,24 @@ class PluginNetwork(SegmentationNet):
         """Logits per head: "main" and, with `aux`, all others. Raises ConfigError for outputs that do not fit."""
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         checked = self.training and not traced
-        before = (
-            {
-                name: (buffer, buffer._version)
-                for name, buffer in plain_buffers(self.net)
-            }
-            if checked
-            else {}
-        )
-        averaged = dict(norm_statistics(self.net)) if checked else {}
+        before = _buffers(self.net) if checked else {}
         heads = named_heads(self.net(image), self.name)
         if not traced:
             self._check(heads, image)
+
         if checked:
             self._check_names(heads)
             self._check_buffers(before)
-            self._check_statistics(averaged)
+
         return heads if aux else {"main": heads["main"]}
 
     def _check(self, heads: Mapping[str, Tensor], image: Tensor) -> None:
         for name, logits in heads.items():
             channels = 1 if name == BOUNDARY else self.num_classes
+            expected = (image.shape[0], channels)
             shape = tuple(logits.shape)
-            if (
-                len(shape) != 4
-                or shape[:2] != (image.shape[0], channels)
-                or not logits.is_floating_point()
-            ):
+            four = len(shape) == 4 and shape[:2] == expected
+            if not (four and logits.is_floating_point()):
                 raise ConfigError(
                     f"model.name = {self.name}: head {name} is {logits.dtype} {shape} for an image of "
                     f"{tuple(image.shape)}, but float ({image.shape[0]}, {channels}, h, w) was needed: a batch of "
@@ -117,52 +101,45 @@ class PluginNetwork(SegmentationNet):
                 f"{', '.join(self._trained_heads)}. In training mode it must return the same heads every time."
             )
 
-    def _check_buffers(self, before: Mapping[str, tuple[Tensor, int]]) -> None:
-        """Refuse a forward that wrote into a buffer, or put another tensor of its shape in its place.
+    def _check_buffers(self, before: Mapping[str, _Buffer]) -> None:
+        """Refuse a forward that wrote into a buffer, or put another tensor in its place.
 
-        One of another shape is a cache for the size of the image, such as a grid of coordinates.
+        Of BatchNorm's statistics, only another tensor is refused: what the shards average would not be the network's.
+        Another buffer may get another shape: it is a cache for the size of the image, such as a grid of coordinates.
         """
-        now = dict(plain_buffers(self.net))
-        for name, (old, version) in before.items():
-            new = now.get(name)
-            replaced = new is not old and (new is None or new.shape == old.shape)
-            if replaced or old._version != version:
+        now = _buffers(self.net)
+        for name, old in before.items():
+            new = now[name].tensor if name in now else None
+            moved = new is not old.tensor
+            if old.averaged and moved:
+                raise ConfigError(
+                    f"model.name = {self.name}: its forward puts another tensor in the place of {name}, but shards "
+                    f"average the tensor that was there. Write into it: {name.rpartition('.')[2]}.copy_(...)."
+                )
+
+            replaced = moved and (new is None or new.shape == old.tensor.shape)
+            written = old.tensor._version != old.version
+            if not old.averaged and (replaced or written):
                 raise ConfigError(
                     f"model.name = {self.name}: its forward changes the buffer {name}, which is no statistic of a "
                     f"BatchNorm: shards would no longer add up to the same bits. Keep such state out of the forward."
                 )
 
-    def _check_statistics(self, before: Mapping[str, Tensor]) -> None:
-        """Refuse another tensor in the place of a statistic: what the shards average would not be the network's."""
-        now = dict(norm_statistics(self.net))
-        if moved := [
-            name for name, tensor in before.items() if now.get(name) is not tensor
-        ]:
-            raise ConfigError(
-                f"model.name = {self.name}: its forward puts another tensor in the place of {moved[0]}, but shards "
-                f"average the tensor that was there. Write into it: {moved[0].rpartition('.')[2]}.copy_(...)."
-            )
+
+class _Buffer(NamedTuple):
+    tensor: Tensor
+    version: int  # counts the writes into it
+    averaged: bool  # a statistic or counter of BatchNorm: shards average it, or the update sets it
 
 
-def norm_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Statistics and counters of BatchNorm, which are averaged over the shards, or set by the update."""
-    for name, buffer, averaged in _buffers(model):
-        if averaged:
-            yield name, buffer
-
-
-def plain_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that nothing averages over the shards: all others."""
-    for name, buffer, averaged in _buffers(model):
-        if not averaged:
-            yield name, buffer
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+def _buffers(model: nn.Module) -> dict[str, _Buffer]:
+    found = {}
     for prefix, module in model.named_modules():
         averages = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            yield name, buffer, averages and name.rpartition(".")[2] in AVERAGED
+        for name, value in module.named_buffers(prefix, recurse=False):
+            averaged = averages and name.rpartition(".")[2] in AVERAGED
+            found[name] = _Buffer(value, value._version, averaged)
+    return found
 
 
 class ShardGuard:
@@ -174,23 +151,20 @@ class ShardGuard:
 
     def __init__(self, config: Config, model: nn.Module) -> None:
         names = {"model.name": config.model.name, "loss.name": config.loss.name}
-        self._names = ", ".join(
-            f"{key} = {name}" for key, name in names.items() if is_path(name)
-        )
-        watches = (
-            bool(self._names)
-            and config.compute.mode != "off"
-            and not config.compute.compile
-        )
-        buffers = (
-            {} if config.compute.cuda_graph else dict(plain_buffers(model))
-        )  # its recording puts them back
-        self._tensors: dict[str, Tensor] = (
-            {**dict(model.named_parameters()), **buffers} if watches else {}
-        )
-        self._draws = (
-            watches and config.track.name == "none"
-        )  # threads of a tracker may draw
+        own = [f"{key} = {name}" for key, name in names.items() if is_path(name)]
+        self._names = ", ".join(own)
+        compute = config.compute
+        watches = bool(own) and compute.mode != "off" and not compute.compile
+
+        self._tensors: dict[str, Tensor] = {}
+        if watches:
+            self._tensors = dict(model.named_parameters())
+            if not compute.cuda_graph:  # its recording puts buffers back
+                plain = _buffers(model).items()
+                self._tensors |= {k: v.tensor for k, v in plain if not v.averaged}
+
+        # Threads of a tracker may draw.
+        self._draws = watches and config.track.name == "none"
         self._before = self._now()
 
     def start(self) -> None:
@@ -205,59 +179,43 @@ class ShardGuard:
     def found(self) -> str:
         """What changed since the start, and what to do; empty if nothing did."""
         now = self._now()
-        if now == self._before:
+        changed = [name for name in now if now[name] != self._before[name]]
+        if not changed:
             return ""
-        moved = [
-            name
-            for name, *pair in zip(self._tensors, self._before[0], now[0], strict=True)
-            if pair[0] != pair[1]
-        ]
-        pairs = zip(("random", "numpy.random"), self._before[1], now[1], strict=False)
-        drawn = [name for name, one, two in pairs if one != two]
-        found = (
-            f"changes {moved[0]}"
-            if moved
-            else f"draws from the global generator of {drawn[0]}"
-        )
+
         return (
-            f"its forward or backward {found}: shards would no longer add up to the same bits. Draw from torch's "
+            f"its forward or backward {changed[0]}: shards would no longer add up to the same bits. Draw from torch's "
             f"generator alone, and write into no parameter or buffer."
         )
 
-    def _now(self) -> tuple[list[int], list[bytes]]:
+    def _now(self) -> dict[str, Any]:
         """Versions of the tensors, which every write into them counts, and states of the generators."""
-        states = (
-            (random.getstate(), np.random.get_state(legacy=False))
-            if self._draws
-            else ()
-        )
-        return [tensor._version for tensor in self._tensors.values()], [
-            pickle.dumps(state) for state in states
-        ]
+        now: dict[str, Any] = {
+            f"changes {name}": tensor._version for name, tensor in self._tensors.items()
+        }
+        if self._draws:
+            drawn = "draws from the global generator of"
+            now[f"{drawn} random"] = random.getstate()
+            now[f"{drawn} numpy.random"] = pickle.dumps(np.random.get_state())
+        return now
 
 
 def named_heads(output: Any, name: str) -> dict[str, Tensor]:
     """Heads by name, "main" first, of what the forward of network `name` returned. Raises ConfigError for the rest."""
     if isinstance(output, Tensor):
         return {"main": output}
+
     heads: dict[str, Any] = {}
-    if isinstance(output, list | tuple) and output:
-        heads = {
-            f"aux{place}" if place else "main": head
-            for place, head in enumerate(output)
-        }
-    elif isinstance(output, Mapping) and (
-        main := next((key for key in MAIN if key in output), None)
-    ):
-        heads = {
-            "main": output[main],
-            **{str(key): head for key, head in output.items() if key != main},
-        }
-    wrong = [
-        key
-        for key, head in heads.items()
-        if not isinstance(head, Tensor) or key in RESERVED
-    ]
+    if isinstance(output, list | tuple):
+        heads = {f"aux{place}": head for place, head in enumerate(output) if place}
+        heads = {"main": output[0], **heads} if output else {}
+    elif isinstance(output, Mapping):
+        main = next((key for key in MAIN if key in output), None)
+        others = {str(key): head for key, head in output.items() if key != main}
+        heads = {"main": output[main], **others} if main else {}
+
+    tensors = all(isinstance(head, Tensor) for head in heads.values())
+    wrong = not tensors or set(RESERVED) & heads.keys()
     if not heads or wrong:
         found = f"a {type(output).__name__}"
         if isinstance(output, Mapping):
@@ -266,4 +224,5 @@ def named_heads(output: Any, name: str) -> dict[str, Tensor]:
             f"model.name = {name}: its forward returned {found}, but a tensor of logits, a list of tensors (the main "
             f"head first) or a mapping of tensors with main or out was needed, without {', '.join(RESERVED)}."
         )
+
     return heads

@@ -25,6 +25,7 @@ def colored(image: Tensor, color: Tensor) -> Tensor:
     ].unbind(-1)
     values = image.to(torch.float32)
     mixed = values[..., 0:1] * red + values[..., 1:2] * green + values[..., 2:3] * blue
+
     return (
         mixed.add_(offset + COLOR_UNIT // 2)
         .mul_(1 / COLOR_UNIT)
@@ -53,6 +54,7 @@ class Preprocess(nn.Module):
         self, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD
     ) -> None:
         super().__init__()
+
         mean64, std64 = (
             torch.tensor(list(values), dtype=torch.float64).view(1, 3, 1, 1)
             for values in (mean, std)
@@ -65,6 +67,7 @@ class Preprocess(nn.Module):
             raise TypeError(
                 f"image is {image.dtype}, but uint8 (B, H, W, 3) in RGB order was needed."
             )
+
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         if (
             not tracing and image.shape[-1] != 3
@@ -72,5 +75,7 @@ class Preprocess(nn.Module):
             raise ValueError(
                 f"image has shape {tuple(image.shape)}, but (B, H, W, 3) was needed."
             )
+
         values = image if color is None else colored(image, color)
+
         return values.permute(0, 3, 1, 2).to(torch.float32) * self.scale + self.bias

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from segpipe.models.layers import (
     Classifier,
@@ -11,6 +10,8 @@ from segpipe.models.layers import (
     conv_bn,
     conv_bn_relu,
     init_weights,
+    relu,
+    renames,
     upsample_like,
 )
 
@@ -51,6 +52,7 @@ class RegSeg(SegmentationNet):
         decoder: tuple[int, int, int],
     ) -> None:
         super().__init__()
+
         p4, p8, p16, last = planes
         self.stem = conv_bn_relu(3, 32, 3, stride=2)
         self.stage4 = _stage(32, p4, [(1,)] * (blocks[0] - 1), group_width)
@@ -78,6 +80,7 @@ class RegSeg(SegmentationNet):
         x8 = self.conv8(x8 + upsample_like(x16, x8))
         x4 = self.head4(stride4)
         x4 = self.conv4(torch.cat([upsample_like(x8, x4), x4], dim=1))
+
         return {"main": self.head(x4)}
 
 
@@ -97,6 +100,7 @@ class DBlock(nn.Module):
         stride: int = 1,
     ) -> None:
         super().__init__()
+
         share = num_out // len(dilations)
         self.conv1 = nn.Conv2d(num_in, num_out, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(num_out)
@@ -124,14 +128,15 @@ class DBlock(nn.Module):
             self.shortcut = nn.Sequential(nn.Identity(), *conv_bn(num_in, num_out, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        out = relu(self.bn1(self.conv1(x)))
         parts = out.chunk(len(self.conv2), dim=1)
         out = torch.cat(
             [conv(part) for conv, part in zip(self.conv2, parts, strict=True)], dim=1
         )
-        out = F.relu(self.bn2(out), inplace=True)
+        out = relu(self.bn2(out))
         out = self.bn3(self.conv3(out * self.gate(out)))
-        return F.relu(out + self.shortcut(x), inplace=True)
+
+        return relu(out + self.shortcut(x))
 
 
 def _stage(
@@ -146,16 +151,18 @@ def _stage(
     return nn.Sequential(first, *blocks)
 
 
-SINGLE_KEYS = ((r"^stage4\.0\.", "stage4."),)
+SINGLE_KEYS = renames(r"""
+    ^stage4\.0\.  stage4.
+""")
 """Where a stage of one block is no list in the published network."""
-PUBLISHED_KEYS = (
-    (r"^stage", "body.stage"),
-    (r"(stage(4|8)(\.\d)?|stage16\.[01])\.conv2\.0\.", r"\1.conv2."),
-    (r"\.conv2\.(\d)\.", r".conv2.convs.\1."),
-    (r"\.gate\.1\.", ".se.conv1."),
-    (r"\.gate\.3\.", ".se.conv2."),
-    (r"\.shortcut\.1\.", ".shortcut.conv."),
-    (r"\.shortcut\.2\.", ".shortcut.bn."),
-    (r"^(head16|head8|head4|conv8|conv4)\.", r"decoder.\1."),
-    (r"^head\.", "decoder.classifier."),
-)
+PUBLISHED_KEYS = renames(r"""
+    ^stage                                         body.stage
+    (stage(4|8)(\.\d)?|stage16\.[01])\.conv2\.0\.  \1.conv2.
+    \.conv2\.(\d)\.                                .conv2.convs.\1.
+    \.gate\.1\.                                    .se.conv1.
+    \.gate\.3\.                                    .se.conv2.
+    \.shortcut\.1\.                                .shortcut.conv.
+    \.shortcut\.2\.                                .shortcut.bn.
+    ^(head16|head8|head4|conv8|conv4)\.            decoder.\1.
+    ^head\.                                        decoder.classifier.
+""")

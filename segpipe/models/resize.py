@@ -19,9 +19,6 @@ from torch.nn import functional as F
 
 _MATRICES: dict[tuple[object, ...], Tensor] = {}
 _as_on_cuda = False
-import_kernels: Callable[[], Any] | None = (
-    None  # gives triton_resize.py, which needs this module; see segpipe.models
-)
 
 
 def bilinear(
@@ -35,6 +32,7 @@ def bilinear(
     """
     if not _needs_own_way(x):
         return F.interpolate(x, size=size, mode="bilinear", align_corners=align_corners)
+
     by_kernel = (
         x.is_cuda
         and x.numel()
@@ -43,7 +41,10 @@ def bilinear(
     )
     if not by_kernel or (kernels := gpu_kernels(x.device)) is None:
         return bilinear_matmul(x, size, align_corners=align_corners)
-    return kernels.bilinear(x, _axes_of_kernels(x, size, align_corners))  # type: ignore[no-any-return]
+
+    axes = bilinear_axes(x, size, align_corners=align_corners, dtype=torch.float32)
+
+    return kernels.bilinear(x, axes)
 
 
 def bicubic(x: Tensor, size: tuple[int, int]) -> Tensor:
@@ -114,7 +115,9 @@ def bilinear_taps(
         source = out * ((num_in - 1) / max(num_out - 1, 1))
     else:
         source = np.maximum((out + 0.5) * (num_in / num_out) - 0.5, 0)
+
     low = np.minimum(source.astype(np.int64), num_in - 1)
+
     return low, source - low.astype(real)
 
 
@@ -126,6 +129,7 @@ def bilinear_weights(
     matrix = np.zeros((num_out, num_in), real)
     np.add.at(matrix, (np.arange(num_out), low), 1 - share)
     np.add.at(matrix, (np.arange(num_out), np.minimum(low + 1, num_in - 1)), share)
+
     return matrix
 
 
@@ -142,6 +146,7 @@ def bicubic_weights(
         far = ((-0.75 * x + 3.75) * x - 6) * x + 3
         places = np.clip(low.astype(np.int64) + tap, 0, num_in - 1)
         np.add.at(matrix, (np.arange(num_out), places), np.where(x <= 1, near, far))
+
     return matrix
 
 
@@ -164,13 +169,20 @@ class Axis:
 
 
 def bilinear_axes(
-    x: Tensor, size: tuple[int, int], *, align_corners: bool = False, stride: int = 1
+    x: Tensor,
+    size: tuple[int, int],
+    *,
+    align_corners: bool = False,
+    stride: int = 1,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Axis, Axis]:
-    """Rows and columns of what `bilinear_matmul` does, on the device of `x` and in its type; cached per process."""
-    lengths = zip(x.shape[-2:], size, strict=True)
-    return tuple(
-        _axis(*each, stride, align_corners, x.device, x.dtype) for each in lengths
-    )  # type: ignore[return-value]
+    """Rows and columns of what `bilinear_matmul` does, on the device of `x`; cached per process.
+
+    In `dtype`, by default that of `x`.
+    """
+    given = (stride, align_corners, x.device, dtype or x.dtype)
+    rows = _axis(x.shape[-2], size[0], *given)
+    return rows, _axis(x.shape[-1], size[1], *given)
 
 
 @lru_cache(maxsize=256)
@@ -211,70 +223,53 @@ def gpu_kernels(device: torch.device) -> Any:
     So it is part of the fingerprint which of the two ways a GPU takes.
     """
     try:
-        assert import_kernels is not None
-        kernels = import_kernels()
-        wrong = _first_wrong(kernels, device)
+        from segpipe.models import (
+            triton_resize,  # seconds, and not installed everywhere
+        )
+
+        for order in (torch.contiguous_format, torch.channels_last):
+            _probe(triton_resize, device, order)
     except Exception as error:
-        wrong = str(error) or type(error).__name__
-    if wrong:
         warnings.warn(
-            f"bilinear resize on {device} is two matrix products, as Triton failed: {wrong}",
+            f"bilinear resize on {device} is two matrix products, as Triton failed: {error!r}",
             stacklevel=2,
         )
-    return None if wrong else kernels
+        return None
+    return triton_resize
 
 
-def _first_wrong(kernels: Any, device: torch.device) -> str:
-    """Compares values and gradients with torch's on a CPU, up and down, for both memory formats; empty if all agree."""
+def _probe(kernels: Any, device: torch.device, order: torch.memory_format) -> None:
+    """Raise ArithmeticError unless value and gradient are those of torch on a CPU, up and down."""
     image = (torch.arange(2 * 3 * 5 * 7) * 0.618 % 1.0).view(2, 3, 5, 7)
     with torch.inference_mode(False), torch.enable_grad():
         for size in ((10, 21), (4, 3)):
             here = image.double().requires_grad_()
             expected = F.interpolate(here, size, mode="bilinear")
-            (expected * expected).sum().backward()  # type: ignore[no-untyped-call]
-            for order in (torch.contiguous_format, torch.channels_last):
-                there = image.to(device).clone(memory_format=order).requires_grad_()
-                found = kernels.bilinear(there, _axes_of_kernels(there, size, False))
-                (found * found).sum().backward()
-                for name, a, b in (
-                    ("value", found, expected),
-                    ("gradient", there.grad, here.grad),
-                ):
-                    error = float((a.detach().cpu().double() - b.detach()).abs().max())  # type: ignore[union-attr]
-                    if not error < 1e-5:
-                        return f"a {name} at {size} in {order} is off by {error}"
-    return ""
+            there = image.to(device).clone(memory_format=order).requires_grad_()
+            found = kernels.bilinear(there, bilinear_axes(there, size))
+            for out in (expected, found):
+                out.square().sum().backward()  # type: ignore[no-untyped-call]
 
-
-def _axes_of_kernels(
-    x: Tensor, size: tuple[int, int], align_corners: bool
-) -> tuple[Axis, Axis]:
-    """Rows and columns with weights in fp32, whatever the dtype of `x`."""
-    lengths = zip(x.shape[-2:], size, strict=True)
-    return tuple(
-        _axis(*each, 1, align_corners, x.device, torch.float32) for each in lengths
-    )  # type: ignore[return-value]
+            pairs = {"value": (found, expected), "gradient": (there.grad, here.grad)}
+            for name, (a, b) in pairs.items():
+                assert a is not None
+                assert b is not None
+                error = float((a.detach().cpu().double() - b.detach()).abs().max())
+                if not error < 1e-5:
+                    raise ArithmeticError(
+                        f"a {name} at {size} in {order} is off by {error}"
+                    )
 
 
 def pool_weights(num_in: int, bins: int, real: type[np.floating[Any]]) -> NDArray[Any]:
     """Matrix (bins, num_in) that averages bin b over [floor(b n / bins), ceil((b + 1) n / bins))."""
-    matrix = np.zeros((bins, num_in), real)
-    for row in range(bins):
-        start, stop = row * num_in // bins, -(-(row + 1) * num_in // bins)
-        matrix[row, start:stop] = 1.0 / (stop - start)
-    return matrix
+    inside = _in_bin(np.arange(num_in), np.arange(bins)[:, None], num_in, bins)
+    return inside.astype(real) / inside.sum(1, keepdims=True).astype(real)
 
 
-def traced_pool_weights(
-    num_in: int | torch.SymInt, bins: int, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """`pool_weights` bit for bit, computed inside an exported graph whose input size is open."""
-    cell = torch.arange(num_in, device=device)
-    row = torch.arange(bins, device=device)[:, None]
-    # start <= cell < stop, multiplied out: integers need no rounding.
-    inside = ((cell + 1) * bins > row * num_in) & (cell * bins < (row + 1) * num_in)
-    weights: Tensor = inside.to(dtype) / inside.to(dtype).sum(1, keepdim=True)
-    return weights
+def _in_bin(cell: Any, row: Any, num_in: int | torch.SymInt, bins: int) -> Any:
+    """floor(row n / bins) <= cell < ceil((row + 1) n / bins), multiplied out: integers need no rounding."""
+    return ((cell + 1) * bins > row * num_in) & (cell * bins < (row + 1) * num_in)
 
 
 def _separable(x: Tensor, size: tuple[int, int], kind: str, stride: int = 1) -> Tensor:
@@ -283,11 +278,14 @@ def _separable(x: Tensor, size: tuple[int, int], kind: str, stride: int = 1) -> 
         # Autocast would run the products in bf16.
         with torch.autocast(x.device.type, enabled=False):
             return _separable(x, size, kind, stride)
+
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     with _static_shapes():
         rows = _matrix(kind, x.shape[-2], size[0], stride, wide)
         columns = _matrix(kind, x.shape[-1], size[1], stride, wide)
+
     out = torch.matmul(rows, torch.matmul(wide, columns.t()))
+
     return out if wide is x else out.to(x.dtype)
 
 
@@ -295,34 +293,38 @@ def _matrix(
     kind: str, num_in: int | torch.SymInt, num_out: int, stride: int, like: Tensor
 ) -> Tensor:
     """Weights of one axis, (num_out / stride, num_in), with dtype and device of `like`; cached per process."""
-    if kind == "pool" and isinstance(
-        num_in, torch.SymInt
-    ):  # torch.export with an open size
-        return traced_pool_weights(num_in, num_out, like.device, like.dtype)
+    if isinstance(num_in, torch.SymInt) and kind == "pool":  # an export with open size
+        cells = torch.arange(num_in, device=like.device)
+        rows = torch.arange(num_out, device=like.device)[:, None]
+        inside = _in_bin(cells, rows, num_in, num_out).to(like.dtype)
+
+        return inside / inside.sum(1, keepdim=True)
+
     # torch.export's fake tensors must not outlive their trace; torch.jit.trace compares two traces, so both build it.
     cached = type(like) is Tensor and not _tracing()
     key = (kind, int(num_in), num_out, stride, like.device, like.dtype)
     if cached and key in _MATRICES:
         return _MATRICES[key]
+
     real = np.float64 if like.dtype == torch.float64 else np.float32
-    if kind == "pool":
-        weights = pool_weights(int(num_in), num_out, real)
-    elif kind == "bicubic":
-        weights = bicubic_weights(int(num_in), num_out, real)
-    else:
-        weights = bilinear_weights(
-            int(num_in), num_out, real, align_corners=kind == "bilinear_corners"
-        )
+    weights = WEIGHTS[kind](int(num_in), num_out, real)[stride // 2 :: stride].tolist()
     # A tensor made in inference mode could not take part in a later backward.
     with torch.inference_mode(False):
-        matrix = torch.tensor(
-            weights[stride // 2 :: stride].tolist(),
-            dtype=like.dtype,
-            device=like.device,
-        )
+        matrix = torch.tensor(weights, dtype=like.dtype, device=like.device)
+
     if cached:
         _MATRICES[key] = matrix
+
     return matrix
+
+
+# Of one axis, by the kind of resize.
+WEIGHTS: dict[str, Callable[..., NDArray[Any]]] = {
+    "pool": pool_weights,
+    "bilinear": partial(bilinear_weights, align_corners=False),
+    "bilinear_corners": partial(bilinear_weights, align_corners=True),
+    "bicubic": bicubic_weights,
+}
 
 
 def _static_shapes() -> AbstractContextManager[object]:

@@ -1,4 +1,8 @@
-"""STDC-Seg, arXiv:2104.13188: an encoder of short-term dense blocks, and a detail head for training only."""
+"""STDC-Seg, arXiv:2104.13188: an encoder of short-term dense blocks, and a detail head for training only.
+
+PP-LiteSeg, arXiv:2204.02681: the same encoder, and a decoder that weights two scales by spatial attention. The
+published weights of that are of another framework (PaddleSeg), so there is no map of names.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +16,13 @@ from segpipe.models.layers import (
     depthwise_bn,
     init_weights,
     nearest_like,
+    renames,
+    upsample_like,
 )
+from segpipe.models.resize import adaptive_avg_pool
 
 STDC1, STDC2 = (2, 2, 2), (4, 5, 3)  # blocks at strides 8, 16 and 32
+BINS = (1, 2, 4)  # of PP-LiteSeg's pyramid
 
 
 def stdc1(num_classes: int) -> "STDC":
@@ -39,6 +47,7 @@ class STDC(SegmentationNet):
 
     def __init__(self, num_classes: int, blocks: tuple[int, int, int]) -> None:
         super().__init__()
+
         self.encoder = STDCEncoder(blocks)
         self.mean = nn.Sequential(GlobalPool(), conv_bn_relu(1024, 128, 1))
         self.gate32 = Gate(1024)
@@ -77,6 +86,7 @@ class STDC(SegmentationNet):
         if aux:
             taps = {"aux16": at8, "aux32": at16, "boundary": stride8}
             logits |= {name: self.train_only[name](tap) for name, tap in taps.items()}
+
         return logits
 
 
@@ -85,6 +95,7 @@ class STDCEncoder(nn.Module):
 
     def __init__(self, blocks: tuple[int, int, int]) -> None:
         super().__init__()
+
         self.stem = nn.Sequential(
             conv_bn_relu(3, 32, 3, stride=2), conv_bn_relu(32, 64, 3, stride=2)
         )
@@ -104,6 +115,7 @@ class STDCModule(nn.Module):
 
     def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
         super().__init__()
+
         half, quarter, eighth = num_out // 2, num_out // 4, num_out // 8
         self.convs = nn.ModuleList(
             [
@@ -124,6 +136,7 @@ class STDCModule(nn.Module):
         second = self.convs[1](self.down(first))
         third = self.convs[2](second)
         fourth = self.convs[3](third)
+
         return torch.cat([self.skip(first), second, third, fourth], dim=1)
 
 
@@ -137,8 +150,7 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x)
-        weighted: Tensor = x * self.weight(x)
-        return weighted
+        return x * self.weight(x)
 
 
 class Fusion(nn.Module):
@@ -182,22 +194,120 @@ def _encoder_keys(blocks: tuple[int, int, int]) -> tuple[tuple[str, str], ...]:
             ours = rf"^encoder\.stage{stride}\.{block}\."
             keys.append((ours, f"x{stride}.0.{number}."))
             number += 1
+
     keys += [(r"\.convs\.", ".conv_list."), (r"\.down\.", ".avd_layer.")]
+
     return (*keys, (r"^x", "cp.backbone.x"))
 
 
-PUBLISHED_KEYS = (
-    (r"^gate(\d+)\.conv\.", r"cp.arm\1.conv."),
-    (r"^gate(\d+)\.weight\.1\.", r"cp.arm\1.conv_atten."),
-    (r"^gate(\d+)\.weight\.2\.", r"cp.arm\1.bn_atten."),
-    (r"^mean\.1\.", "cp.conv_avg."),
-    (r"^smooth", "cp.conv_head"),
-    (r"^fusion\.conv\.", "ffm.convblk."),
-    (r"^fusion\.weight\.1\.", "ffm.conv1."),
-    (r"^fusion\.weight\.3\.", "ffm.conv2."),
-    (r"^head\.", "conv_out."),
-    (r"^train_only\.aux", "conv_out"),
-    (r"^train_only\.boundary\.", "conv_out_sp8."),
-    (r"^(conv_out\w*)\.0\.", r"\1.conv."),
-    (r"^(conv_out\w*)\.1\.", r"\1.conv_out."),
-)
+PUBLISHED_KEYS = renames(r"""
+    ^gate(\d+)\.conv\.       cp.arm\1.conv.
+    ^gate(\d+)\.weight\.1\.  cp.arm\1.conv_atten.
+    ^gate(\d+)\.weight\.2\.  cp.arm\1.bn_atten.
+    ^mean\.1\.               cp.conv_avg.
+    ^smooth                  cp.conv_head
+    ^fusion\.conv\.          ffm.convblk.
+    ^fusion\.weight\.1\.     ffm.conv1.
+    ^fusion\.weight\.3\.     ffm.conv2.
+    ^head\.                  conv_out.
+    ^train_only\.aux         conv_out
+    ^train_only\.boundary\.  conv_out_sp8.
+    ^(conv_out\w*)\.0\.      \1.conv.
+    ^(conv_out\w*)\.1\.      \1.conv_out.
+""")
+
+
+def pp_liteseg_t(num_classes: int) -> "PPLiteSeg":
+    """PP-LiteSeg-T: 8,141,088 parameters in training, 8,027,808 in inference (19 classes)."""
+    return PPLiteSeg(num_classes, STDC1, planes=(32, 64, 128), head_planes=32)
+
+
+def pp_liteseg_b(num_classes: int) -> "PPLiteSeg":
+    """PP-LiteSeg-B: 12,365,952 parameters in training, 12,234,240 in inference (19 classes)."""
+    return PPLiteSeg(num_classes, STDC2, planes=(64, 96, 128), head_planes=64)
+
+
+class PPLiteSeg(SegmentationNet):
+    """PP-LiteSeg with an encoder of `blocks` and a decoder of `planes` at strides 8, 16 and 32.
+
+    The heads "aux16" and "aux32" read the decoder at those strides. Pools are exact at multiples of 128.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        blocks: tuple[int, int, int],
+        *,
+        planes: tuple[int, int, int],
+        head_planes: int,
+    ) -> None:
+        super().__init__()
+
+        p8, p16, p32 = planes
+        self.encoder = STDCEncoder(blocks)
+        self.ppm = SimplePyramid(1024, 128)
+        self.fuse32 = AttentionFusion(1024, 128, p32)
+        self.fuse16 = AttentionFusion(512, p32, p16)
+        self.fuse8 = AttentionFusion(256, p16, p8)
+        self.head = seg_head(p8, head_planes, num_classes)
+        self.train_only = nn.ModuleDict(
+            {
+                "aux16": seg_head(p16, 64, num_classes),
+                "aux32": seg_head(p32, 64, num_classes),
+            }
+        )
+        init_weights(self)
+
+    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
+        """Logits "main" at stride 8 and, with `aux`, "aux16" and "aux32" at strides 16 and 32."""
+        stride8, stride16, stride32 = self.encoder(image)
+        x32 = self.fuse32(stride32, self.ppm(stride32))
+        x16 = self.fuse16(stride16, x32)
+        logits = {"main": self.head(self.fuse8(stride8, x16))}
+        if aux:
+            logits["aux16"] = self.train_only["aux16"](x16)
+            logits["aux32"] = self.train_only["aux32"](x32)
+
+        return logits
+
+
+class SimplePyramid(nn.Module):
+    """Sum of averages over 1, 2 and 4 bins per side, each after a 1x1 convolution, then 3x3."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.scales = nn.ModuleList(conv_bn_relu(num_in, num_out, 1) for _ in BINS)
+        self.out = conv_bn_relu(num_out, num_out, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor | None = None
+        for bins, scale in zip(BINS, self.scales, strict=True):
+            pooled = upsample_like(scale(adaptive_avg_pool(x, bins)), x)
+            total = pooled if total is None else total + pooled
+        return self.out(total)
+
+
+class AttentionFusion(nn.Module):
+    """Fine (B, num_fine, h, w) and coarse features, weighted per pixel against each other -> (B, num_out, h, w)."""
+
+    def __init__(self, num_fine: int, num_coarse: int, num_out: int) -> None:
+        super().__init__()
+
+        self.fine = conv_bn_relu(num_fine, num_coarse, 3)
+        self.attention = nn.Sequential(
+            conv_bn_relu(4, 2, 3), *conv_bn(2, 1, 3), nn.Sigmoid()
+        )
+        self.out = conv_bn_relu(num_coarse, num_out, 3)
+
+    def forward(self, fine: Tensor, coarse: Tensor) -> Tensor:
+        fine = self.fine(fine)
+        coarse = upsample_like(coarse, fine)
+        summary = []
+        for features in (fine, coarse):
+            summary.append(features.mean(1, keepdim=True))
+            summary.append(features.amax(1, keepdim=True))
+
+        # Autocast computes a mean in fp32. Without the cast the rest would run in fp32 as well.
+        share = self.attention(torch.cat(summary, dim=1)).to(fine.dtype)
+
+        return self.out(fine * share + coarse * (1 - share))

@@ -14,10 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segpipe.models.resize import Axis
-
 BLOCK = 512  # most values that a program computes
-Axes = tuple[Axis, Axis]  # rows and columns
+Axes = tuple[Any, Any]  # rows and columns, each an Axis of resize.py
 _recorded: list[
     list[Tensor]
 ] = []  # what CUDA graphs read in every replay, when the caches may have dropped it
@@ -100,9 +98,11 @@ def _backward(
             along += tl.load(at, mask=there, other=0.0).to(tl.float32) * _weight(
                 row_low, row_share, row, y, rows_in
             )
+
         total += tl.where(
             there, along * _weight(col_low, col_share, column, x, cols_in), 0.0
         )
+
     at = out + tl.program_id(0).to(tl.int64) * width + place
     tl.store(at, total.to(out.dtype.element_ty), mask=inside)
 
@@ -129,6 +129,7 @@ class _Resize(torch.autograd.Function):
             size[1] * inner,
             block=block,
         )
+
         return out
 
     @staticmethod
@@ -154,6 +155,7 @@ class _Resize(torch.autograd.Function):
             width,
             block=block,
         )
+
         return out, None, None
 
 
@@ -173,6 +175,7 @@ def _work(out: Tensor, order: torch.memory_format) -> tuple[int, int, tuple[int,
     batch, channels, rows, columns = out.shape
     inner = channels if order is torch.channels_last else 1
     block = min(BLOCK, triton.next_power_of_2(columns * inner))
+
     return (
         inner,
         block,
@@ -192,7 +195,7 @@ def _kept(values: list[Tensor]) -> list[Tensor]:
 
 
 @lru_cache(maxsize=256)
-def _edges(axis: Axis, num_in: int) -> Tensor:
+def _edges(axis: Any, num_in: int) -> Tensor:
     """First output that reads each input, and the first after it that does not, int32 (num_in, 2)."""
     low, place = np.array(axis.first), np.arange(num_in)
     edges = np.stack(

@@ -66,6 +66,7 @@ def read_safetensors(path: Path) -> WeightsSource:
                 json.loads(about["classes"]) if about.get("format") == FORMAT else ()
             )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
             return WeightsSource(tensors, str(path), class_names=tuple(names))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(
@@ -122,8 +123,6 @@ def state_dict_in(content: Any, path: Path) -> WeightsSource:
 
     Raises CheckpointError when there is none.
     """
-    if _is_state_dict(content):
-        return WeightsSource(dict(content), str(path))
     entries = dict(_state_dicts(content))
     if not entries:
         found = type(content).__name__
@@ -135,30 +134,25 @@ def state_dict_in(content: Any, path: Path) -> WeightsSource:
 
     def rank(entry: str) -> int:
         last = entry.rpartition(".")[2]
-        return PARTS.index(last) if last in PARTS else len(PARTS)
+        return (*PARTS, last).index(last)
 
     part, *others = sorted(entries, key=rank)
+
     return WeightsSource(dict(entries[part]), str(path), part, tuple(others))
 
 
-def _is_state_dict(value: Any) -> bool:
-    if not isinstance(value, Mapping) or not value:
-        return False
-    return all(
-        isinstance(key, str) and isinstance(item, Tensor) for key, item in value.items()
-    )
-
-
 def _state_dicts(
-    content: Any, prefix: str = "", depth: int = 2
+    content: Any, name: str = "", depth: int = 2
 ) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    if not isinstance(content, Mapping) or not depth:
+    """State dicts by name: `content` itself without one, or its entries, and theirs."""
+    if not isinstance(content, Mapping) or not content:
         return
-    for key, value in content.items():
-        if _is_state_dict(value):
-            yield f"{prefix}{key}", value
-        else:
-            yield from _state_dicts(value, f"{prefix}{key}.", depth - 1)
+    values = content.values()
+    if all(isinstance(value, Tensor) for value in values):
+        yield name, content
+    elif depth:
+        for key, value in content.items():
+            yield from _state_dicts(value, f"{name}.{key}".lstrip("."), depth - 1)
 
 
 @dataclass(frozen=True)
@@ -180,7 +174,9 @@ class Fit:
         classes = ""
         if self.classes:
             classes = f" ({self.classes[0]} -> {self.classes[1]} classes, initialized)"
+
         percent = math.floor(1000 * self.share) / 10
+
         return (
             f"kept {len(self.kept)} tensors, {percent} % of the parameters; "
             f"adapted {_counted(self.adapted)}{classes}; fresh {_counted(self.fresh)}; "
@@ -214,8 +210,6 @@ def fit(
     own, tensors, where = model.state_dict(), source.tensors, source.where
     names = _names(model, own, tensors)
     found = {name: tensors[key] for name, key in names.items() if key in tensors}
-    for name, value in found.items():
-        _check_plain(names[name], value, where)
 
     kept = [name for name, value in found.items() if _fits(value, own[name])]
     if not any(own[name].ndim for name in kept):
@@ -223,10 +217,12 @@ def fit(
             f"no tensor of {where} fits {type(model).__name__}: it has {_first(tensors)}, the network {_first(own)}. "
             f"Check that model.name is the network that the weights were trained with."
         )
+
     rows = {}
     for name, value in found.items():
         if classes := _other_classes(value, own[name], num_classes):
             rows[name] = classes
+
     adapted = list(rows) if len(set(rows.values())) == 1 else []
     misshapen = [name for name in found if name not in {*kept, *adapted}]
     missing = [name for name in own if name not in found]
@@ -240,30 +236,26 @@ def fit(
             for key in left_over
             if not NOT_OF_A_NETWORK.search(key) and not re.search(unused, key)
         ]
-        dtypes, shapes = [], []
-        for name in misshapen:
-            value, wanted = found[name], own[name]
-            if value.shape == wanted.shape:
-                dtypes.append(f"{names[name]} {value.dtype}, needed {wanted.dtype}")
-            else:
-                shapes.append(
-                    f"{names[name]} {tuple(value.shape)}, needed {tuple(wanted.shape)}"
-                )
+        other = [
+            f"{names[name]} {found[name].dtype} {tuple(found[name].shape)}, needed {own[name].dtype} "
+            f"{tuple(own[name].shape)}"
+            for name in misshapen
+        ]
         problems = {
             "missing": needed,
             "left over": foreign,
-            "of another dtype": dtypes,
-            "of another shape": shapes,
+            "of another shape or dtype": other,
         }
         _refuse(where, f"{type(model).__name__} with {num_classes} classes", problems)
 
-    for name in kept:
-        _check_values(name, found[name], own[name].dtype, where)
+    checked = [_checked(name, found[name], own[name], where) for name in kept]
     with torch.no_grad():
-        for name in kept:
-            own[name].copy_(found[name])
+        for name, value in zip(kept, checked, strict=True):
+            own[name].copy_(value)
+
     sizes = {name: value.numel() for name, value in model.named_parameters()}
     taken = sum(sizes.get(name, 0) for name in kept)
+
     return Fit(
         kept=tuple(kept),
         adapted=tuple(adapted),
@@ -274,38 +266,28 @@ def fit(
     )
 
 
-def _check_plain(name: str, value: Tensor, where: str) -> None:
-    """Refuse a tensor whose numbers are not simply there: a sparse or float8 one, or one on `meta`."""
-    scaled = value.is_floating_point() and value.dtype not in FLOATS
-    if value.is_meta:
-        stored = "device meta, without values"
-    elif scaled:
-        stored = f"{value.dtype}: the scales to multiply it with are not in the tensor"
-    elif value.layout is not torch.strided:
-        stored = f"{value.layout} of {value.dtype}"
-    else:
-        return
-    raise WeightsError(
-        f"{where}: {name} is stored as {stored}. Write the file again with dense float32 tensors."
-    )
-
-
-def _check_values(name: str, value: Tensor, dtype: torch.dtype, where: str) -> None:
-    """Refuse numbers that no sound training leaves behind."""
-    fault = ""
-    if not bool(torch.isfinite(value.to(dtype)).all()):
-        finite = bool(torch.isfinite(value).all())
-        fault = f"too large for {dtype}" if finite else "not finite"
-        fault = f"is {fault}: the training that wrote it diverged"
-    elif name.endswith("running_var") and bool((value < 0).any()):
-        fault = "holds a negative variance: the file is damaged"
-    if fault:
-        raise WeightsError(f"{where}: {name} {fault}. Take another.")
+def _checked(name: str, value: Tensor, own: Tensor, where: str) -> Tensor:
+    """`value` in the dtype of the network. Refuses numbers that no sound training leaves behind, and sparse tensors."""
+    try:
+        found = value.to(own.dtype).to_dense()
+        sound = bool(torch.isfinite(found).all())
+        if name.endswith("running_var"):
+            sound = sound and not bool((found < 0).any())
+    except (RuntimeError, NotImplementedError):  # of device meta, without values
+        sound = False
+    if not sound:
+        raise WeightsError(
+            f"{where}: {name} is not finite in {own.dtype}, a negative variance, or without values: the training that "
+            f"wrote it diverged, or the file is damaged. Take another."
+        )
+    return found
 
 
 def _fits(value: Tensor, own: Tensor) -> bool:
     same_kind = value.is_floating_point() == own.is_floating_point()
-    return same_kind and value.shape == own.shape
+    # Of float8, the scales to multiply it with are not in the tensor.
+    plain = value.dtype in FLOATS or not value.is_floating_point()
+    return same_kind and plain and value.shape == own.shape
 
 
 def _other_classes(value: Tensor, own: Tensor, num_classes: int) -> int:
@@ -355,6 +337,7 @@ def _names(
             )
             if count > most:
                 best, most = names, count
+
             if count == min(len(own), len(tensors)):
                 return names
     return best
@@ -370,6 +353,7 @@ def _renamings(
     yield {name: name for name in own}, []
     if keys := getattr(model, "published_keys", None):
         yield {name: published_key(name, keys) for name in own}, []
+
     modules = dict.fromkeys(
         ".".join(name.split(".")[:depth]) for depth in (1, 2) for name in own
     )
@@ -394,6 +378,7 @@ def _prefixes(
         for probe in probes:
             if key.endswith(f".{probe}"):
                 prefixes[key.removesuffix(probe)] = None
+
     return prefixes
 
 

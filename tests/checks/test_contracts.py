@@ -18,12 +18,12 @@ from segpipe.checks import network_contract
 from segpipe.checks.clause import Clause, answers
 from segpipe.checks.data_contract import DataContract, check_data
 from segpipe.checks.elsewhere import UnansweredError, elsewhere, started
-from segpipe.checks.export_contract import exported
 from segpipe.checks.loss_contract import LossContract
 from segpipe.checks.network_contract import NetworkContract, check_network
 from segpipe.checks.network_contract import check_plugin as check_network_of
-from segpipe.cli import check_plugin
+from segpipe.cli import checks
 from segpipe.errors import ConfigError
+from segpipe.export.publish import trial_export
 from segpipe.run import launch
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, from_mapping
@@ -269,7 +269,6 @@ def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
             "two passes of the same images in training mode differ",
         ),
         ("dropout", "no randomness in eval mode", "F.dropout training=self.training"),
-        ("batch", "an image alone as in a batch", "let nothing mix the images"),
         (
             "op",
             "ops that CUDA repeats",
@@ -304,13 +303,13 @@ def test_what_wrong_shapes_would_break_too_is_not_checked(
         "logits of every head in training"
     ]
     assert len(clauses) == 3
-    monkeypatch.setattr(check_plugin.flags, "apply", lambda threads, mode: None)
+    monkeypatch.setattr(checks.flags, "apply", lambda threads, mode: None)
     overrides = [
         "model.name=net:Net",
         "model.args.fault=channels",
         "augment.crop_size=[32,32]",
     ]
-    assert check_plugin.main(overrides) == 2
+    assert checks.check_plugin({"overrides": overrides}) == 2
     shown = capsys.readouterr().out
     assert "3 checks of model: 1 failed" in shown
 
@@ -445,7 +444,7 @@ def test_the_export_is_tried(project: Write) -> None:
                 "export": {"formats": ["onnx"]},
             }
         )
-        contract = NetworkContract(config, 5, export=exported)
+        contract = NetworkContract(config, 5, export=trial_export)
         [*answered] = answers(
             "model", [("built", contract._is_built), ("export", contract._export)]
         )
@@ -526,6 +525,10 @@ def test_no_training_starts_with_a_mean_or_a_wrong_argument(
         ),
         (["model.name=net:Nett"], "net has no Nett"),
         (["data.name=data:Dat"], "data has no Dat"),
+        (
+            ["data.name=data:Data", "data.root=.", "data.args.fault=random"],
+            "sample 0 has other bytes when read twice",
+        ),
     ):
         with pytest.raises(ConfigError, match=says):
             launch.prepare(compose(overrides), 1)
@@ -543,7 +546,6 @@ def data(split: str = "train", **args: Any) -> dict[str, str]:
         ("ids", "images, targets and names", "sample 0 has class id 2"),
         ("random", "same bytes twice", "draw nothing at random"),
         ("init", "same bytes twice", "Let the index alone decide"),
-        ("open", "can be pickled", "open files and databases in read"),
         (
             "process",
             "same bytes in another process",
@@ -583,19 +585,24 @@ def test_no_training_starts_with_samples_that_depend_on_the_process(fault: str) 
 def test_the_command_checks_what_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_plugin.flags, "apply", lambda threads, mode: None)
+    monkeypatch.setattr(checks.flags, "apply", lambda threads, mode: None)
     monkeypatch.setattr(DataContract, "_other_process", lambda self: "")
-    assert check_plugin.main(["loss.name=loss:loss", "loss.args.fault=mean"]) == 2
+    assert (
+        checks.check_plugin(
+            {"overrides": ["loss.name=loss:loss", "loss.args.fault=mean"]}
+        )
+        == 2
+    )
     shown = capsys.readouterr().out
     assert "loss, shards add up: loss.name = loss:loss: a batch has the loss" in shown
     assert "8 checks of loss: 4 failed" in shown
-    assert check_plugin.main(["data.name=data:Data"]) == 0
-    assert "10 checks of data: all passed" in capsys.readouterr().out
-    assert check_plugin.chosen(["model=pidnet_s", "augment.extra=[fog]"], Config()) == [
+    assert checks.check_plugin({"overrides": ["data.name=data:Data"]}) == 0
+    assert "8 checks of data: all passed" in capsys.readouterr().out
+    assert checks.chosen(["model=pidnet_s", "augment.extra=[fog]"], Config()) == [
         "model",
         "augment",
     ]
     with pytest.raises(
         ConfigError, match=r"nothing to check. Name a plug-in with model.name=..."
     ):
-        check_plugin.main(["seed=1"])
+        checks.check_plugin({"overrides": ["seed=1"]})

@@ -19,18 +19,14 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from numpy.random import default_rng as by_name
 from torch.utils.data import get_worker_info
 
-from runs import torch_restored
 from segpipe.checks import tripwire
-from segpipe.checks.held import changed, changed_by_call, object_state, written
 from segpipe.checks.tripwire import (
-    differing,
-    generators,
+    changed,
+    changed_by_call,
+    object_state,
     preserved,
-    seed_globals,
-    switches,
     watching,
 )
 
@@ -40,9 +36,6 @@ from segpipe.checks.tripwire import (
     [
         (lambda: time.time(), "time.time"),
         (lambda: os.urandom(1), "os.urandom"),
-        (lambda: np.random.default_rng(), "numpy.random.default_rng()"),
-        (lambda: np.random.default_rng(None), "numpy.random.default_rng()"),
-        (lambda: np.random.default_rng(3), tripwire.SEEDED),
         (lambda: uuid.uuid1(), "uuid._generate_time_safe"),
         (lambda: secrets.token_bytes(1), "os.urandom"),
     ],
@@ -59,10 +52,10 @@ def test_calls_are_named_and_go_through(call, name):
 
 
 def test_wires_are_taken_down_after_an_error():
-    before = hash, open, np.random.default_rng, by_name, sys.getprofile()
+    before = sys.getprofile()
     with pytest.raises(ZeroDivisionError), watching():
         raise ZeroDivisionError
-    assert (hash, open, np.random.default_rng, by_name, sys.getprofile()) == before
+    assert sys.getprofile() is before
 
 
 def test_other_threads_may_look_at_the_clock():
@@ -86,16 +79,12 @@ def test_other_threads_may_look_at_the_clock():
     ("call", "name"),
     [
         (lambda clock=time.time: clock(), "time.time"),
-        (lambda: by_name(), "numpy.random.default_rng()"),
-        (lambda: by_name(3), tripwire.SEEDED),
         (lambda: os.environ.get("HOME"), "os.environ['HOME']"),
         (lambda: os.getpid(), "posix.getpid"),
         (lambda: cv2.getTickCount(), "cv2.getTickCount"),
-        (lambda: hash(("a", 1)), "hash() of text"),
         (lambda: get_worker_info(), "torch.utils.data.get_worker_info"),
         (lambda: threading.current_thread(), "threading.current_thread"),
         (lambda: os.listdir("/"), "posix.listdir"),
-        (lambda: open(os.devnull, "wb").close(), "open(..., 'wb')"),
     ],
 )
 def test_calls_are_seen_by_any_name(call, name):
@@ -125,40 +114,13 @@ def test_every_wire_exists():
                 assert callable(getattr(import_module(module), name)), (module, name)
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (lambda: random.random(), "the generator of random"),
-        (lambda: np.random.rand(), "the global generator of numpy"),
-        (lambda: torch.rand(()), "the global generator of torch"),
-        (lambda: cv2.randu(np.zeros(1), 0, 1), "the global generator of OpenCV"),
-        (lambda: cv2.setRNGSeed(3), "the global generator of OpenCV"),
-        (
-            lambda: cv2.setNumThreads(cv2.getNumThreads() % 4 + 1),
-            "OpenCV's number of threads",
-        ),
-        (
-            lambda: torch.set_num_threads(torch.get_num_threads() % 2 + 1),
-            "torch's number of threads",
-        ),
-    ],
-)
-def test_changes_of_the_process_are_named_and_generators_put_back(change, name):
-    threads = cv2.getNumThreads()
+def test_generators_are_put_back() -> None:
+    def drawn() -> tuple[float, ...]:
+        return random.random(), np.random.rand(), float(torch.rand(()))
 
-    def state() -> dict[str, object]:
-        return {**generators(), **switches()}
-
-    with torch_restored(), preserved():
-        seed_globals(tripwire.WATCH_SEED)
-        before = state()
-        with preserved():
-            change()
-            assert differing(before, state()) == [name]
-        cv2.setRNGSeed(tripwire.WATCH_SEED)
-        left = [name] if "threads" in name else []
-        assert differing(before, state()) == left
-    cv2.setNumThreads(threads)
+    with preserved():
+        before = drawn()
+    assert drawn() == before
 
 
 class Slots:
@@ -229,7 +191,6 @@ def test_object_state_sees_what_is_held(change, seen):
     assert object_state(holder) == before
     change(holder)
     assert bool(changed(before, object_state(holder))) == seen
-    assert not seen or written(before, object_state(holder))
 
 
 def test_what_albumentations_sets_in_a_call_may_follow_the_key() -> None:
@@ -247,17 +208,13 @@ def test_what_albumentations_sets_in_a_call_may_follow_the_key() -> None:
     ]
 
 
-def test_a_memo_is_written_into_but_no_fault():
+def test_a_memo_is_no_fault():
     holder = Holder()
     before = object_state(holder)
     holder.nested["b"] = 1
     _squared(3)
     now = object_state(holder)
     assert changed(before, now) == []
-    assert sorted(written(before, now)) == [
-        "Holder.nested",
-        f"the cache of {__name__}._squared",
-    ]
     holder.nested["b"] = 2
     assert changed(now, object_state(holder)) == ["Holder.nested['b']"]
 
@@ -265,32 +222,3 @@ def test_a_memo_is_written_into_but_no_fault():
 @lru_cache
 def _squared(number: int) -> int:
     return number**2
-
-
-def test_a_file_with_the_name_of_a_module_of_python_is_the_users(project, monkeypatch):
-    """Its calls are watched, and what it keeps is walked; modules of Python are left alone."""
-    project(
-        "this.py",
-        """
-        import os
-
-        class Counter:
-            calls = 0
-
-            def __call__(self):
-                Counter.calls += 1
-                return os.getpid()
-        """,
-    )
-    monkeypatch.syspath_prepend(os.getcwd())
-    import this  # of the project, not the poem of Python
-
-    counter = this.Counter()
-    before = object_state(counter)
-    with watching() as called:
-        counter()
-    assert called["posix.getpid"] == "this.py:9"
-    assert changed(before, object_state(counter)) == ["Counter.calls"]
-    assert not tripwire.is_foreign("this")
-    assert tripwire.is_foreign("random")
-    assert not tripwire.shadows("random")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from segpipe.cli.describe import _operations
+from segpipe.cli.speed import operations
 from segpipe.models import MODELS, build_model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -22,7 +22,7 @@ def test_the_table_of_networks_is_that_of_the_code() -> None:
     for name, row in documented.items():
         with torch.device("meta"):
             net, image = build_model(name, 19).eval(), torch.empty(1, 3, 1024, 2048)
-        macs, activations = _operations(net, image)
+        macs, activations = operations(net, image)
         train = sum(value.numel() for value in net.parameters())
         auxiliary = sum(value.numel() for value in net.train_only.parameters())
         assert row[:6] == [

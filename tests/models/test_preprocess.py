@@ -101,9 +101,8 @@ def drawn_colors(number: int, largest: float = 1.0) -> list[np.ndarray]:
 
 
 def whole_steps(matrices: list[np.ndarray]) -> torch.Tensor:
-    fixed = ColorMatrix(
-        brightness=0, contrast=0, saturation=0, hue=0, deferred=True
-    ).apply_to_color
+    still = dict.fromkeys(("brightness", "contrast", "saturation", "hue"), (0, 0))
+    fixed = ColorMatrix(**still, deferred=True).apply_to_color
     return torch.from_numpy(
         np.stack([fixed(np.empty(0), matrix) for matrix in matrices])
     )

@@ -15,10 +15,9 @@ from segpipe.data.catalog import STREET
 from segpipe.errors import CheckpointError, ConfigError
 from segpipe.models import build_model
 from segpipe.models.preprocess import IMAGENET_MEAN, IMAGENET_STD
-from segpipe.settings.check import check
-from segpipe.settings.config import from_mapping
+from segpipe.settings.config import check, from_mapping
 from segpipe.train import checkpoint
-from segpipe.train.start import read_start, weights_summary
+from segpipe.train.start import weights_summary
 from segpipe.train.state import build_state
 
 CPU = torch.device("cpu")
@@ -67,7 +66,7 @@ def test_a_file_of_the_whole_classifier_gives_the_encoder(
     path = tmp_path / "model.safetensors"
     save_file(whole.state_dict(), path)
     settings = config(encoder, weights=str(path), weights_partial=True)
-    state = build_state(settings, STREET, CPU, read_start(settings, checkpoint.load))
+    state = build_state(settings, STREET, CPU, checkpoint.read_start(settings))
     assert state.weights is not None
     names = [name for name in state.model.state_dict() if name.startswith("encoder.")]
     assert set(names) == set(state.weights["kept"])
@@ -79,7 +78,7 @@ def test_a_file_of_the_whole_classifier_gives_the_encoder(
     with pytest.raises(
         CheckpointError, match=r"lateral\.0\.0\.weight.*model\.weights_partial=true"
     ):
-        build_state(settings, STREET, CPU, read_start(settings, checkpoint.load))
+        build_state(settings, STREET, CPU, checkpoint.read_start(settings))
 
 
 def test_pretrained_weights_are_loaded_for_step_0_only(
@@ -102,7 +101,7 @@ def test_pretrained_weights_are_loaded_for_step_0_only(
     monkeypatch.setattr(timm, "create_model", with_weights)
     settings = config(pretrained=True)
     settings.run.root = str(tmp_path)
-    state = build_state(settings, STREET, CPU, read_start(settings, checkpoint.load))
+    state = build_state(settings, STREET, CPU, checkpoint.read_start(settings))
     assert asked == [False, True]
     encoder = [
         value
@@ -126,7 +125,7 @@ def test_without_a_network_it_is_said_what_to_do(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     settings = config("mobilenetv3_small_050", pretrained=True)
-    start = read_start(settings, checkpoint.load)
+    start = checkpoint.read_start(settings)
     with pytest.raises(
         ConfigError,
         match=r"neither in timm's cache nor.*HF_HOME.*weights_partial=true",

@@ -57,7 +57,7 @@ def differences(number: int) -> list[float]:
     expected = rows @ exact @ columns.t()
     (expected * weights).sum().backward()  # type: ignore[no-untyped-call]
     given = x.clone(memory_format=order).requires_grad_()
-    axes = resize._axes_of_kernels(given, size, corners)
+    axes = resize.bilinear_axes(given, size, align_corners=corners)
     found = triton_resize.bilinear(given, axes)
     (found * weights).sum().backward()  # type: ignore[no-untyped-call]
     half = triton_resize.bilinear(x.bfloat16(), axes)
@@ -157,7 +157,7 @@ def test_what_a_cuda_graph_reads_outlives_the_caches(
             lambda capturing=capturing: capturing,
         )
         x = torch.randn(1, 2, 3, 5, requires_grad=True)
-        axes = resize._axes_of_kernels(x, (6, 10), False)
+        axes = resize.bilinear_axes(x, (6, 10), dtype=torch.float32)
         triton_resize.bilinear(x, axes).sum().backward()
         read = [
             *triton_resize._taps(axes),

@@ -1,8 +1,4 @@
-"""An encoder of timm, such as one trained on ImageNet, with a light decoder.
-
-The decoder sums the encoder's features at strides 32, 16 and 8 from coarse to fine, as feature pyramids do
-(arXiv:1612.03144). The coarsest are gated by the mean over the image, as in LR-ASPP (arXiv:1905.02244).
-"""
+"""Networks of other packages' layers: encoders of timm, LR-ASPP of torchvision, segmentation-models-pytorch."""
 
 from __future__ import annotations
 
@@ -22,6 +18,7 @@ from segpipe.models.layers import (
     SegHead,
     SegmentationNet,
     conv_bn,
+    init_near_zero,
     init_weights,
     upsample_like,
 )
@@ -33,6 +30,9 @@ STRIDES = (8, 16, 32)
 
 class TimmEncoder(SegmentationNet):
     """`encoder` of timm below a decoder `width` channels wide; "aux" reads the encoder at stride 8.
+
+    The decoder sums the encoder's features at strides 32, 16 and 8 from coarse to fine, as feature pyramids do
+    (arXiv:1612.03144). The coarsest are gated by the mean over the image, as in LR-ASPP.
 
     With `pretrained`, timm's weights of the encoder are loaded for step 0, from timm's cache or from the network.
     `encoder` may name them, as in "resnet18.a1_in1k". Raises ConfigError when timm is not installed, does not know the
@@ -48,6 +48,7 @@ class TimmEncoder(SegmentationNet):
         width: int = 128,
     ) -> None:
         super().__init__()
+
         self.name = encoder
         self.wants_pretrained = check_flag(pretrained)
         self.encoder = create_encoder(encoder)
@@ -58,6 +59,7 @@ class TimmEncoder(SegmentationNet):
                 f"model.args.encoder = {encoder}: it has features at strides {', '.join(map(str, strides))}, but one "
                 f"each at 8, 16 and 32 was needed. Choose an encoder such as mobilenetv3_large_100 or resnet18."
             )
+
         self.places = [strides.index(stride) for stride in STRIDES]
         fine, middle, coarse = (channels[place] for place in self.places)
         self.lateral = nn.ModuleList(
@@ -74,6 +76,7 @@ class TimmEncoder(SegmentationNet):
         self.train_only = nn.ModuleDict({"aux": SegHead(fine, 64, num_classes)})
         for part in (self.lateral, self.gate, self.smooth, self.head, self.train_only):
             init_weights(part)  # timm initializes the encoder
+
         self.published_keys = _file_keys(self.encoder)
         self._scale, self._shift = _normalization(encoder)
 
@@ -82,15 +85,18 @@ class TimmEncoder(SegmentationNet):
         if self._scale:
             image = image * _constant(image, self._scale)
             image = image + _constant(image, self._shift)
+
         features = self.encoder(image)
         fine, middle, coarse = (features[place] for place in self.places)
         x = F.relu(self.lateral[2](coarse)) * self.gate(coarse)
         for lateral, finer in ((self.lateral[1], middle), (self.lateral[0], fine)):
             finer = lateral(finer)
             x = F.relu(upsample_like(x, finer) + finer)
+
         logits = {"main": self.head(self.smooth(x))}
         if aux:
             logits["aux"] = self.train_only["aux"](fine)
+
         return logits
 
     def pretrained(self) -> tuple[str, dict[str, Tensor]]:
@@ -116,11 +122,13 @@ def create_encoder(name: str, *, pretrained: bool = False) -> Any:
         raise ConfigError(
             "This network needs the package timm, which is not installed. Run: pip install 'segpipe[timm]'"
         ) from error
+
     bare = name.partition(".")[0]
     if not timm.is_model(bare):
         raise ConfigError(
             f"model.args.encoder = {name!r} is not an encoder of timm.{nearest(bare, timm.list_models())}"
         )
+
     try:
         return timm.create_model(name, features_only=True, pretrained=pretrained)
     except Exception as error:  # of timm, of the hub's client, of the network
@@ -165,6 +173,75 @@ def _normalization(encoder: str) -> tuple[list[float], list[float]]:
     mean, std = IMAGENET_MEAN, IMAGENET_STD
     if config is None or (tuple(config.mean), tuple(config.std)) == (mean, std):
         return [], []
+
     scale = [ours / its for ours, its in zip(std, config.std, strict=True)]
     moved = zip(mean, config.mean, config.std, strict=True)
+
     return scale, [(ours - its) / its_std for ours, its, its_std in moved]
+
+
+class LRASPP(SegmentationNet):
+    """LR-ASPP on MobileNetV3-Large, arXiv:1905.02244: 3,221,198 parameters (19 classes), all used in inference.
+
+    Names of tensors are torchvision's.
+    """
+
+    size_multiple = 16
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+
+        # A second of imports, torch's compiler among them, that other networks do not need.
+        from torchvision.models.segmentation import lraspp_mobilenet_v3_large
+
+        net = lraspp_mobilenet_v3_large(
+            weights=None, weights_backbone=None, num_classes=num_classes
+        )
+        self.backbone, self.classifier = net.backbone, net.classifier
+        self.train_only = nn.ModuleDict()
+        init_near_zero(self.classifier.low_classifier)
+        init_near_zero(self.classifier.high_classifier)
+
+    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
+        """Logits "main" (B, num_classes, H/8, W/8)."""
+        features, parts = self.backbone(image), self.classifier
+        low, high = features["low"], features["high"]
+        # torchvision's own forward would resize with an op that CUDA does not repeat.
+        context = upsample_like(parts.cbr(high) * parts.scale(high), low)
+        main = parts.low_classifier(low) + parts.high_classifier(context)
+
+        return {"main": main}
+
+
+def smp(
+    num_classes: int,
+    *,
+    arch: str = "unet",
+    encoder: str = "resnet18",
+    **args: Any,
+) -> nn.Module:
+    """The network `arch` on `encoder`, with random weights; `args` are of its class. Logits have the image's size.
+
+    It is trained as a network of the user's: its resizes take torch's slow deterministic path on CUDA, and some need
+    sides that are multiples of 32. Raises ConfigError when the package is not installed, or knows no such network.
+    """
+    try:
+        package = import_module("segmentation_models_pytorch")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "model.name = smp needs segmentation-models-pytorch. Run: pip install 'segpipe[smp]'"
+        ) from error
+
+    try:
+        net: nn.Module = package.create_model(
+            arch, encoder, encoder_weights=None, classes=num_classes, **args
+        )
+    except Exception as error:  # KeyError, TypeError, ValueError ..., by what is wrong
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"model.args: segmentation-models-pytorch cannot build {arch} on {encoder}: {reason}"
+        ) from error
+
+    net.output_stride = 1  # type: ignore[assignment]
+
+    return net
