@@ -9,9 +9,10 @@ A difference is found in two ways, and each names both sides (op, dtype, shape, 
 - the watching thread of every rank writes the hashes of its last calls to the store every 0.3 s, and rank 0 compares
   them, also while a rank hangs. In case rank 0 is silent, the others take turns at comparing, too.
 
-On a difference, or when some wait longer than `compute.timeout_s` for others, all ranks report their calls and stacks.
-The lowest rank that answers prints the diagnosis and writes it to the store as the verdict, which every rank raises at
-its next collective. A rank that hangs inside one cannot, so its process is ended.
+On a difference, when some wait longer than `compute.timeout_s` for others, or when all ranks of a machine were silent
+for SILENT_S, all ranks report their calls and stacks. The lowest rank that answers writes the diagnosis to the store as
+the verdict, one rank of every machine prints it, and every rank raises it at its next collective. A rank that hangs
+inside one cannot, so its process is ended. A rank that loses the store names its machine in a verdict of its own.
 """
 
 from __future__ import annotations
@@ -21,32 +22,171 @@ import faulthandler
 import json
 import os
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from sys import _getframe
+from types import CodeType
+from typing import TYPE_CHECKING, NamedTuple
 
-from segpipe.distributed.calls import CallLog, diagnose
-from segpipe.errors import CollectiveError, SegpipeError
-from segpipe.processes import rounds
+from segpipe.errors import CollectiveError, SegpipeError, listed
+from segpipe.files import sha256_of
+from segpipe.processes import end_process, rounds
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+RING = 512  # calls that are remembered; the watcher looks every 0.3 s, and a step makes 4 to 40
+_MULTIPLIER = 6364136223846793005  # odd, so that every earlier call keeps its effect; Knuth's MMIX generator
+_WORD = 2**64 - 1
+# As code objects have them, without resolved links.
+_HERE = str(Path(__file__).parent)
+_PACKAGE = Path(__file__).parents[1]
 
 MARGIN_S = 15.0  # by which the backend's own timeout is longer than ours, whose message says more
 ANSWER_S = 10.0  # for the ranks to agree on what went wrong
 ANSWERS_S = 0.6  # for ranks to report their calls
 REPORT_S = 2.0  # for a rank that ended to say why
 TURN_S = 3.0  # for which one of the other ranks compares, beside rank 0
+SILENT_S = 20.0  # after which a machine counts as lost: without a word of its ranks, or an answer of its store
 GRACE_S = 3.0  # for the training thread to notice a verdict
 CLOSING_S = 60.0  # for the training thread to end after that
 PARTING_S = 10.0  # for the others to close before rank 0
 LOST_S = 1.0  # the same after a verdict, when some may never close
 TICKET_BITS = 48  # so that the sum of the tickets of 32768 ranks is exact in int64
 POSTED = 64  # calls whose hashes are in the store: ranks that wait for each other are a few calls apart
+
+
+class Call(NamedTuple):
+    """One collective in the sequence of all calls of a rank."""
+
+    number: int  # from 1
+    rolling: int  # hash of all calls up to this one
+    text: str  # operation, dtype, shape, level of the group, line
+
+
+class CallLog:
+    """The last RING calls of this rank, and a rolling 64-bit hash of all calls so far and their order."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.rolling = 0
+        self._ring: list[Call | None] = [None] * RING
+
+    def add(self, op: str, tensor: Tensor | None = None, level: int = 0) -> None:
+        """Append a call; its line is the nearest one outside segpipe/distributed. 2 to 4 us."""
+        frame = _getframe(1)
+        while _is_here(frame.f_code) and frame.f_back is not None:
+            frame = frame.f_back
+        kind, shape = ("", ()) if tensor is None else (str(tensor.dtype), tensor.shape)
+
+        text, digest = _known(op, kind, shape, level, frame.f_code, frame.f_lineno)
+        self.rolling = (self.rolling * _MULTIPLIER + digest) & _WORD
+        self.count += 1
+        # The watcher may read at any time.
+        self._ring[self.count % RING] = Call(self.count, self.rolling, text)
+
+    def last(self) -> list[Call]:
+        """Calls in the ring, oldest first; may be called from another thread."""
+        return sorted(call for call in self._ring[:] if call is not None)
+
+
+@lru_cache(maxsize=1024)
+def _known(
+    op: str, dtype: str, shape: tuple[int, ...], level: int, code: CodeType, line: int
+) -> tuple[str, int]:
+    """A call as text, and 64 bits of its hash; the line is the same on every machine, wherever segpipe is installed."""
+    path = Path(code.co_filename)
+    ours = path.is_relative_to(_PACKAGE)
+    path = path.relative_to(_PACKAGE) if ours else Path(path.name)
+    # Objects have no dtype, and sizes that may differ.
+    tensor = f" {dtype.removeprefix('torch.')} {list(shape)}" if dtype else ""
+    within = f" (level {level})" if level else ""
+    text = f"{op}{tensor}{within} at {path}:{line} {code.co_name}"
+    return text, int(sha256_of(text.encode())[:16], 16)
+
+
+def _is_here(code: CodeType) -> bool:
+    return code.co_filename.startswith(_HERE)
+
+
+def diagnose(
+    calls: Mapping[int, Mapping[int, str]],
+    counts: Sequence[int],
+    *,
+    differ: bool,
+    hosts: Sequence[str] = (),
+) -> str:
+    """One paragraph that names the first difference between the ranks' calls, with both sides.
+
+    Without a difference, it names the ranks that are behind. `calls`: of each rank that answered, by number; `counts`:
+    how many every rank has made, as far as is known; `differ`: some were seen to differ, maybe longer ago; `hosts`: the
+    machine of every rank, which is named where there are several.
+    """
+    verdict = _first_difference(calls) or ("" if differ else _behind(calls, counts))
+    if not verdict:
+        verdict = (
+            f"the last {RING} collectives are the same on all ranks, up to {_named(max(counts), calls)}: they differ "
+            f"longer ago, data changed on the way, or a connection broke."
+        )
+
+    silent = [rank for rank in range(len(counts)) if rank not in calls]
+    if silent:
+        verdict += f" No answer from {_listed(silent)}{_on(silent, hosts)}: ended, stopped, or inside a call that holds the interpreter."
+    return verdict
+
+
+def _first_difference(calls: Mapping[int, Mapping[int, str]]) -> str:
+    for number in sorted({number for own in calls.values() for number in own}):
+        sides: dict[str, list[int]] = {}
+        for rank, own in calls.items():
+            if number in own:
+                sides.setdefault(own[number], []).append(rank)
+        if len(sides) > 1:
+            both = [f"{_listed(members)}: {call}" for call, members in sides.items()]
+            return (
+                f"collective {number} is not the same on all ranks. {'; '.join(both)}. All ranks must make the same "
+                f"calls in the same order: look for a branch that only some of them take, or a size that depends on "
+                f"the rank."
+            )
+    return ""
+
+
+def _behind(calls: Mapping[int, Mapping[int, str]], counts: Sequence[int]) -> str:
+    """The ranks that did not come to the collective in which the others wait; empty if all made as many calls."""
+    least = min(counts)
+    behind = [rank for rank, count in enumerate(counts) if count == least]
+    waiting = [rank for rank, count in enumerate(counts) if count > least]
+    if not waiting:
+        return ""
+    return (
+        f"collective {_named(least + 1, calls)}, was not reached by {_listed(behind)}, last seen after "
+        f"{_named(least, calls)}; {_listed(waiting)} waited. Where it only needs longer, raise compute.timeout_s."
+    )
+
+
+def _named(number: int, calls: Mapping[int, Mapping[int, str]]) -> str:
+    """A call as some rank remembers it."""
+    known = [own[number] for own in calls.values() if number in own]
+    return f"{number}, {known[0] if known else 'which no rank remembers'}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {listed([str(rank) for rank in ranks], 8)}"
+
+
+def _on(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """The machines of ranks, where there are several."""
+    if len(set(hosts)) < 2:
+        return ""
+    return f" on {listed(list(dict.fromkeys(hosts[rank] for rank in ranks)), 8)}"
 
 
 def differ(states: Sequence[Mapping[int, int]]) -> bool:
@@ -60,12 +200,6 @@ def differ(states: Sequence[Mapping[int, int]]) -> bool:
         if len(known) > 1:
             return True
     return False
-
-
-def end_process(error: CollectiveError) -> None:
-    """End this process at once: its training thread hangs."""
-    sys.stderr.flush()
-    os._exit(error.exit_code)
 
 
 def say(text: str) -> None:
@@ -86,12 +220,18 @@ class Contract:
         store: Store | None = None,
         *,
         timeout_s: float = 600.0,
+        hosts: Sequence[str] = (),
     ) -> None:
         self.log = CallLog()
         self._rank = rank
         self._world_size = world_size
         self._store = store
         self._timeout_s = timeout_s
+        self._hosts = hosts or [""] * world_size
+        # Of each rank, the number of its last look, and when this one was seen first.
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._looked_at = 0.0
+        self._looks = 0
         self._keys = [f"state/{other}" for other in range(world_size)]
         self._stacks: Stacks | None = None
         self._ticket = 0
@@ -134,7 +274,8 @@ class Contract:
         """Tell the other ranks that this one ends with `error`, so that they end with the same exit code.
 
         Raises the verdict of the ranks instead, if there is one. With `lost`, when `error` only reports that another
-        rank is gone, waits a moment for that rank's own report, then asks all ranks, so that the silent one is named.
+        rank is gone, waits a moment for that rank's own report, then asks all ranks, so that the silent one is named;
+        raises CollectiveError in any case.
         """
         if self._store is None or isinstance(error, CollectiveError):
             return
@@ -144,12 +285,17 @@ class Contract:
         if verdict is not None:
             raise verdict from None
 
-        if not lost:
-            text = f"rank {self._rank}: {type(error).__name__}: {error}"
-            if not isinstance(error, SegpipeError):
-                say(text)  # its traceback may not name the rank
-            self._post("verdict", _verdict(text, getattr(error, "exit_code", 1)))
-            self._wait(REPORT_S)
+        own = _on([self._rank], self._hosts)
+        if lost:
+            raise lost_rank(error, f"rank {self._rank}{own}") from None
+        text = f"rank {self._rank}{own}: {type(error).__name__}: {error}"
+        if not isinstance(error, SegpipeError):
+            say(text)  # its traceback may not name the rank
+        here = self._hosts[self._rank]
+        others = [rank for rank, host in enumerate(self._hosts) if host != here]
+        code = getattr(error, "exit_code", 1)
+        self._post("verdict", self._as_json(text, code, others))
+        self._wait(REPORT_S)
 
     def keep_stacks(self, folder: Path) -> None:
         """From now on `folder`/stacks/rankNN.txt receives the stacks of all threads: on SIGUSR1, and on a failure."""
@@ -157,8 +303,8 @@ class Contract:
 
     def close(self) -> None:
         """Watch no more. Call it after the process group was destroyed: should that hang, the process is ended."""
+        rounds.remove(self.look)
         if self._store is not None:
-            rounds.remove(self.look)
             self._part(self._store)
         if self._stacks is not None:
             self._stacks.close()
@@ -201,12 +347,16 @@ class Contract:
         """One look at the other ranks; whether the next should be soon."""
         if self._verdict is not None:
             if time.monotonic() > self._limit:
-                end_process(self._verdict)
+                end_process(self._verdict.exit_code)
         elif not self._decided.is_set() and self._store is not None:
             try:
                 self.tick(self._store)
-            except RuntimeError:  # the process that held the store ended
-                self._decided.set()
+            except RuntimeError as error:  # its process ended, or does not answer
+                self._store = (
+                    None  # an answer that comes now would be taken for the next
+                )
+                code = CollectiveError.exit_code
+                self._accept(self._without_store(error), code, told=False)
         return self._answered_at is not None
 
     def tick(self, store: Store) -> None:
@@ -214,19 +364,24 @@ class Contract:
         if self._stacks is not None:
             self._stacks.dump_unless_called_again(self._timeout_s / 2)
         hashes = [(call.number, call.rolling) for call in self.log.last()[-POSTED:]]
-        store.set(self._keys[self._rank], json.dumps(hashes))
+        self._looks += 1
+        store.set(self._keys[self._rank], json.dumps([self._looks, hashes]))
 
         for key, text in tuple(self._posts.items()):
             store.compare_set(key, "", text)
 
         turn = int(time.monotonic() / TURN_S) % self._world_size
         if store.check(["verdict"]):
-            self._accept(**json.loads(store.get("verdict")))
+            verdict = json.loads(store.get("verdict"))
+            told = self._rank not in verdict.pop("speakers")
+            self._accept(**verdict, told=told)
         elif store.check(["alarm"]):
             self._answer(store)
         elif self._rank in (0, turn) and store.check(self._keys):
-            states = [_state(text) for text in store.multi_get(self._keys)]
+            texts = store.multi_get(self._keys)
+            states = [_state(text) for text in texts]
             late = self._late([max(hashes, default=0) for hashes in states])
+            late = self._silent([json.loads(text)[0] for text in texts]) or late
             if late or differ(states):
                 store.compare_set("alarm", "", "late" if late else "differ")
                 rounds.hurry()
@@ -239,6 +394,22 @@ class Contract:
             self._least = least
             self._least_at = now
         return least >= 0 and now - self._least_at > self._timeout_s
+
+    def _silent(self, beats: Sequence[int]) -> bool:
+        """Whether all ranks of another machine have not looked for SILENT_S, from the number of looks of each."""
+        now = time.monotonic()
+        if now - self._looked_at > SILENT_S / 4 and self._rank == 0:
+            self._beats.clear()  # this process itself was suspended
+        self._looked_at = now
+        for rank, beat in enumerate(beats):
+            if self._beats.get(rank, (-1, now))[0] != beat:
+                self._beats[rank] = (beat, now)
+        heard = {
+            self._hosts[rank]
+            for rank, (_, since) in self._beats.items()
+            if now - since < SILENT_S
+        }
+        return bool(set(self._hosts) - heard - {self._hosts[self._rank]})
 
     def _answer(self, store: Store) -> None:
         """Report once what this rank has called and where it is; then decide, as the lowest rank that answers."""
@@ -263,34 +434,61 @@ class Contract:
             self._decide(store, answers)
 
     def _decide(self, store: Store, answers: Mapping[int, Mapping[int, str]]) -> None:
-        """Print the verdict and write it to the store."""
+        """Write the verdict to the store; the lowest rank of each machine prints it."""
         counts = []
         for key in self._keys:
             hashes = _state(store.get(key)) if store.check([key]) else {}
             counts.append(max(hashes, default=0))
 
-        text = diagnose(answers, counts, differ=store.get("alarm") == b"differ")
+        known = store.get("alarm") == b"differ"
+        text = diagnose(answers, counts, differ=known, hosts=self._hosts)
         if self._stacks is not None:
             text += f" The stacks of all ranks are in {self._stacks.path.parent}."
-        say(text)
-        store.compare_set("verdict", "", _verdict(text, CollectiveError.exit_code))
+        code = CollectiveError.exit_code
+        store.compare_set("verdict", "", self._as_json(text, code, sorted(answers)))
 
-    def _accept(self, text: str, exit_code: int) -> None:
+    def _as_json(self, text: str, exit_code: int, ranks: Sequence[int]) -> str:
+        """A verdict, which the first of `ranks` on every machine prints."""
+        first = {self._hosts[rank]: rank for rank in reversed(ranks)}
+        speakers = list(first.values())
+        return json.dumps({"text": text, "exit_code": exit_code, "speakers": speakers})
+
+    def _without_store(self, error: RuntimeError) -> str:
+        """What this rank can say when the store is gone."""
+        here = self._hosts[self._rank]
+        away = [rank for rank, host in enumerate(self._hosts) if host != here]
+        others = f" of {_listed(away)}{_on(away, self._hosts)}" if away else ""
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return (
+            f"rank {self._rank}{_on([self._rank], self._hosts)} lost the store at {address} ({_first_line(error)}): the "
+            f"process or machine that holds it ended, or the network{others} was cut."
+        )
+
+    def _accept(self, text: str, exit_code: int, *, told: bool = True) -> None:
         error = CollectiveError(text)
         error.exit_code = exit_code
         error.told = True
+        if not told:
+            say(text)
 
         self._limit = time.monotonic() + GRACE_S
         self._verdict = error
         self._decided.set()
 
 
-def _verdict(text: str, exit_code: int) -> str:
-    return json.dumps({"text": text, "exit_code": exit_code})
+def lost_rank(error: Exception, where: str) -> CollectiveError:
+    """The error of a rank, `where`, that only knows that a collective broke."""
+    return CollectiveError(
+        f"{where}: a collective failed, because another rank ended or cannot be reached: {_first_line(error)}."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def _state(text: bytes) -> dict[int, int]:
-    return dict(json.loads(text))
+    return dict(json.loads(text)[1])
 
 
 class Stacks:
@@ -329,11 +527,37 @@ class Stacks:
                 self.path.parent.rmdir()
 
 
-def watch(store: Store, rank: int, world_size: int, *, timeout_s: float) -> Contract:
-    """This rank's contract, watched from now on through a connection and keys of its own."""
+def _limit_waits(port: int) -> None:
+    """Let no call of this process to the store at `port` wait longer than SILENT_S: where a link is cut, or a machine
+    lost its power, torch would wait for an answer for ever."""
+    limit = struct.pack("ll", int(SILENT_S), 0)
+    for descriptor in os.listdir("/proc/self/fd"):
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(int(descriptor))) as connection,
+        ):
+            if connection.getpeername()[1] == port:
+                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                    connection.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
+def watch(
+    store: Store,
+    rank: int,
+    world_size: int,
+    *,
+    timeout_s: float,
+    hosts: Sequence[str] = (),
+) -> Contract:
+    """This rank's contract, watched from now on through a connection and keys of its own.
+
+    `hosts`: the machine of every rank.
+    """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     own = PrefixStore("contract/watch", store.clone())
-    contract = Contract(rank, world_size, own, timeout_s=timeout_s)
+    own.set_timeout(timedelta(seconds=SILENT_S))
+    _limit_waits(int(os.environ.get("MASTER_PORT", "0")))
+    contract = Contract(rank, world_size, own, timeout_s=timeout_s, hosts=hosts)
     rounds.add(contract.look)
     return contract

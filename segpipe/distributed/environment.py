@@ -101,6 +101,16 @@ def on_loopback() -> bool:
     return os.environ.get("MASTER_ADDR") in ("localhost", LOOPBACK)
 
 
+def job_attempt() -> tuple[str, list[int]]:
+    """The job of a scheduler or of torchrun that this process belongs to, and its attempt; a later one is greater.
+
+    The job is empty where neither gives an id.
+    """
+    launcher = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    job = os.environ.get("SLURM_JOB_ID") or launcher.removeprefix("none")
+    return job, [_number("SLURM_RESTART_COUNT"), _number("TORCHELASTIC_RESTART_COUNT")]
+
+
 def wait_to_be_ended() -> None:
     """Wait, so that the launcher reports the rank that failed first: it ends all processes when one has ended."""
     time.sleep(LINGER_S)

@@ -32,6 +32,7 @@ from segpipe.settings.groups import ComputeConfig
 T = TypeVar("T")
 Card = Mapping[str, Any]
 POLL_S = 0.05
+SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"  # 1: NCCL takes several ranks on one GPU
 LINGER_S = 1.0  # for which the rank that holds the store stays after a failure, so that the others can read why
 
 
@@ -162,14 +163,18 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
         return Group(rank, local_rank, world_size, device)
     gpu = ""  # a name that is its own on all machines
     if device.type == "cuda":
-        gpu = str(torch.cuda.get_device_properties(device).uuid)
+        found = torch.cuda.get_device_properties(device)
+        # NCCL takes no instances of a GPU (MIG), whose uuid may be the whole GPU's or their own.
+        gpu = "MIG" if "MIG" in found.name else str(found.uuid)
     store, cards = meet({**same, "device": device.type}, config.timeout_s, gpu)
     # Not by the number of visible GPUs: a launcher may show each rank its own alone.
     shared = sharing(cards)
+    if os.environ.get(SEVERAL) == "1":
+        shared = []
     if shared and rank == 0:
         warnings.warn(
-            f"ranks {shared[:16]} share GPUs: all ranks exchange gradients through the host (gloo), which is slow. "
-            f"Start one process for each GPU.",
+            f"ranks {shared[:16]} share GPUs, or have instances (MIG): all ranks exchange gradients through the "
+            f"host (gloo), which is slow. Start one process for each GPU.",
             stacklevel=2,
         )
     if environment.on_loopback():
@@ -185,7 +190,8 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
         timeout=timeout,
         device_id=device if nccl else None,
     )
-    contract = watch(store, rank, world_size, timeout_s=config.timeout_s)
+    hosts = [card["host"] for card in sorted(cards, key=lambda card: card["rank"])]
+    contract = watch(store, rank, world_size, timeout_s=config.timeout_s, hosts=hosts)
     group = Group(rank, local_rank, world_size, device, contract=contract)
     subgroups = _subgroups(group, environment.local_world_size(), timeout)
     return replace(group, subgroups=subgroups)
@@ -287,8 +293,11 @@ def _open(rank: int, timeout_s: float, *, keeps: bool) -> Store:
         raise CollectiveError(
             f"{_address()} on rank {rank}, but {place} was needed: {reason}. Give all ranks the same values."
         ) from error
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"segpipe/{restart}", store)
+    # A launcher's agent keeps its store when it starts its ranks again. Where rank 0 keeps it, every start has its own,
+    # and machines that joined at different times may have restarted their ranks differently often.
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = environment.job_attempt()[1][1] if agents else 0
+    return PrefixStore(f"segpipe/{attempt}", store)
 
 
 def _exchange(

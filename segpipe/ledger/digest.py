@@ -34,22 +34,17 @@ _PHI = 0x9E3779B97F4A7C15
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Words; part of the definition. On a CPU three buffers of 256 KiB fit its L2 cache.
 BLOCK = 1 << 15
-# Words mixed at a time on a GPU, a multiple of BLOCK: few launches, 64 MiB.
-DEVICE_CHUNK = 1 << 22
 THREAD_BLOCKS = 4  # blocks that are worth a thread: 1 MiB
 _CPU = torch.device("cpu")
+_ARRAY, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+ARGUMENTS = (*[_ARRAY] * 3, *[_NUMBER] * 3, _ARRAY, _NUMBER, _ARRAY)  # of digest.c
 
 
 def kernels() -> Any:
     """digest.c, 15 times as fast as numpy, as a ctypes library; None where it cannot be compiled."""
     library = native.load(SOURCE)
     if library is not None:
-        array, number = ctypes.c_void_p, ctypes.c_int64
-        library.segpipe_digests.argtypes = [
-            *(array, array, array),
-            *(number, number, number),
-            *(array, number, array),
-        ]
+        library.segpipe_digests.argtypes = ARGUMENTS
         library.segpipe_digests.restype = None
     return library
 
@@ -67,76 +62,51 @@ def gpu_kernels(device: torch.device) -> Any:
         from segpipe.ledger import triton_digest
 
         there = [part.to(device) for part in parts]
-        lengths = (len(parts[0]), len(parts[1]))
+        lengths = tuple(len(part) for part in parts)
         found = triton_digest.digests(there, lengths, (1, 2), BLOCK).tolist()
-        if found == [int(_digest_words(part)) for part in parts]:
+        expected = [int(_digest_words(part)) for part in parts]
+        if found == expected:
             return triton_digest
     except Exception as error:
         wrong = f"Triton failed: {error}"
-    text = f"digests on {device} are computed by torch, because {wrong}"
-    warnings.warn(text, stacklevel=2)
+    warnings.warn(
+        f"digests on {device} are computed by torch, because {wrong}", stacklevel=2
+    )
     return None
 
 
-def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit `value`."""
-    return value - (1 << 64) if value >> 63 else value
-
-
 def _mix64_(x: Tensor) -> Tensor:
-    """mix64 in place."""
-    if x.device.type == "cpu":
-        _mix64_on_host(x.numpy().view(np.uint64))
-    else:
-        _mix64_on_device(x)
+    """mix64 in place, on the CPU: by numpy, which has unsigned shifts and multiplies three times as fast as torch."""
+    words = x.numpy().view(np.uint64)
+    shifted = np.empty_like(words)
+    for places, factor in _ROUNDS:
+        np.right_shift(words, np.uint64(places), out=shifted)
+        np.bitwise_xor(words, shifted, out=words)
+        np.multiply(words, np.uint64(factor), out=words)
     return x
 
 
-def _mix64_on_host(x: NDArray[np.uint64]) -> None:
-    """By numpy, which has unsigned shifts and multiplies 64-bit integers three times as fast as torch."""
-    shifted = np.empty_like(x)
-    for places, factor in _ROUNDS:
-        np.right_shift(x, np.uint64(places), out=shifted)
-        np.bitwise_xor(x, shifted, out=x)
-        np.multiply(x, np.uint64(factor), out=x)
-
-
-def _mix64_on_device(x: Tensor) -> None:
-    shifted = torch.empty_like(x)
-    for places, factor in _ROUNDS:
-        # int64: the mask removes the copies of the sign bit.
-        torch.bitwise_right_shift(x, places, out=shifted)
-        x.bitwise_xor_(shifted.bitwise_and_((1 << (64 - places)) - 1))
-        x.mul_(_signed(factor))
-
-
 def digest(tensor: Tensor) -> Tensor:
-    """H of a tensor's elements in row-major order, 0-d int64 on its device; never synchronizes."""
-    flat, device = tensor.detach().contiguous().reshape(-1), tensor.device
+    """H of a tensor's elements in row-major order, 0-d int64 on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
     bits = flat.view(_BITS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=device)
+    total = torch.zeros((), dtype=torch.int64)
     start = 0
-    for part in torch.split(bits, _chunk(device)):
-        indices = _mixed_indices(start, len(part), device)
-        total += _mix64_(part ^ indices).sum()
+    for part in torch.split(bits, BLOCK):
+        total += _mix64_(part ^ _mixed_indices(start, len(part))).sum()
         start += len(part)
     return total
 
 
-def _chunk(device: torch.device) -> int:
-    """Words to mix at a time."""
-    return BLOCK if device.type == "cpu" else DEVICE_CHUNK
-
-
-def _mixed_indices(start: int, num: int, device: torch.device) -> Tensor:
+def _mixed_indices(start: int, num: int) -> Tensor:
     """mix64(i * phi) for `num` indices i from `start`, int64."""
-    indices = torch.arange(start, start + num, dtype=torch.int64, device=device)
-    return _mix64_(indices.mul_(_signed(_PHI)))
+    indices = np.arange(start, start + num, dtype=np.uint64) * np.uint64(_PHI)
+    return _mix64_(torch.from_numpy(indices.view(np.int64)))
 
 
-@lru_cache(maxsize=16)
-def _block_indices(device: torch.device) -> Tensor:
-    return _mixed_indices(0, BLOCK, device)
+@lru_cache(maxsize=1)
+def _block_indices() -> Tensor:
+    return _mixed_indices(0, BLOCK)
 
 
 def _words(tensor: Tensor, *, channels_last: bool = False) -> Tensor:
@@ -171,12 +141,12 @@ def digest_groups(
     devices = {tensor.device for tensor in tensors} - {_CPU}
     assert len(devices) <= 1, "tensors of one device"
     device = devices.pop() if devices else _CPU
-    if (kernels() if device == _CPU else gpu_kernels(device)) is None:
-        found = [
-            _digest_words(_joined(group, device, channels_last)) for group in groups
-        ]
-        none = torch.zeros(0, dtype=torch.int64, device=device)
-        return torch.stack(found) if found else none
+
+    compiled = kernels() if device == _CPU else gpu_kernels(device)
+    if compiled is None:
+        found = [int(_digest_words(_joined(group, channels_last))) for group in groups]
+        return torch.tensor(found, dtype=torch.int64, device=device)
+
     parts = _in_words(tensors, device, channels_last)
     lengths = tuple(-(-tensor.nbytes // 8) for tensor in tensors)
     ends = tuple(itertools.accumulate(len(group) for group in groups))
@@ -188,48 +158,26 @@ def digest_groups(
 def _in_words(
     tensors: Sequence[Tensor], device: torch.device, channels_last: bool
 ) -> list[Tensor]:
-    """Each tensor if its memory holds whole words in the order of the digest, or a copy that does.
+    """Each tensor if its memory holds whole words in the order of the digest, or a copy that does."""
+    parts = []
+    for tensor in tensors:
+        order = torch.contiguous_format
+        if channels_last and tensor.ndim == 4:
+            order = torch.channels_last
 
-    Numbers are copied together: AdamW counts the steps of each parameter.
-    """
-    parts = list(tensors)
-    numbers: dict[Any, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        whole = not tensor.nbytes % 8
-        if whole and device != _CPU:
-            whole = not (tensor.is_cpu or tensor.data_ptr() % 8)
-        if whole and channels_last and tensor.ndim == 4:
-            whole = tensor.is_contiguous(memory_format=torch.channels_last)
-        elif whole:
-            whole = tensor.is_contiguous()
-        if whole:
-            continue
-        if tensor.numel() == 1 and tensor.nbytes <= 8:
-            kind = tensor.dtype, tensor.device, tensor.shape
-            numbers.setdefault(kind, []).append(index)
-        else:
-            parts[index] = _words(tensor, channels_last=channels_last)
-    for (dtype, place, _), indices in numbers.items():
-        values = torch.stack([tensors[index] for index in indices]).view(-1)
-        words = torch.zeros(
-            len(indices), 8 // dtype.itemsize, dtype=dtype, device=place
-        )
-        words[:, 0] = values
-        for index, word in zip(indices, words.view(torch.int64), strict=True):
-            parts[index] = word
+        whole = tensor.nbytes % 8 == 0 and tensor.is_contiguous(memory_format=order)
+        if device != _CPU:
+            whole = whole and not tensor.is_cpu and tensor.data_ptr() % 8 == 0
+        parts.append(tensor if whole else _words(tensor, channels_last=channels_last))
     return parts
 
 
-def _joined(
-    tensors: Iterable[Tensor], device: torch.device, channels_last: bool
-) -> Tensor:
-    """The words of all tensors, int64 (n,)."""
-    parts = [
-        _words(tensor, channels_last=channels_last).to(device, non_blocking=True)
-        for tensor in tensors
-    ]
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    return torch.cat(parts) if parts else none
+def _joined(tensors: Iterable[Tensor], channels_last: bool) -> Tensor:
+    """The words of all tensors, int64 (n,), on the CPU."""
+    words = [torch.zeros(0, dtype=torch.int64)]
+    for tensor in tensors:
+        words.append(_words(tensor, channels_last=channels_last).cpu())
+    return torch.cat(words)
 
 
 def _by_c(
@@ -238,8 +186,9 @@ def _by_c(
     """Digests of groups of CPU tensors by digest.c, on as many threads as torch has."""
     words, until, longest = _tables(lengths, ends)
     addresses = np.array([part.data_ptr() for part in parts], np.uint64)
+
     threads = min(native.threads(), longest // (THREAD_BLOCKS * BLOCK) + 1)
-    width = -(-longest // (threads * BLOCK)) * BLOCK
+    width = -(-longest // (threads * BLOCK)) * BLOCK  # words of a thread's share
     shares = torch.empty(threads, len(ends), dtype=torch.int64)
     kernels().segpipe_digests(
         addresses.ctypes.data,
@@ -248,7 +197,7 @@ def _by_c(
         len(ends),
         width,
         threads,
-        _block_indices(_CPU).data_ptr(),
+        _block_indices().data_ptr(),
         BLOCK,
         shares.data_ptr(),
     )
@@ -260,12 +209,10 @@ def _tables(
     lengths: tuple[int, ...], ends: tuple[int, ...]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
     """Both as arrays, and the words of the longest group."""
-    words = np.diff(np.concatenate([[0], np.cumsum(lengths)])[np.array([0, *ends])])
-    return (
-        np.array(lengths, np.int64),
-        np.array(ends, np.int64),
-        int(words.max(initial=0)),
-    )
+    words, until = np.array(lengths, np.int64), np.array(ends, np.int64)
+    before = np.append(0, np.cumsum(words))  # words before each tensor
+    of_groups = np.diff(before[until], prepend=0)
+    return words, until, int(of_groups.max(initial=0))
 
 
 def _by_triton(
@@ -279,28 +226,22 @@ def _by_triton(
     if away:
         words = [parts[index].view(-1).view(torch.int64) for index in away]
         moved = torch.cat(words).to(device, non_blocking=True)
-        pieces = torch.split(moved, [len(each) for each in words])
-        for index, part in zip(away, pieces, strict=True):
-            parts[index] = part
+        pieces = moved.split([len(each) for each in words])
+        for index, piece in zip(away, pieces, strict=True):
+            parts[index] = piece
     found: Tensor = gpu_kernels(device).digests(parts, lengths, ends, BLOCK)
     return found
 
 
 def _digest_words(words: Tensor) -> Tensor:
-    """The digest of words (n,), 0-d int64, by numpy or by torch on a GPU."""
-    indices = _block_indices(words.device)
-    whole = len(words) // BLOCK * BLOCK
-    blocks, rest = words[:whole].view(-1, BLOCK), words[whole:]
-    sums = [
-        _mix64_(several ^ indices).sum(dim=1)
-        for several in torch.split(blocks, _chunk(words.device) // BLOCK)
-    ]
-    if len(rest):
-        sums.append(_mix64_(rest[None] ^ indices[: len(rest)]).sum(dim=1))
-    if not len(words):
-        return words.new_zeros(())
-    totals = torch.cat(sums)
-    return _mix64_(totals ^ _mixed_indices(0, len(totals), words.device)).sum()
+    """The digest of words (n,) on the CPU, 0-d int64, by numpy."""
+    sums = []
+    for part in torch.split(words, BLOCK) if len(words) else ():
+        mixed = _mix64_(part ^ _block_indices()[: len(part)])
+        sums.append(int(mixed.sum()))
+
+    of_blocks = torch.tensor(sums, dtype=torch.int64)
+    return _mix64_(of_blocks ^ _mixed_indices(0, len(sums))).sum()
 
 
 def float_bits(value: float | Tensor) -> Tensor:
@@ -310,24 +251,23 @@ def float_bits(value: float | Tensor) -> Tensor:
 
 def state_digest(state: Mapping[str, Tensor]) -> str:
     """Hex digest of the names, dtypes, shapes and bits of a state dict, in name order."""
-    whole = hashlib.blake2b(digest_size=16)
-    for name in sorted(state):
-        value = state[name]
-        number = int(digest(value)) & ((1 << 64) - 1)
-        whole.update(
-            f"{name}|{value.dtype}|{tuple(value.shape)}|{number:016x}\n".encode()
-        )
-    return whole.hexdigest()
+    lines = []
+    for name, value in sorted(state.items()):
+        number = int(digest(value)) % 2**64
+        lines.append(f"{name}|{value.dtype}|{tuple(value.shape)}|{number:016x}\n")
+
+    content = "".join(lines).encode()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def tensor_digests(content: Mapping[str, Any]) -> dict[str, str]:
     """`state_digest` of every tensor in nested dictionaries and lists by itself, by path such as ema/net.bias."""
-    tensors = {
-        name.replace("'", "").lstrip("/"): value
-        for name, value in leaves(content)
-        if isinstance(value, Tensor)
-    }
-    return {name: state_digest({"": value}) for name, value in tensors.items()}
+    found = {}
+    for path, value in leaves(content):
+        if isinstance(value, Tensor):
+            name = path.replace("'", "").lstrip("/")
+            found[name] = state_digest({"": value})
+    return found
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

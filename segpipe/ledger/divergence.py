@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from segpipe.determinism import flags
-from segpipe.ledger.reader import RankDivergence, RunLedger, common_rows, steps_of
+from segpipe.ledger.reader import RunLedger, common_rows, steps_of
 from segpipe.ledger.results import (
     input_differences,
     mapping_differences,
     missing_files,
     result_differences,
 )
-from segpipe.ledger.rows import PART, SHARD, STEP, Rows, part_fields, slots, unequal
+from segpipe.ledger.rows import (
+    PARTS,
+    SHARD,
+    STEP,
+    Key,
+    Rows,
+    Values,
+    recorded,
+    unequal,
+)
 from segpipe.settings.config import of_this_version
 
 EXIT_CODES = {"identical": 0, "identical_up_to": 2, "diverged": 5, "not_comparable": 2}
@@ -63,10 +71,6 @@ SAMPLE_STAGES = ("order", "decode", "augment")  # with a digest for each sample
 DTYPES = {"valid": np.int64, "loss": np.float64, "lr": np.float64, "scale": np.float64}
 
 LOW = (1 << 32) - 1  # of a number for epoch and sample
-PARTS = "/parts"  # ends the names of fields of which single tensors were recorded
-Key: TypeAlias = tuple[int, str, int]  # kind, field, shard (-1: none)
-# What one run recorded of a step: one number per sample or tensor.
-Values: TypeAlias = dict[Key, NDArray[Any]]
 Pair: TypeAlias = tuple[Rows, Rows]  # rows of equal keys
 
 
@@ -127,22 +131,15 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
     facts = _facts(a, b, pair, limits)
     if reason := _different_work(a, b):
         return not_comparable(reason, **facts)
-    differences = []
     differs = unequal(*pair)
     if differs.any():
         step = int(pair[0]["step"][np.argmax(differs)])
-        differences.append(_explain(step, pair, a, ("in A", "in B"), facts))
-    for name, run in (("A", a), ("B", b)):
-        if run.divergence:
-            differences.append(_explain_ranks(name, run, run.divergence, facts))
-    if differences:
-        # Of two at the same place, ranks that diverged within a run are the cause.
-        return min(reversed(differences), key=_place)
+        return _explain(step, pair, a, facts)
     if not facts["steps"]:
         spans = f"A has {_span(a)}, B has {_span(b)}"
         return not_comparable(f"no step is in both ledgers: {spans}.", **facts)
     last = int(steps_of(pair[0])[-1])
-    here, there = (_values(last, rows) for rows in pair)
+    here, there = _at(last, pair)
     facts["fields"] = _fields(here, there)
     sentence = f"identical in all {facts['steps']} common steps"
     if limits:
@@ -172,10 +169,8 @@ def _facts(a: RunLedger, b: RunLedger, pair: Pair, limits: list[str]) -> dict[st
 def _limits(a: RunLedger, b: RunLedger) -> list[str]:
     """Why equal common steps do not prove equal runs; empty when they do."""
     spans = [f"A has {_span(a)}, B has {_span(b)}"] if _span(a) != _span(b) else []
-    faults = [f"A: {fault}" for fault in a.faults] + [
-        f"B: {fault}" for fault in b.faults
-    ]
-    return spans + faults
+    faults = [f"A: {fault}" for fault in a.faults]
+    return [*spans, *faults, *(f"B: {fault}" for fault in b.faults)]
 
 
 def _span(run: RunLedger) -> str:
@@ -190,43 +185,21 @@ def _different_work(a: RunLedger, b: RunLedger) -> str:
         here, there = a.first.recipe[name], b.first.recipe[name]
         if here != there:
             reasons.append(f"{name} is {here} in A and {there} in B")
-    names = a.sample_names, b.sample_names
-    if all(names) and names[0] != names[1]:
-        reason = f"A has {len(names[0])} samples and B has {len(names[1])}"
-        for index, (one, two) in enumerate(zip(*names, strict=False)):
-            if one != two:
-                reason = f"sample {index} is {one} in A and {two} in B"
-                break
+    one, two = a.sample_names, b.sample_names
+    if one and two and one != two:
+        pairs = enumerate(zip(one, two, strict=False))
+        other = [(index, *pair) for index, pair in pairs if pair[0] != pair[1]]
+        reason = f"A has {len(one)} samples and B has {len(two)}"
+        if other:
+            reason = "sample {} is {} in A and {} in B".format(*other[0])
         reasons.append(reason)
     return "; ".join(reasons)
 
 
-def _place(found: Comparison) -> tuple[int, int]:
-    """Sorts differences by step and stage."""
-    assert found.step is not None
-    return found.step, STAGES.index(str(found.stage))
-
-
-def _values(step: int, rows: Rows) -> Values:
-    """What one of two runs recorded of a step."""
-    found: Values = {}
-    for row in rows[rows["step"] == step]:
-        kind, shard = int(row["kind"]), int(row["shard"])
-        if kind == PART:
-            name = part_fields(shard)[row["field"]] + PARTS
-            key = (SHARD if shard >= 0 else STEP, name, shard)
-            before = found.get(key, np.zeros(0, np.uint64))
-            found[key] = np.append(before, row["digest"][: row["present"]])
-            continue
-        if kind == SHARD:
-            # One number for both: equal only if epochs and samples are.
-            order = row["epoch"].astype(np.int64) << 32 | row["sample"]
-            found[kind, "order", shard] = order
-        places = slots(kind, len(row["sample"]))
-        for number, (name, slot) in enumerate(places.items()):
-            if row["present"] >> number & 1:
-                found[kind, name, shard] = row["digest"][slot]
-    return found
+def _at(step: int, pair: Pair) -> tuple[Values, Values]:
+    """What both runs recorded of a step."""
+    a, b = pair
+    return recorded(a[a["step"] == step]), recorded(b[b["step"] == step])
 
 
 def _unequal(key: Key, a: Values, b: Values) -> list[int]:
@@ -257,14 +230,10 @@ def _fields(a: Values, b: Values) -> list[dict[str, str]]:
 
 
 def _explain(
-    step: int,
-    pair: Pair,
-    run: RunLedger,
-    sides: tuple[str, str],
-    facts: dict[str, Any],
+    step: int, pair: Pair, run: RunLedger, facts: dict[str, Any]
 ) -> Comparison:
-    """The verdict on `sides` that differ at a step: the first field, there the lowest shard. `run` has the names."""
-    a, b = (_values(step, rows) for rows in pair)
+    """The verdict on runs that differ at a step: the first field, there the lowest shard. `run` has the names."""
+    a, b = _at(step, pair)
     first = next(entry for entry in FIELDS if _shards(entry, a, b))
     shards = _shards(first, a, b) or []
     shard = shards[0]
@@ -278,12 +247,12 @@ def _explain(
     sample, file = None, None
     if first.stage in SAMPLE_STAGES and (SHARD, "order", shard) in a:
         sample = int(a[SHARD, "order", shard][place]) & LOW
-        file = run.sample_name(sample)
+        file = dict(enumerate(run.sample_names)).get(sample)
         words.append(f"sample {sample}" + (f" ({file})" if file else ""))
     sentence = f"{', '.join(words)}: {first.noun} {first.verb}"
     if wrong and (first.name in DTYPES or first.name == "order"):
         one, two = (_readable(first.name, each[key][place]) for each in (a, b))
-        sentence += f" ({one} {sides[0]}, {two} {sides[1]})"
+        sentence += f" ({one} in A, {two} in B)"
     layer = _layer(first, shard, a, b, run)
     sentence += f", first seen in {layer}" if layer else ""
     if shards[1:]:
@@ -301,23 +270,6 @@ def _explain(
         fields=_fields(a, b),
         advice=_advice(first, layer, facts),
         **facts,
-    )
-
-
-def _explain_ranks(
-    name: str, run: RunLedger, diverged: RankDivergence, facts: dict[str, Any]
-) -> Comparison:
-    """The verdict when ranks of one run diverged: what differs, and on which rank."""
-    usual, odd = (
-        f"rank {run.headers[index].rank} of session {run.headers[index].session}"
-        for index in (diverged.usual, diverged.odd)
-    )
-    sides = (f"on {usual}", f"on {odd}")
-    found = _explain(diverged.step, diverged.pair, run, sides, facts)
-    return replace(
-        found,
-        sentence=f"{found.sentence}: {odd} of {name} differs from {usual}",
-        advice=f"Check {odd} of {name}: its memory, its GPU, code that depends on the rank.",
     )
 
 

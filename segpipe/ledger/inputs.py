@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import segpipe
 from segpipe import plugins
 from segpipe.data import frequency
 from segpipe.data.data_set import DataSet, Input
+from segpipe.data.readers import threaded
 from segpipe.data.samples import open_samples
 from segpipe.errors import DataError, listed
 from segpipe.files import sha256, write_atomically
@@ -54,13 +53,17 @@ def record(
     if fresh:
         for left in (path, *(config.run_dir / FOLDER).glob("rank*")):
             left.unlink(missing_ok=True)
-    found = _inputs(sets)
+    sets = list(sets)
+    found = inputs_of(sets)
+    # What the checks of this start, or an earlier one, have read of files that did not change.
+    known = {name: value for one in sets for name, value in one.known_hashes().items()}
     if not path.is_file():
-        text = json.dumps(_content(config, found, hashed=hashed), indent=1)
+        content = _content(config, found, known if hashed else None)
+        text = json.dumps(content, indent=1)
         write_atomically(path, f"{text}\n".encode())
         return
     before = read_inputs(path)
-    changed = _changed(before["data"], found, contents=hashed)
+    changed = _changed(before["data"], found, contents=hashed, known=known)
     if "pixels" in before and before["pixels"] != _pixel_counts(config):
         changed.append(f"{config.run_dir / frequency.FILE_NAME} was altered")
     if changed:
@@ -71,18 +74,19 @@ def record(
 
 
 def _content(
-    config: Config, found: Mapping[str, Input], *, hashed: bool
+    config: Config, found: Mapping[str, Input], known: Hashes | None
 ) -> dict[str, Any]:
+    """What inputs.json holds; without hashes of the data where `known` is None."""
     model = config.model
-    files = _hashes(found) if hashed else {}
+    files = {} if known is None else _hashes(found, known)
     sources = source_hashes()
     content: dict[str, Any] = {
         "data": {
             "name": config.data.name,
-            "hashed": hashed,
+            "hashed": known is not None,
             "sha256": combined(files),
             "files": files,
-            "sizes": _sizes(found),
+            "sizes": sizes_of(found),
         },
         "code": {
             "segpipe": segpipe.__version__,
@@ -110,7 +114,7 @@ def _pixel_counts(config: Config) -> str:
 
 def changed_files(recorded: Mapping[str, Any], sets: Iterable[DataSet]) -> list[str]:
     """What changed in data sets since they were recorded: names and sizes, then contents where they were hashed."""
-    return _changed(recorded, _inputs(sets), contents=True)
+    return _changed(recorded, inputs_of(sets), contents=True)
 
 
 def data_hashes(sets: Iterable[DataSet]) -> Hashes:
@@ -119,12 +123,7 @@ def data_hashes(sets: Iterable[DataSet]) -> Hashes:
     Of a mixture, by data.mix[n] and the path below the root of that entry; of samples of a user's class that names no
     files, of what it reads.
     """
-    return _hashes(_inputs(sets))
-
-
-def data_sizes(sets: Iterable[DataSet]) -> Sizes:
-    """Sizes of what `data_hashes` reads, by the same names."""
-    return _sizes(_inputs(sets))
+    return _hashes(inputs_of(sets))
 
 
 def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
@@ -138,7 +137,7 @@ def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
     hashes, sizes = recorded["files"], recorded.get("sizes") or {}
     if not (names := hashes.keys() | sizes.keys()):
         return ""
-    now = _inputs([open_samples(data, data.split, 0, packed=False)])
+    now = inputs_of([open_samples(data, data.split, 0, packed=False)])
     known = names & now.keys()
     same_set = data.name == trained.name and (known or data.root == trained.root)
     if same_set and data.split in ("train", trained.split):
@@ -154,19 +153,23 @@ def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
 
 
 def _changed(
-    recorded: Mapping[str, Any], found: Mapping[str, Input], *, contents: bool
+    recorded: Mapping[str, Any],
+    found: Mapping[str, Input],
+    *,
+    contents: bool,
+    known: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Changed names and sizes, then contents; a size that is not known is not compared."""
     before, hashes = recorded.get("sizes") or {}, recorded["files"]
     changed: list[str] = []
     if before:
-        now = _sizes(found)
+        now = sizes_of(found)
         for name in before.keys() & now.keys():
             if before[name] is None or now[name] is None:
                 now[name] = before[name]
         changed = changes(before, now)
     if not changed and contents and hashes:
-        changed = changes(hashes, _hashes(found))
+        changed = changes(hashes, _hashes(found, known or {}))
     return changed
 
 
@@ -174,7 +177,7 @@ def _only(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: values[name] for name in values if name in names}
 
 
-def _inputs(sets: Iterable[DataSet]) -> dict[str, Input]:
+def inputs_of(sets: Iterable[DataSet]) -> dict[str, Input]:
     """What data sets are made from, sorted by name."""
     found: dict[str, Input] = {}
     for one in sets:
@@ -182,26 +185,27 @@ def _inputs(sets: Iterable[DataSet]) -> dict[str, Input]:
     return dict(sorted(found.items()))
 
 
-def _sizes(found: Mapping[str, Input]) -> Sizes:
-    return {
-        name: _size(source) if isinstance(source, Path) else None
+def sizes_of(found: Mapping[str, Input]) -> Sizes:
+    """Bytes of each file by name; None of samples, and of a file that a user's class fetches later."""
+    sizes: Sizes = {}
+    for name, source in found.items():
+        sizes[name] = None
+        if isinstance(source, Path) and source.exists():
+            sizes[name] = source.stat().st_size
+    return sizes
+
+
+def _hashes(
+    found: Mapping[str, Input], known: Mapping[str, str] | None = None
+) -> Hashes:
+    """SHA-256 of each file that is not `known`, by threads; of samples, one after another."""
+    hashes = dict(known or {})
+    paths = {
+        name: source
         for name, source in found.items()
+        if isinstance(source, Path) and name not in hashes
     }
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return os.stat(path).st_size
-    except OSError:  # of a user's class that fetches its files later
-        return None
-
-
-def _hashes(found: Mapping[str, Input]) -> Hashes:
-    """SHA-256 of each file, by threads, since hashing releases Python's lock; of samples, one after another."""
-    paths = {name: source for name, source in found.items() if isinstance(source, Path)}
-    with ThreadPoolExecutor() as pool:
-        digests: Sequence[str] = list(pool.map(sha256, paths.values()))
-    hashes = dict(zip(paths, digests, strict=True))
+    hashes |= zip(paths, threaded(sha256, paths.values()), strict=True)
     return {
         name: hashes[name] if isinstance(source, Path) else source()
         for name, source in found.items()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,38 +19,15 @@ from segpipe.ledger.rows import (
     LedgerSession,
     Rows,
     SessionHeader,
-    differing,
     ledger_files,
     read_file,
+    recorded,
     row_keys,
     unequal,
 )
 
 NO_STEP = np.iinfo(np.int64).max
 MOST_CHANGES = 3  # environments listed
-
-
-class _Merged(NamedTuple):
-    """Rows from all files."""
-
-    rows: Rows  # by key; of equal keys the earliest session and the lowest rank come first
-    keys: NDArray[np.int64]
-    origin: NDArray[np.int64]  # index of the session of each row
-
-    def at(self, places: NDArray[Any]) -> _Merged:
-        return _Merged(*(part[places] for part in self))
-
-
-class RankDivergence(NamedTuple):
-    """The first step at which two processes of one run recorded different rows."""
-
-    step: int
-    # Index in `RunLedger.headers` of a session that agrees with the majority.
-    usual: int
-    # Of one that does not; without a majority, that of the higher rank.
-    odd: int
-    # Rows of that step that both have, of `usual` and of `odd`.
-    pair: tuple[Rows, Rows]
 
 
 @dataclass(frozen=True)
@@ -63,7 +40,6 @@ class RunLedger:
     # Contradictions and gaps, which neither a crash nor another machine explains.
     faults: tuple[str, ...]
     notes: tuple[str, ...]  # torn tails and changed environments
-    divergence: RankDivergence | None = None
 
     @property
     def first(self) -> SessionHeader:
@@ -78,19 +54,13 @@ class RunLedger:
     @property
     def sample_names(self) -> list[str]:
         """Names of the samples by index; empty when no header has them."""
-        return next(
-            (header.sample_names for header in self.headers if header.sample_names), []
-        )
-
-    def sample_name(self, index: int) -> str | None:
-        """File stem of a sample; None when unknown."""
-        return self.sample_names[index] if index < len(self.sample_names) else None
+        known = [each.sample_names for each in self.headers if each.sample_names]
+        return known[0] if known else []
 
     def part_names(self, name: str) -> list[str]:
         """Names of the tensors of a field's part rows; empty when no session has them."""
-        return next(
-            (header.parts[name] for header in self.headers if name in header.parts), []
-        )
+        known = [each.parts[name] for each in self.headers if name in each.parts]
+        return known[0] if known else []
 
 
 def read_run(run_folder: Path) -> RunLedger:
@@ -107,22 +77,33 @@ def read_run(run_folder: Path) -> RunLedger:
         )
     sessions, notes = _load(paths)
     _check_one_run(run_folder, sessions)
-    valid, void = _split(sessions)
-    merged = valid.at(np.unique(valid.keys, return_index=True)[1])
-    faults = [*_missing_ranks(sessions), *_resume_faults(merged, void)]
     headers = tuple(found.header for found in sessions)
-    diverged = _first_divergence(valid)
-    if diverged:
-        odd, usual = headers[diverged.odd], headers[diverged.usual]
-        faults.append(
-            f"step {diverged.step}: rank {odd.rank} in session {odd.session} differs from rank {usual.rank} in "
-            f"session {usual.session}"
-        )
-    faults += _gaps(merged.rows, headers[0].shards)
+
+    valid, void = [], []
+    for session in sessions:
+        # A later session trained all steps from its first one again.
+        number = session.header.session
+        later = [each.first_step for each in headers if each.session > number]
+        counts = session.rows["step"] < min(later, default=NO_STEP)
+        valid.append(session.rows[counts])
+        void.append(session.rows[~counts])
+
+    rows = _first_of_each(np.concatenate(valid))
+    faults = [
+        *_missing_ranks(sessions),
+        *_resume_faults(rows, _first_of_each(np.concatenate(void))),
+        *_rank_faults(rows, headers, valid),
+        *_gaps(rows, headers[0].shards),
+    ]
     notes += _environment_changes(headers)
-    return RunLedger(
-        run_folder, headers, merged.rows, tuple(faults), tuple(notes), diverged
-    )
+    return RunLedger(run_folder, headers, rows, tuple(faults), tuple(notes))
+
+
+def _first_of_each(rows: Rows) -> Rows:
+    """One row per key, in key order: the first of equal keys."""
+    _, places = np.unique(row_keys(rows), return_index=True)
+    chosen: Rows = rows[places]
+    return chosen
 
 
 def steps_of(rows: Rows) -> NDArray[np.int64]:
@@ -160,44 +141,31 @@ def _check_one_run(run_folder: Path, sessions: Sequence[LedgerSession]) -> None:
 
 def _missing_ranks(sessions: Sequence[LedgerSession]) -> Iterator[str]:
     """Faults for processes of a session without a file; a session that ended before its first update needs none."""
-    for number in {found.header.session for found in sessions}:
-        members = [found for found in sessions if found.header.session == number]
+    for number, group in groupby(sessions, lambda found: found.header.session):
+        members = list(group)
         first = members[0].header
-        if not any((each.rows["step"] >= first.first_step).any() for each in members):
-            continue
-        present = {found.header.rank for found in members}
-        for rank in sorted(set(range(first.world_size)) - present):
-            yield f"the file of rank {rank} of {first.world_size} lacks session {number}"
+        if any((each.rows["step"] >= first.first_step).any() for each in members):
+            present = {found.header.rank for found in members}
+            for rank in sorted(set(range(first.world_size)) - present):
+                yield f"the file of rank {rank} of {first.world_size} lacks session {number}"
 
 
-def _split(sessions: Sequence[LedgerSession]) -> tuple[_Merged, _Merged]:
-    """Valid rows, and those that a later session made void."""
-    headers = [found.header for found in sessions]
-    # Of each session, the first step that a later one trained again.
-    limits = []
-    for header in headers:
-        later = [each.first_step for each in headers if each.session > header.session]
-        limits.append(min(later, default=NO_STEP))
-    lengths = [len(found.rows) for found in sessions]
-    rows = np.concatenate([found.rows for found in sessions])
-    keys = row_keys(rows)
-    order = np.argsort(keys, kind="stable")
-    merged = _Merged(rows, keys, np.repeat(np.arange(len(sessions)), lengths)).at(order)
-    valid = merged.rows["step"] < np.repeat(limits, lengths)[order]
-    return merged.at(valid), merged.at(~valid)
-
-
-def _resume_faults(valid: _Merged, void: _Merged) -> list[str]:
+def _resume_faults(rows: Rows, void: Rows) -> list[str]:
     """Fault for steps that were computed twice with different outcomes."""
-    _, now, before = np.intersect1d(valid.keys, void.keys, return_indices=True)
-    wrong = np.flatnonzero(unequal(valid.rows[now], void.rows[before]))
+    now, before = common_rows(rows, void)
+    wrong = np.flatnonzero(unequal(now, before))
     if not len(wrong):
         return []
-    one, two = valid.rows[now[wrong[:1]]], void.rows[before[wrong[:1]]]
-    shard = f", shard {one['shard'][0]}" if one["shard"][0] >= 0 else ""
-    names = [name for name, differs in differing(one, two).items() if differs[0]]
+
+    first = slice(wrong[0], wrong[0] + 1)
+    step, shard = now["step"][first][0], now["shard"][first][0]
+    place = f"step {step}" + (f", shard {shard}" if shard >= 0 else "")
+    one, two = recorded(now[first]), recorded(before[first])
+    names = [
+        key[1] for key in one if key in two and not np.array_equal(one[key], two[key])
+    ]
     return [
-        f"step {one['step'][0]}{shard}: {', '.join(names)} changed when recomputed after a resume "
+        f"{place}: {', '.join(names)} changed when recomputed after a resume "
         f"({len(wrong)} of {len(now)} rows)"
     ]
 
@@ -206,11 +174,9 @@ def _environment_changes(headers: Sequence[SessionHeader]) -> list[str]:
     """Notes on sessions whose environment differs from the first one."""
     found = []
     for header in headers:
-        changed = flags.differences(headers[0].fingerprint, header.fingerprint)
-        if changed:
-            text = ", ".join(
-                f"{name} {before} -> {now}" for name, (before, now) in changed.items()
-            )
+        changed = flags.differences(headers[0].fingerprint, header.fingerprint).items()
+        text = ", ".join(f"{name} {here} -> {there}" for name, (here, there) in changed)
+        if text:
             found.append(
                 f"session {header.session} on rank {header.rank} had another environment: {text}"
             )
@@ -234,24 +200,31 @@ def _gaps(rows: Rows, shards: int) -> list[str]:
     return found
 
 
-def _first_divergence(merged: _Merged) -> RankDivergence | None:
-    """The first step at which a row differs from the first row of its key."""
-    leaders = np.searchsorted(merged.keys, merged.keys)
-    wrong = np.flatnonzero(unequal(merged.rows, merged.rows[leaders]))
-    if not len(wrong):
-        return None
-    step = int(merged.rows["step"][wrong[0]])
-    usual, odd = _sides(merged.at(merged.keys == merged.keys[wrong[0]]))
-    there = merged.at(merged.rows["step"] == step)
-    one, two = (there.rows[there.origin == origin] for origin in (usual, odd))
-    return RankDivergence(step, usual, odd, common_rows(one, two))
+def _rank_faults(
+    rows: Rows, headers: Sequence[SessionHeader], valid: Sequence[Rows]
+) -> list[str]:
+    """Fault for the first row that two processes recorded otherwise; `valid`: the rows of each header.
 
+    A training stops there, unless it was resumed with another state than it had saved.
+    """
+    faults = {}
+    for header, own in zip(headers, valid, strict=True):
+        here, first = common_rows(own, rows)
+        wrong = np.flatnonzero(unequal(here, first))
+        if len(wrong):
+            odd = here[wrong[:1]]
+            faults.setdefault(int(row_keys(odd)[0]), (int(odd["step"][0]), header))
+    if not faults:
+        return []
 
-def _sides(found: _Merged) -> tuple[int, int]:
-    """Of rows of one key, sessions (usual, odd): one that has the majority's row, and the first that does not."""
-    differs = unequal(found.rows, np.repeat(found.rows[:1], len(found.rows)))
-    leader, other = int(found.origin[0]), int(found.origin[np.argmax(differs)])
-    return (other, leader) if 2 * differs.sum() > len(differs) else (leader, other)
+    key = min(faults)
+    step, odd_one = faults[key]
+    pairs = zip(headers, valid, strict=True)
+    usual = next(header for header, own in pairs if key in row_keys(own))
+    return [
+        f"step {step}: rank {odd_one.rank} in session {odd_one.session} differs from rank {usual.rank} in session "
+        f"{usual.session}"
+    ]
 
 
 def common_rows(a: Rows, b: Rows) -> tuple[Rows, Rows]:

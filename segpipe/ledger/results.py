@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from segpipe.errors import CheckpointError, listed
+from segpipe.files import read_json
 from segpipe.ledger.rows import INPUTS
 
 RESULT = "result.json"
@@ -99,7 +100,7 @@ def _brief(content: Mapping[str, Any], name: str) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_bytes()))
+        return dict(read_json(path))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error!r}). Restore it."

@@ -43,7 +43,10 @@ STEP_FIELDS = (
 # Keys count up by part, field, kind, shard and step; a shard of -1 comes before 0. Room for 32,000 tensors, 2^27 steps.
 MOST_PARTS, MOST_FIELDS, MOST_KINDS, MOST_SHARDS = 1 << 12, 1 << 5, 1 << 2, 1 << 17
 
+PARTS = "/parts"  # ends the names of fields of which single tensors were recorded
 Rows: TypeAlias = NDArray[Any]  # structured, of `row_type`
+Key: TypeAlias = tuple[int, str, int]  # kind, field, shard (-1: none)
+Values: TypeAlias = dict[Key, NDArray[Any]]
 _HEAD, _CRC = Struct("<8sIII"), Struct("<I")
 _HEAD_START = Struct("<8sII")
 
@@ -112,32 +115,43 @@ def row_keys(rows: Rows) -> NDArray[np.int64]:
 
 
 def unequal(a: Rows, b: Rows) -> NDArray[np.bool_]:
-    """Which rows of `a` and `b`, of equal keys, differ in a field that both have."""
-    found = np.zeros(len(a), np.bool_)
-    for kind in (SHARD, STEP, PART):
+    """Which rows of `a` and `b`, of equal keys, differ in samples, epochs or a digest that both have."""
+    both = a["present"] & b["present"]
+    differs = a["digest"] != b["digest"]
+    samples = a["sample"].shape[1]
+    for kind in (SHARD, STEP):
         chosen = np.flatnonzero(a["kind"] == kind)
-        if len(chosen):
-            fields = differing(a[chosen], b[chosen])
-            found[chosen] = np.any([*fields.values()], axis=0)
+        for number, slot in enumerate(slots(kind, samples).values()):
+            given = (both[chosen] >> number & 1).astype(bool)
+            differs[chosen, slot] &= given[:, None]
+
+    found: NDArray[np.bool_] = differs.any(axis=1)
+    for name in ("sample", "epoch"):
+        found |= (a[name] != b[name]).any(axis=1)
     return found
 
 
-def differing(a: Rows, b: Rows) -> dict[str, NDArray[np.bool_]]:
-    """For each field, which rows of `a` and `b`, of equal keys and one kind, differ; only fields that both have count.
+def recorded(rows: Rows) -> Values:
+    """What one run recorded of a step, from its rows: one number per sample or tensor."""
+    found: Values = {}
+    for row in rows:
+        kind = int(row["kind"])
+        shard = int(row["shard"])
+        if kind == PART:
+            name = part_fields(shard)[row["field"]] + PARTS
+            key = (SHARD if shard >= 0 else STEP, name, shard)
+            before = found.get(key, np.zeros(0, np.uint64))
+            found[key] = np.append(before, row["digest"][: row["present"]])
+            continue
 
-    Shard rows also have the field "order": the samples and their epochs. Part rows have the one field "part".
-    """
-    kind = int(a["kind"][0])
-    if kind == PART:
-        return {"part": (a["digest"] != b["digest"]).any(axis=1)}
-    found = {}
-    if kind == SHARD:
-        other = (a["sample"] != b["sample"]) | (a["epoch"] != b["epoch"])
-        found["order"] = other.any(axis=1)
-    both = a["present"] & b["present"]
-    for number, (name, slot) in enumerate(slots(kind, a["sample"].shape[1]).items()):
-        other = (a["digest"][:, slot] != b["digest"][:, slot]).any(axis=1)
-        found[name] = other & ((both >> number) & 1).astype(bool)
+        if kind == SHARD:
+            # One number for both: equal only if epochs and samples are.
+            order = row["epoch"].astype(np.int64) << 32 | row["sample"]
+            found[kind, "order", shard] = order
+        places = slots(kind, len(row["sample"]))
+        for number, (name, slot) in enumerate(places.items()):
+            if row["present"] >> number & 1:
+                found[kind, name, shard] = row["digest"][slot]
     return found
 
 

@@ -33,18 +33,15 @@ def _add_to_blocks(addresses, pieces, sums, chunk: tl.constexpr):
     addresses: of each tensor, int64. pieces: the table of `_pieces`, a row for each program. sums: of each block.
     """
     at = pieces + tl.program_id(0).to(tl.int64) * 5
-    part, start, count, index, block = (
-        tl.load(at),
-        tl.load(at + 1),
-        tl.load(at + 2),
-        tl.load(at + 3),
-        tl.load(at + 4),
-    )
+    part = tl.load(at)
+    start = tl.load(at + 1)
+    count = tl.load(at + 2)
+    index = tl.load(at + 3)
+    block = tl.load(at + 4)
     lane = tl.arange(0, chunk)
     words = tl.load(addresses + part).to(tl.pointer_type(tl.uint64)) + start + lane
-    mixed = _mix64(
-        tl.load(words, mask=lane < count, other=0) ^ _mixed_indices(index + lane)
-    )
+    bits = tl.load(words, mask=lane < count, other=0)
+    mixed = _mix64(bits ^ _mixed_indices(index + lane))
     total = tl.sum(tl.where(lane < count, mixed, tl.zeros_like(mixed)), 0)
     tl.atomic_add(sums + block, total.to(tl.int64, bitcast=True))
 
@@ -56,14 +53,14 @@ def _join_blocks(sums, edges, digests, chunk: tl.constexpr):
     edges: first block of each group, and the end of the last.
     """
     group = tl.program_id(0)
-    first, end = tl.load(edges + group), tl.load(edges + group + 1)
+    first = tl.load(edges + group)
+    end = tl.load(edges + group + 1)
     total = tl.zeros((chunk,), tl.uint64)
     for place in range(first, end, chunk):
         block = place + tl.arange(0, chunk)
-        found = tl.load(sums + block, mask=block < end, other=0).to(
-            tl.uint64, bitcast=True
-        )
-        mixed = _mix64(found ^ _mixed_indices(block - first))
+        found = tl.load(sums + block, mask=block < end, other=0)
+        bits = found.to(tl.uint64, bitcast=True)
+        mixed = _mix64(bits ^ _mixed_indices(block - first))
         total += tl.where(block < end, mixed, tl.zeros_like(mixed))
     tl.store(digests + group, tl.sum(total, 0).to(tl.int64, bitcast=True))
 
@@ -80,9 +77,8 @@ def digests(
     pieces, edges, num_blocks = _pieces(lengths, ends, block, device)
     sums = torch.zeros(num_blocks, dtype=torch.int64, device=device)
     if len(pieces):
-        addresses = _uploaded(
-            np.array([part.data_ptr() for part in parts], np.int64), device
-        )
+        places = np.array([part.data_ptr() for part in parts], np.int64)
+        addresses = _uploaded(places, device)
         _add_to_blocks[(len(pieces),)](addresses, pieces, sums, chunk=CHUNK)
     found = torch.empty(len(ends), dtype=torch.int64, device=device)
     _join_blocks[(len(ends),)](sums, edges, found, chunk=64)
@@ -95,32 +91,29 @@ def _pieces(
 ) -> tuple[Tensor, Tensor, int]:
     """The work of each program, int64 (n, 5): part, first word in it, words, place in the block, block. Then the first
     block of each group and the end of the last, int64; and the number of blocks."""
-    rows, edges, start = [], [0], 0
+    rows = []
+    edges = [0]
+    start = 0
     for end in ends:
         place = 0  # in the words of the group
         for part in range(start, end):
             done = 0
             while done < lengths[part]:
-                count = min(CHUNK, lengths[part] - done, block - place % block)
-                rows.append(
-                    (part, done, count, place % block, edges[-1] + place // block)
-                )
-                done, place = done + count, place + count
+                inside = place % block
+                count = min(CHUNK, lengths[part] - done, block - inside)
+                number = edges[-1] + place // block
+                rows.append((part, done, count, inside, number))
+                done += count
+                place += count
         edges.append(edges[-1] - (-place // block))
         start = end
-    pieces = np.array(rows, np.int64).reshape(-1, 5)
-    return (
-        _uploaded(pieces, device),
-        _uploaded(np.array(edges, np.int64), device),
-        edges[-1],
-    )
+    pieces = _uploaded(np.array(rows, np.int64).reshape(-1, 5), device)
+    return pieces, _uploaded(np.array(edges, np.int64), device), edges[-1]
 
 
 def _uploaded(array: np.ndarray, device: torch.device) -> Tensor:
     """A copy on the device, from memory that the host need not wait for."""
     tensor = torch.from_numpy(array)
-    return (
-        tensor.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else tensor
-    )
+    if device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

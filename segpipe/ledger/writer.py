@@ -15,7 +15,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,43 +30,15 @@ from segpipe.ledger.rows import (
     SessionHeader,
     encode,
     encode_rows,
-    fields_of,
     ledger_files,
     part_fields,
     read_file,
     row_type,
     slots,
 )
-from segpipe.settings.config import Config, config_hash, recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def session_header(
-    config: Config,
-    fingerprint: dict[str, Any],
-    *,
-    session: int,
-    first_step: int,
-    rank: int,
-    world_size: int,
-    parts: Mapping[str, Sequence[str]] | None = None,
-    sample_names: Sequence[str] = (),
-) -> SessionHeader:
-    """Header of a session, level 1 with `parts`; `sample_names` of one rank are enough for the run."""
-    return SessionHeader(
-        session,
-        first_step,
-        rank,
-        world_size,
-        recipe(config),
-        config_hash(config),
-        fingerprint,
-        level=int(parts is not None),
-        parts={name: list(values) for name, values in (parts or {}).items()},
-        sample_names=list(sample_names),
-    )
 
 
 def next_session(run_folder: Path) -> int:
@@ -84,13 +56,14 @@ class LedgerWriter:
 
     def __init__(self, path: Path, header: SessionHeader) -> None:
         """Start a session at the end of the file, after dropping a torn tail. Raises CheckpointError."""
-        self.path, self._samples = path, header.samples_per_shard
+        self.path = path
+        self._samples = header.samples_per_shard
         self._type = row_type(self._samples)
         self._width: int = self._type["digest"].shape[0]
         self._rows: list[Rows] = []
         self._num_rows = 0
         # By their index among the digests of all pending rows.
-        self._values: list[tuple[int, Tensor | int]] = []
+        self._values: list[tuple[int, Tensor]] = []
         sound = read_file(path).sound if path.exists() else 0
         with _disk(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,19 +77,20 @@ class LedgerWriter:
         self,
         step: int,
         shard: int,
-        epochs: Tensor | Sequence[int],
-        samples: Tensor | Sequence[int],
-        digests: Mapping[str, Tensor | int],
+        epochs: Tensor,
+        samples: Tensor,
+        digests: Mapping[str, Tensor],
     ) -> None:
         """Row of a shard: epochs and indices of its samples (on the host), and digests by SHARD_FIELDS.
 
         Digests are int64, 0-d, or (b,) for SAMPLE_FIELDS; they must not change before the next flush.
         """
         row = self._new(SHARD, 1, step, shard)
-        row["epoch"], row["sample"] = _integers(epochs), _integers(samples)
+        row["epoch"] = epochs.numpy()
+        row["sample"] = samples.numpy()
         self._fill(row, SHARD, digests)
 
-    def step_row(self, step: int, digests: Mapping[str, Tensor | int]) -> None:
+    def step_row(self, step: int, digests: Mapping[str, Tensor]) -> None:
         """Row of a step by STEP_FIELDS: its reduction, and the state after it; step `first - 1` is the state before.
 
         Every rank writes its own, so that ranks that diverged are found.
@@ -128,11 +102,13 @@ class LedgerWriter:
     ) -> None:
         """Digests int64 (n,) of the samples or tensors of one field of a shard, or of a step (shard None)."""
         shard = -1 if shard is None else shard
-        number, count = part_fields(shard).index(name), digests.numel()
         start = self._num_rows * self._width
+        count = digests.numel()
         rows = self._new(PART, -(-count // self._width), step, shard)
-        rows["field"], rows["part"] = number, np.arange(len(rows))
-        rows["present"] = np.minimum(self._width, count - self._width * rows["part"])
+        rows["field"] = part_fields(shard).index(name)
+        rows["part"] = np.arange(len(rows))
+        left = count - self._width * rows["part"]
+        rows["present"] = np.minimum(self._width, left)
         self._values.append((start, digests))
 
     def flush(self, *, sync: bool = False) -> None:
@@ -146,7 +122,10 @@ class LedgerWriter:
             for start, values in _on_host(self._values):
                 digests[start : start + len(values)] = values
             rows["digest"] = digests.reshape(len(rows), self._width)
-            self._rows, self._values, self._num_rows = [], [], 0
+
+            self._rows = []
+            self._values = []
+            self._num_rows = 0
             self._append(encode_rows(rows))
         if sync:
             # Not tried again: after a failed sync, Linux forgets which pages are not written.
@@ -165,18 +144,19 @@ class LedgerWriter:
 
     def _new(self, kind: int, count: int, step: int, shard: int) -> Rows:
         rows = np.zeros(count, self._type)
-        rows["kind"], rows["step"], rows["shard"] = kind, step, shard
+        rows["kind"] = kind
+        rows["step"] = step
+        rows["shard"] = shard
         self._rows.append(rows)
         self._num_rows += count
         return rows
 
-    def _fill(self, row: Rows, kind: int, digests: Mapping[str, Tensor | int]) -> None:
-        places, names = slots(kind, self._samples), fields_of(kind)
-        for name, value in digests.items():
-            row["present"] |= np.uint16(1 << names.index(name))
-            self._values.append(
-                ((self._num_rows - 1) * self._width + places[name].start, value)
-            )
+    def _fill(self, row: Rows, kind: int, digests: Mapping[str, Tensor]) -> None:
+        start = (self._num_rows - 1) * self._width
+        for number, (name, slot) in enumerate(slots(kind, self._samples).items()):
+            if name in digests:
+                row["present"] |= np.uint16(1 << number)
+                self._values.append((start + slot.start, digests[name]))
 
     def _append(self, content: bytes) -> None:
         with _disk(self.path):
@@ -191,28 +171,22 @@ def _disk(path: Path) -> Iterator[None]:
         raise not_written(path, error) from error
 
 
-def _integers(values: Tensor | Sequence[int]) -> list[int]:
-    return values.tolist() if hasattr(values, "tolist") else list(values)
-
-
 def _on_host(
-    values: list[tuple[int, Tensor | int]],
+    values: Sequence[tuple[int, Tensor]],
 ) -> Iterator[tuple[int, NDArray[np.uint64]]]:
     """The values as arrays, with one copy for each device."""
-    devices: dict[Any, list[tuple[int, Tensor]]] = {}
-    for start, value in values:
-        if isinstance(value, int):
-            yield start, np.array([value & (1 << 64) - 1], np.uint64)
-        else:
-            members = devices.setdefault(value.device, [])
-            members.append((start, value.detach().reshape(-1)))
-    for members in devices.values():
-        import torch  # here, so that reading a ledger does not load it
+    import torch  # here, so that reading a ledger does not load it
 
-        flat = torch.cat([value for _, value in members])
-        assert flat.dtype == torch.int64, "digests are int64"
-        host = flat.cpu().numpy().view(np.uint64)
-        place = 0
-        for start, value in members:
-            yield start, host[place : place + value.numel()]
-            place += value.numel()
+    devices: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for start, value in values:
+        flat = value.detach().reshape(-1)
+        devices.setdefault(value.device, []).append((start, flat))
+
+    for members in devices.values():
+        joined = torch.cat([value for _, value in members])
+        assert joined.dtype == torch.int64, "digests are int64"
+        host = joined.cpu().numpy().view(np.uint64)
+        lengths = [len(value) for _, value in members]
+        pieces = np.split(host, np.cumsum(lengths)[:-1])
+        for (start, _), piece in zip(members, pieces, strict=True):
+            yield start, piece

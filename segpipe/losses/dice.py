@@ -11,7 +11,11 @@ from torch import Tensor
 
 
 def dice_sum(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
-    """The loss times the shard's valid pixels; autograd finds its gradient.
+    """Soft Dice loss, 1 - 2 |P T| / (|P| + |T|), averaged over the classes that a shard's target has.
+
+    P are the probabilities and T the target of a class over all valid pixels of the shard. Times the valid pixels;
+    without any, loss and gradient are 0. Source: V-Net, arXiv:1606.04797, with the plain sums of arXiv:1707.03237 in
+    the denominator.
 
     Shapes: logits float32 (B, C, H, W), target uint8 (B, H, W) -> 0-d.
     """

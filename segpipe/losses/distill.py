@@ -1,4 +1,4 @@
-"""Distillation: the answers of a trained network, the teacher, as targets. Source: arXiv:1503.02531."""
+"""Distillation: the answers of a trained network, the teacher, as targets."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ def distill_sum(
     ignore_index: int,
 ) -> Tensor:
     """KL divergence from the teacher's probabilities, summed over the valid pixels, times the squared temperature.
+
+    Source: arXiv:1503.02531.
 
     Both logits are divided by the temperature first; its square keeps the size of the gradient. The teacher gets no
     gradient.

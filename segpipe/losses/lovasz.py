@@ -1,8 +1,4 @@
-"""Lovasz-softmax: a convex extension of 1 - IoU, averaged over the classes that a shard's target has.
-
-The errors of a class are 1 - p at its own pixels and p at all other valid ones, over all images of the shard together.
-Sorted, each counts by what it adds to the Jaccard loss. Source: arXiv:1705.08790, algorithm 1, `per_image` off.
-"""
+"""Lovasz-softmax, a loss of the IoU of a whole shard."""
 
 from __future__ import annotations
 
@@ -11,7 +7,11 @@ from torch import Tensor
 
 
 def lovasz_sum(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
-    """The loss times the shard's valid pixels; autograd finds its gradient. Sorts all pixels once for each class.
+    """Lovasz-softmax, a convex extension of 1 - IoU, averaged over the classes of a shard's target; times valid pixels.
+
+    The errors of a class are 1 - p at its own pixels and p at all other valid ones, over all images of the shard
+    together. Sorted, each counts by what it adds to the Jaccard loss: one sort of all pixels for each class.
+    Source: arXiv:1705.08790, algorithm 1, `per_image` off.
 
     Shapes: logits float (B, C, H, W), target uint8 (B, H, W) -> 0-d.
     """

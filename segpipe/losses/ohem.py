@@ -41,7 +41,7 @@ def hard_pixels(
     # Filled on the device: torch.tensor and new_tensor copy a number to it, and the host waits for that.
     cut = detached.new_full((), -math.log(max(config.ohem_threshold, 1e-12)))
     # On a CPU it costs little to see that the threshold leaves enough; a GPU would have to be waited for.
-    enough = losses.device.type == "cpu" and bool((detached >= cut).sum() >= fewest)
+    enough = not losses.is_cuda and bool((detached >= cut).sum() >= fewest)
     if fewest > 0 and not enough:
         count = torch.full((), fewest, device=losses.device)
         cut = torch.minimum(cut, kth_largest(detached, count))
@@ -50,15 +50,23 @@ def hard_pixels(
     return kept, valid.sum() / kept.sum().clamp_min(1)
 
 
-def kth_largest(values: Tensor, k: Tensor) -> Tensor:
+def kth_largest(values: Tensor, k: Tensor, *, at_once: int | None = None) -> Tensor:
     """The k-th largest of non-negative float32 `values` (1-based), exactly, as a 0-d tensor.
 
-    Builds the answer bit by bit: the bits of non-negative floats are ordered like integers, so 31 counts replace a
-    sort. Depends on the values only, not on their order, and does not synchronise with the host.
+    Builds the answer from its highest bit down: the bits of non-negative floats are ordered like integers, so counts of
+    the values above some candidates replace a sort. Depends on the values only, not on their order, and does not
+    synchronise with the host. Of `at_once` bits every candidate is counted: 3 on a GPU, which takes 66 launches for the
+    31 bits instead of 186, else 1, which compares the least.
     """
+    at_once = at_once or (3 if values.is_cuda else 1)
     bits = values.flatten().view(torch.int32)
     answer = torch.zeros((), dtype=torch.int32, device=values.device)
-    for place in range(30, -1, -1):
-        candidate = answer | (1 << place)
-        answer = torch.where((bits >= candidate).sum() >= k, candidate, answer)
+    steps = torch.arange(1, 1 << at_once, dtype=torch.int32, device=values.device)
+    # The highest bit by itself: of three, candidates would not fit into 32.
+    for place in (30, *range(30 - at_once, -1, -at_once)):
+        tried = steps[:1] if place == 30 else steps
+        candidates = torch.add(answer, tried, alpha=1 << place)
+        counts = (bits >= candidates[:, None]).sum(1)
+        reached = (counts >= k).sum(dtype=torch.int32)
+        answer = torch.add(answer, reached, alpha=1 << place)
     return answer.view(torch.float32)

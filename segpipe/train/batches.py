@@ -13,7 +13,7 @@ from segpipe.data.augment import Augmenter
 from segpipe.data.frequency import PixelCounts
 from segpipe.data.loader import train_batches
 from segpipe.data.order import Order
-from segpipe.data.samples import CachedSamples, image_pixels
+from segpipe.data.samples import CachedSamples, image_pixels, sequences
 from segpipe.errors import DataError
 from segpipe.losses.cross_entropy import class_weights
 from segpipe.train.canary import Canary
@@ -21,6 +21,8 @@ from segpipe.train.canary import Canary
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from segpipe.data.data_set import DataSet
     from segpipe.data.loader import ShardBatch
@@ -59,12 +61,26 @@ def shard_stream(
 def order_of(config: Config, samples: DataSet, counts: PixelCounts | None) -> Order:
     """Which samples each update takes; `counts` as `counted` returns them."""
     compute = config.compute
-    positions = frequency.draws(
-        config.data.balance, _sets(samples), counts, config.seed
-    )
+    repeats = _repeats(config, samples, counts)
+    positions = frequency.draws(repeats, _sets(samples), config.seed)
     return Order(
         config.seed, len(samples), compute.shards, compute.samples_per_shard, positions
     )
+
+
+def _repeats(
+    config: Config, samples: DataSet, counts: PixelCounts | None
+) -> NDArray[np.float64] | None:
+    """How often each sample comes in a pass over its data set; None: once."""
+    data, sets = config.data, samples.parts()
+    if data.balance_by == "sequence":
+        return frequency.repeats_by_sequence(
+            [sequences(part.samples, data.sequence, part.label) for part in sets]
+        )
+    if not data.balance:
+        return None
+    assert counts is not None
+    return frequency.repeats_by_class(data.balance, _sets(samples), counts)
 
 
 def _sets(samples: DataSet) -> list[tuple[int, float]]:
@@ -87,6 +103,8 @@ def counted(
     """
     chosen = config.loss.class_weights
     by_frequency = isinstance(chosen, str) and chosen != "none"
+    if config.data.balance_by == "sequence":
+        say(f"data.balance_by = sequence: {_told(config, samples, None)}")
     if not config.data.balance and not by_frequency:
         return None
     balance = bool(config.data.balance)  # needs each sample by itself
@@ -106,38 +124,48 @@ def counted(
             )
         return found
     own = indices[group.rank :: group.world_size]
-    rows = np.zeros((len(own), samples.classes.num_classes), np.int64)
     start = last = time.monotonic()
-    for done, row in enumerate(image_pixels(samples, own)):
-        rows[done] = row
+
+    def progress(done: int, _: int) -> None:
+        nonlocal last
         if time.monotonic() - last > SAY_EVERY_S:
             last = time.monotonic()
             say(
                 f"counting the classes of the training masks: {done * group.world_size} of {len(indices)}"
             )
+
+    shape = len(own), samples.classes.num_classes
+    rows = np.array(image_pixels(samples, own, progress), np.int64).reshape(shape)
     counts = frequency.merged(group.gather(PixelCounts(rows, np.array(own, np.int64))))
     say(
         f"counted the classes of {len(indices)} training masks in {time.monotonic() - start:.1f} s"
     )
     if balance:
-        factors = frequency.repeats(config.data.balance, _sets(samples), counts)
-        unused = (
-            ""
-            if factors.max() > 1
-            else ": no class is that rare. Raise it, at most to 1"
-        )
-        times = f"{factors.mean():.2f} times per pass on average, at most {factors.max():.2f} times"
-        say(f"data.balance = {config.data.balance:g}: images come {times}{unused}")
+        told = _told(config, samples, counts)
+        say(f"data.balance = {config.data.balance:g}: {told}")
     if by_frequency:
         say(f"loss.class_weights = {chosen}: {_extremes(config, samples, counts)}")
     return counts
+
+
+def _told(config: Config, samples: DataSet, counts: PixelCounts | None) -> str:
+    """How often images come."""
+    repeats = _repeats(config, samples, counts)
+    assert repeats is not None
+    often = f"images come {repeats.mean():.2f} times per pass on average, at most {repeats.max():.2f} times"
+    if repeats.max() > 1:
+        return often
+    if config.data.balance:
+        return f"{often}: no class is that rare. Raise it, at most to 1"
+    return f"{often}: all sequences have equally many images"
 
 
 def _extremes(config: Config, samples: DataSet, counts: PixelCounts) -> str:
     """How much more the rarest class weighs than the commonest, of those that training meets."""
     weights = loss_weights(config, samples, counts)
     assert weights is not None
-    pixels = frequency.pixels_seen(config.data.balance, _sets(samples), counts)
+    repeats = _repeats(config, samples, counts)
+    pixels = frequency.pixels_seen(repeats, _sets(samples), counts)
     present = np.flatnonzero(pixels)
     if not present.size:
         return "no class has a pixel"
@@ -161,5 +189,6 @@ def loss_weights(
         frequency.check_given_weights(chosen, samples.classes.names)
         return torch.tensor(chosen)
     assert counts is not None
-    pixels = frequency.pixels_seen(config.data.balance, _sets(samples), counts)
+    repeats = _repeats(config, samples, counts)
+    pixels = frequency.pixels_seen(repeats, _sets(samples), counts)
     return class_weights(torch.from_numpy(pixels), chosen)

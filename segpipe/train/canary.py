@@ -66,7 +66,7 @@ def augment_watched(
             group = [_tensor(array) for array in arrays]
             trail.append((name, int(digest_groups([group]))))
 
-        crop = augmenter.looked_at(*frame, key, look)
+        crop = augmenter.crop(*frame, key, look)
         return crop, witness(crop, tuple(trail))
 
 
@@ -89,23 +89,8 @@ def another_worker() -> Iterator[None]:
 
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:
-    """The array as a tensor that is only read."""
-    array = np.ascontiguousarray(array)
-    if not array.flags.writeable:
-        # A frame of a cache: torch warns of read-only memory, and a copy costs more than the digest.
-        array = np.asarray(_Unlocked(array))
-    return torch.from_numpy(array)
-
-
-class _Unlocked:
-    """The memory of a contiguous array without its read-only flag."""
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        self._array = array  # keeps the memory alive
-        self.__array_interface__ = {
-            **array.__array_interface__,
-            "data": (array.ctypes.data, False),
-        }
+    """The array as a tensor; of a cached frame, which may not be written, as a copy: torch would warn."""
+    return torch.from_numpy(np.require(array, requirements=("C", "W")))
 
 
 def first_difference(expected: Frame, found: Frame) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,12 +14,17 @@ from torch import nn
 from segpipe import plugins
 from segpipe.data.catalog import ClassTable
 from segpipe.determinism import flags
-from segpipe.errors import CheckpointError, WeightsError
-from segpipe.files import write_atomically
+from segpipe.errors import CheckpointError, ConfigError, WeightsError
+from segpipe.files import sha256, write_atomically
 from segpipe.ledger.digest import leaves, state_digest
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
-from segpipe.models.weights import read_torch
+from segpipe.models.weights import (
+    WeightsSource,
+    read_safetensors,
+    read_torch,
+    state_dict_in,
+)
 from segpipe.settings.config import (
     Config,
     changed_course,
@@ -28,7 +33,8 @@ from segpipe.settings.config import (
     recipe,
     to_mapping,
 )
-from segpipe.train.optim import load_optimizer
+from segpipe.train.start import pin_weights, teacher_path, weights_path
+from segpipe.train.state import load_optimizer
 
 if TYPE_CHECKING:
     from segpipe.models.layers import SegmentationNet
@@ -58,33 +64,31 @@ class TrainedNetwork:
     config_hash: str = ""
 
 
-def save_state(
-    path: Path,
-    state: TrainState,
-    config: Config,
-    classes: ClassTable,
-    fingerprint: dict[str, Any],
-) -> None:
-    """Write the state and what its bits depend on. Raises CheckpointError when the disk is full."""
-    save(
-        path,
-        {
-            "step": state.step,
-            "config": to_mapping(config),
-            "classes": asdict(classes),
-            "fingerprint": fingerprint,
-            "model": _on_cpu(state.model),
-            "ema": _on_cpu(state.ema.model),
-            "optimizer": state.optimizer.state_dict(),
-            "scaler": state.scaler.state_dict(),
-            "best_miou": state.best_miou,
-            "stale": state.stale,
-        },
-    )
+def snapshot(
+    state: TrainState, config: Config, classes: ClassTable, fingerprint: dict[str, Any]
+) -> dict[str, Any]:
+    """The state and what its bits depend on, for `save`; later updates do not change it."""
+    return {
+        "step": state.step,
+        "config": to_mapping(config),
+        "classes": asdict(classes),
+        "fingerprint": fingerprint,
+        "model": _copied(state.model.state_dict()),
+        "ema": _copied(state.ema.model.state_dict()),
+        "optimizer": _copied(state.optimizer.state_dict()),
+        "scaler": state.scaler.state_dict(),
+        "best_miou": state.best_miou,
+        "stale": state.stale,
+    }
 
 
-def _on_cpu(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().cpu() for name, value in model.state_dict().items()}
+def _copied(value: Any) -> Any:
+    """Nested dictionaries with copies of all tensors on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {name: _copied(part) for name, part in value.items()}
+    return value
 
 
 class Found(NamedTuple):
@@ -108,25 +112,24 @@ def newest_whole(folder: Path) -> Found | None:
 
     None if there is no checkpoint. Raises CheckpointError when none is whole, or a file cannot be read now.
     """
-    newest: Found | None = None
+    whole: list[Found] = []
     faults: list[str] = []
     for path in candidates(folder):
         try:
-            found = Found(path, load(path))
+            whole.append(Found(path, load(path)))
         except CheckpointError as error:
             # A disk that fails now says nothing about the file.
             if isinstance(error.__cause__, OSError):
                 raise
             faults.append(str(error))
-            continue
-        if path.name == "last.pt":
-            return found
-        if newest is None or found.content["step"] > newest.content["step"]:
-            newest = found
-        if path.name != "best.pt":
-            break  # the others are older
-    if newest is not None:
+        else:
+            if path.name != "best.pt":
+                break  # the others are older
+    if whole:
+        newest = max(whole, key=lambda found: found.content["step"])
         last = folder / "last.pt"
+        if newest.path == last:
+            return newest
         fault = f"damaged ({faults[0]})" if last.is_file() else "missing"
         return newest._replace(
             note=f"the newest whole checkpoint is {newest.path.name} of step "
@@ -307,6 +310,71 @@ def load_network(run: Path, which: str = "best") -> TrainedNetwork:
         step=int(state["step"]),
         config_hash=config_hash(state["config"]),
     )
+
+
+def read_start(config: Config) -> WeightsSource:
+    """The weights for step 0: of a checkpoint of segpipe the averaged ones, whose digests are compared.
+
+    Raises CheckpointError when the file is missing, damaged, or was replaced meanwhile, and WeightsError when it holds
+    no tensor.
+    """
+    if not config.model.weights:
+        return WeightsSource()
+    pin_weights(config)
+    path = weights_path(config)
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} does not exist any more, and without a checkpoint the run starts at step 0, which needs it. "
+            f"Put it back, or set model.weights to where it is now."
+        )
+    if path.suffix == ".safetensors":
+        source = read_safetensors(path)
+    else:
+        saved = read_torch(path)
+        if isinstance(saved, dict) and {"format", "ema", "digests"} <= saved.keys():
+            saved = load(path)  # again, with its digests
+            names = tuple(saved["classes"]["names"])
+            source = WeightsSource(saved["ema"], part="ema", class_names=names)
+        else:
+            source = state_dict_in(saved, path)
+    if not source.tensors:
+        raise WeightsError(
+            f"{path} holds no tensor, so there is nothing to start from. Set model.weights to a file of weights."
+        )
+    model = config.model
+    return replace(source, path=model.weights, sha256=model.weights_sha256)
+
+
+def read_teacher(config: Config) -> TrainedNetwork:
+    """The network of `loss.teacher`, averaged, in eval mode on the CPU.
+
+    Raises CheckpointError when the file is gone, or was replaced meanwhile.
+    """
+    path, expected = teacher_path(config), config.loss.teacher_sha256
+    if not path.is_file():
+        raise CheckpointError(f"{path} of loss.teacher does not exist any more.")
+    if expected and sha256(path) != expected:
+        raise CheckpointError(
+            f"{path} of loss.teacher has another SHA-256 than the run was started with, {expected}. Put that file back."
+        )
+    return load_network(path)
+
+
+def teacher_of(config: Config, device: torch.device) -> SegmentationNet | None:
+    """The network of `loss.teacher` on the device; None without one."""
+    return read_teacher(config).model.to(device) if config.loss.teacher else None
+
+
+def check_teacher(config: Config, names: tuple[str, ...]) -> None:
+    """Raise ConfigError for a teacher of other classes than `names`, those of the data set."""
+    if not config.loss.teacher:
+        return
+    known = read_teacher(config).classes.names
+    if known != names:
+        raise ConfigError(
+            f"loss.teacher = {config.loss.teacher} knows the classes {', '.join(known)}, but those of the data set are "
+            f"{', '.join(names)}. Take a run that was trained with them."
+        )
 
 
 def _class_table(values: dict[str, Any]) -> ClassTable:

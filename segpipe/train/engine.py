@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
+import time
 from collections.abc import Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,15 +26,15 @@ from segpipe.plugins import is_path
 from segpipe.settings.config import Config, to_mapping
 from segpipe.train import checkpoint
 from segpipe.train.batches import counted, loss_weights, shard_stream
-from segpipe.train.metrics import miou, summary
+from segpipe.train.eval_gap import eval_gap, is_due
+from segpipe.train.metrics import Validation, miou, summary
 from segpipe.train.recorder import keeps_ledger, open_watch
-from segpipe.train.result import check_space, header, result_of
-from segpipe.train.start import WEIGHTS, read_start, teacher_of
+from segpipe.train.start import WEIGHTS
 from segpipe.train.state import TrainState, build_state
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
-from segpipe.train.training import OpenOutputs, Run
-from segpipe.train.validate import Validation, validate
+from segpipe.train.training import OpenOutputs, Run, check_space, header, result_of
+from segpipe.train.validate import validate
 
 if TYPE_CHECKING:
     from segpipe.data.catalog import ClassTable
@@ -65,20 +67,22 @@ def train(
         with run.view:
             for note in notes:
                 run.view.say(note)
-            images_per_second = _loop(run, stream)
+            _loop(run, stream)
             _save(run, "last.pt")  # before the validation, which may fail
             stopped_early = _stopped_early(run)
             # After an early stop, this step has its line of the log already.
             final = _validate(run, precision="fp32", log=not stopped_early)
             if _keep_best(run, final, final=True):
                 _save(run, "last.pt")
-        result = result_of(run, final, images_per_second, stopped_early=stopped_early)
+        result = result_of(run, final, stopped_early=stopped_early)
         result["git"] = git
         if group.is_main:
             write_atomically(run.folder / "result.json", to_json(result))
         exit_code = 0
     finally:
-        # What it raises has been reported by an earlier flush.
+        # What they raise has been reported, or hides no other error.
+        with contextlib.suppress(CheckpointError):
+            run.settle()
         with contextlib.suppress(CheckpointError):
             run.watch.close()
         run.log.close(exit_code)
@@ -136,9 +140,9 @@ def _start(
     config: Config, group: Group, classes: ClassTable, found: checkpoint.Found | None
 ) -> tuple[TrainState, dict[str, Any], list[str]]:
     """The state, fresh or that of the checkpoint; the fingerprint of rank 0, and warnings."""
-    weights = None if found else read_start(config, checkpoint.load)
+    weights = None if found else checkpoint.read_start(config)
     state = build_state(config, classes, group.device, weights)
-    state.teacher = teacher_of(config, group.device, checkpoint.load_network)
+    state.teacher = checkpoint.teacher_of(config, group.device)
     fingerprint, rank_differences = common_fingerprint(
         config, group, backend(config.loss, group.device.type)
     )
@@ -149,17 +153,34 @@ def _start(
         if found.note and group.is_main:
             print(found.note, file=sys.stderr)  # also without train.progress
     warnings = []
-    precision = config.train.precision
-    if group.device.type == "cpu" and flags.emulated(precision):
-        warnings.append(
-            f"train.precision = {precision} is emulated: this CPU has no instructions for it, and updates "
-            f"take many times as long as with train.precision=fp32."
-        )
+    if slow := slow_precision(group.device.type, config.train.precision):
+        warnings.append(slow)
     if rank_differences and config.compute.mode != "off":
         warnings.append(
             f"ranks differ, so another number of processes may give other bits: {'; '.join(rank_differences[:4])}"
         )
     return state, fingerprint, warnings
+
+
+def slow_precision(device: str, precision: str) -> str:
+    """Message about a `train.precision` that another would beat by far on this kind of device; empty if none would."""
+    if device == "cpu" and flags.emulated(precision):
+        return (
+            f"train.precision = {precision} is emulated: this CPU has no instructions for it, and updates "
+            f"take many times as long as with train.precision=fp32."
+        )
+    if device == "cuda" and precision == "fp32":
+        return (
+            "train.precision = fp32 computes without TF32: an estimated third of the speed of train.precision=bf16. "
+            "tf32 lies between, with equal bits on GPUs of one kind."
+        )
+    is_off = device == "cpu" or os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
+    if precision == "tf32" and is_off:
+        return (
+            "train.precision = tf32 is fp32 here: only GPUs have it, and NVIDIA_TF32_OVERRIDE=0 in the environment "
+            "turns it off."
+        )
+    return ""
 
 
 def _counts(
@@ -193,12 +214,14 @@ def _write_origin(
         counts.save(kept)
 
 
-def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> float:
-    """All updates that are left; returns images per second of the updates alone."""
+def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
+    """All updates that are left."""
     config, current, clock = run.config, run.state, run.clock
     own = run.group.own_shards(config.compute.shards)
     weights = loss_weights(config, run.train_samples, run.counts)
     step = TrainStep(config, run.watch, weights)
+    every = config.train.log_every
+    run.log_after = (current.step // every + 1) * every if current.step else 1
     with (
         StopRequest(outlive_error=run.group.world_size > 1) as stop,
         contextlib.closing(stream),
@@ -215,13 +238,12 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> float:
                     f"stopped at step {current.step}; {run.folder / 'last.pt'} is written. "
                     f"Continue with run.exists=resume."
                 )
-            if _logs(config, current.step):
+            if current.step == run.log_after:
                 _log(run, result)
             clock.tick()
             run.view.advance(current.step)
             with clock.paused():
                 _keep(run)
-    return clock.rate() * config.global_batch
 
 
 def _keep(run: Run) -> None:
@@ -235,8 +257,8 @@ def _keep(run: Run) -> None:
             run.view.say(
                 f"step {done}: stops here, train.patience = {config.train.patience} validations after the best"
             )
-    if _due(done, config.checkpoint.every):
-        _save(run, "last.pt")
+    if _due(done, config.checkpoint.every) and _long_ago(run):
+        _save(run, "last.pt", wait=False)
     if _due(done, config.checkpoint.keep_every):
         _save(run, f"step_{done:06d}.pt")
         if config.checkpoint.keep_last and run.group.is_main:
@@ -252,8 +274,25 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _logs(config: Config, done: int) -> bool:
-    return done == 1 or _due(done, config.train.log_every)
+def _long_ago(run: Run) -> bool:
+    """Whether last.pt may be written again, by the clock of rank 0. A collective."""
+    if run.group.device.type == "cpu":
+        return True
+    passed = time.monotonic() - run.saved_at
+    is_long = run.group.is_main and passed >= run.config.checkpoint.every_s
+    return bool(run.watch.sum([int(is_long)])[0])
+
+
+def _next_line(run: Run) -> int:
+    """Step of the next line of metrics.jsonl: several lines further where a GPU is fast. A collective.
+
+    A step at which the host waits for the GPU costs what it had queued ahead, on all ranks; rank 0 tells them which.
+    """
+    train, lines = run.config.train, 1
+    if run.group.device.type != "cpu":
+        fast = math.ceil(run.clock.rate() * train.log_every_s / train.log_every)
+        lines = int(run.watch.sum([max(fast, 1) if run.group.is_main else 0])[0])
+    return (run.state.step // train.log_every + lines) * train.log_every
 
 
 def _waits(run: Run) -> bool:
@@ -266,7 +305,7 @@ def _waits(run: Run) -> bool:
         config.train.steps,
     )
     saves = any(_due(done, every) for every in saved_at)
-    return run.group.device.type == "cpu" or saves or _logs(config, done)
+    return run.group.device.type == "cpu" or saves or done == run.log_after
 
 
 def _check(run: Run, step: TrainStep, result: StepResult) -> None:
@@ -306,6 +345,7 @@ def _last_good_state(run: Run, first_bad: int) -> str:
     if first_bad >= now:
         _save(run, "diverged.pt")
         return f"The state before this step is kept in {run.folder / 'diverged.pt'}."
+    run.group.together(run.settle)
     good = "no last.pt was written"
     if run.saved is not None:
         good = f"last.pt of step {run.saved} is the last good state"
@@ -315,11 +355,13 @@ def _last_good_state(run: Run, first_bad: int) -> str:
 def _log(run: Run, result: StepResult) -> None:
     current, rate = run.state, result.rate
     speed = run.clock.recent_rate() * run.config.global_batch
+    wall = run.clock.wall_rate() * run.config.global_batch
     values = {
         "loss": float(result.loss),
         "lr": rate,
         "grad_norm": float(result.grad_norm),
         "images_per_second": speed,
+        "wall_images_per_second": wall,
         **{f"loss_{name}": float(part) for name, part in result.parts.items()},
     }
     if run.config.train.precision == "fp16":
@@ -332,14 +374,16 @@ def _log(run: Run, result: StepResult) -> None:
     shown = {
         "loss": f"{values['loss']:.3f}",
         "lr": f"{rate:.2g}",
-        "img/s": f"{speed:.1f}" if speed else "-",
+        "img/s": f"{speed:.1f} (wall {wall:.1f})" if speed else "-",
     }
     run.view.advance(current.step, shown)
+    run.log_after = _next_line(run)
 
 
 def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
     """Confusion of the averaged weights on the validation split."""
     config, current = run.config, run.state
+    run.group.together(run.settle)  # the loader may fork
     image, _ = run.val_cache.read(run.group.rank % len(run.val_samples))
     with run.watch.explain_out_of_memory([(1, *image.shape)]):
         found = validate(
@@ -355,9 +399,13 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
         )
     figures = summary(found.total, run.val_samples.classes.names)
     if log:
-        run.log.log(current.step, "validation", {"precision": precision, **figures})
+        values = {"precision": precision, "loss": found.loss, **figures}
+        run.log.log(current.step, "validation", values)
         run.log.validated(run, found)
     run.view.say(f"step {current.step}: validation mIoU {100 * figures['miou']:.2f} %")
+    if run.group.is_main and is_due(config, current.step) and (told := eval_gap(run)):
+        run.log.log(current.step, "warning", {"text": told})
+        run.view.say(f"Warning: {told}")
     return found
 
 
@@ -373,22 +421,32 @@ def _keep_best(run: Run, found: Validation, *, final: bool = False) -> bool:
     if not better:
         return False
     run.state.best_miou = score
-    _save(run, "best.pt")
+    _save(run, "best.pt", wait=final)
     return True
 
 
-def _save(run: Run, name: str) -> None:
-    """Write a checkpoint from rank 0, and the ledger up to it from every rank."""
+def _save(run: Run, name: str, *, wait: bool = True) -> None:
+    """Write a checkpoint from rank 0, and the ledger up to it from every rank.
+
+    Without `wait` a thread writes it, and the next call reports a full disk. A run's first checkpoint is waited for:
+    it is there as soon as metrics.jsonl goes beyond it.
+    """
     run.watch.sum([])  # ranks whose states differ save nothing
 
     def write() -> None:
+        run.settle()
         run.watch.flush(sync=True)
         if run.group.is_main:
             classes = run.train_samples.classes
-            checkpoint.save_state(
-                run.folder / name, run.state, run.config, classes, run.fingerprint
+            content = checkpoint.snapshot(
+                run.state, run.config, classes, run.fingerprint
             )
+            path = run.folder / name
+            run.writing = run.writer.submit(checkpoint.save, path, content)
+        if wait or run.saved is None:
+            run.settle()
 
     run.group.together(write)  # a full disk ends all ranks, not one alone
     if name == "last.pt":
         run.saved = run.state.step
+        run.saved_at = time.monotonic()

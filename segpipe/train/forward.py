@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from segpipe.errors import ConfigError
-from segpipe.train.optim import frozen_modules
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import ComputeConfig
@@ -18,13 +17,26 @@ if TYPE_CHECKING:
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def autocast(device: torch.device, precision: str) -> torch.autocast:
+@contextlib.contextmanager
+def autocast(device: torch.device, precision: str) -> Iterator[None]:
     """The context in which the network runs; the loss and all sums stay in fp32."""
-    return torch.autocast(
-        device.type,
-        dtype=AUTOCAST.get(precision, torch.bfloat16),
-        enabled=precision in AUTOCAST,
-    )
+    dtype = AUTOCAST.get(precision, torch.bfloat16)
+    enabled = precision in AUTOCAST
+    with torch.autocast(device.type, dtype=dtype, enabled=enabled), tf32(precision):
+        yield
+
+
+@contextlib.contextmanager
+def tf32(precision: str) -> Iterator[None]:
+    """Convolutions and matrix products in TF32 where `precision` asks for it: forward, and again around a backward."""
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = products.allow_tf32, convolutions.allow_tf32
+    if precision == "tf32":
+        products.allow_tf32 = convolutions.allow_tf32 = True
+    try:
+        yield
+    finally:
+        products.allow_tf32, convolutions.allow_tf32 = before
 
 
 class AllHeads(nn.Module):
@@ -108,6 +120,16 @@ def training_heads(
             "compute.cuda_graph = true, but training runs on a CPU. Set compute.cuda_graph=false."
         )
     return GraphedHeads(model)
+
+
+def frozen_modules(model: nn.Module) -> list[nn.Module]:
+    """Modules that have parameters, all of them frozen, and what is inside them."""
+    found: dict[nn.Module, None] = {}
+    for module in model.modules():
+        own = list(module.parameters())
+        if own and not any(parameter.requires_grad for parameter in own):
+            found |= dict.fromkeys(module.modules())
+    return list(found)
 
 
 def norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:

@@ -30,6 +30,7 @@ from segpipe.train.forward import (
     copy_all,
     norms,
     statistics,
+    tf32,
     training_heads,
     uncounted,
 )
@@ -72,10 +73,6 @@ class BatchLoss:
         self.guard = ShardGuard(config, self.state.model)
         self._norms = norms(self.state.model)
 
-        self._copies: torch.cuda.Stream | None = None
-        if self.device.type == "cuda":
-            self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-
     def __call__(
         self, network: nn.Module, batch: ShardBatch, global_valid: Tensor
     ) -> dict[str, Tensor]:
@@ -90,7 +87,10 @@ class BatchLoss:
         if batch.color is not None:
             tensors.append(batch.color)
         with watch.span("copy"):
-            image, target, *color = self._on_device(tensors)
+            # From page-locked memory: the host does not wait.
+            image, target, *color = [
+                value.to(self.device, non_blocking=True) for value in tensors
+            ]
 
         with (
             watch.span("forward"),
@@ -120,24 +120,6 @@ class BatchLoss:
         with torch.no_grad():
             logits = self.state.teacher(image)
         return TeacherLogits(logits, self.state.teacher.align_corners)
-
-    def _on_device(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """All on the device; the host does not wait.
-
-        A stream of its own copies them: the host is ahead of a GPU by up to a step, so a batch is there when the GPU
-        comes to it, and copies take no time of the stream that computes.
-        """
-        if self._copies is None:
-            return [value.to(self.device, non_blocking=True) for value in values]
-        here = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._copies):
-            copies = [value.to(self.device, non_blocking=True) for value in values]
-
-        here.wait_stream(self._copies)
-        for value in copies:
-            # Its memory is not used again before `here` has read it.
-            value.record_stream(here)
-        return copies
 
 
 class ElasticGradients:
@@ -199,7 +181,8 @@ class ElasticGradients:
                     layout, tree, flat, views, self.parameters, across, total
                 )
 
-            with watch.span("backward"):
+            precision = self.loss.config.train.precision
+            with watch.span("backward"), tf32(precision):
                 self.state.scaler.scale(parts["total"]).backward()  # type: ignore[no-untyped-call]
             self.loss.guard.check(self.state.step, batch.shard)
             losses[batch.shard] = parts["total"].detach()
@@ -256,12 +239,11 @@ class ElasticGradients:
         if self._exchange is None or self._exchange.on_grad_ready(place):
             return
 
-        parameter = self.parameters[place]
-        named = self.state.model.named_parameters()
-        name = next(name for name, value in named if value is parameter)
+        late, named = self.parameters[place], self.state.model.named_parameters()
+        name = next(name for name, value in named if value is late)
         raise CollectiveError(
-            f"a part of the gradient of {name} came after it was sent: its block is used several times under "
-            f"checkpoints. Use checkpoint(use_reentrant=False)."
+            f"a part of the gradient of {name} came after it was sent: its block is used several "
+            f"times under checkpoints. Use checkpoint(use_reentrant=False)."
         )
 
     def _layout_for(self, parts: dict[str, Tensor]) -> FlatLayout:
@@ -432,7 +414,8 @@ class DdpGradients:
 
         # DDP takes the mean over ranks, but the loss is divided by all pixels.
         total = parts["total"] * world_size
-        self.state.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
+        with tf32(self.loss.config.train.precision):
+            self.state.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
         self.loss.guard.check(self.state.step, whole.shard)
 
         losses = torch.stack([part.detach() for part in parts.values()])

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 
 from segpipe.distributed.agreement import Agreement
 from segpipe.distributed.health import Health, Scene, out_of_memory_named
-from segpipe.ledger import writer as ledger
 from segpipe.ledger.digest import digest_groups, digest_many, float_bits
-from segpipe.ledger.rows import ledger_path
+from segpipe.ledger.rows import SessionHeader, ledger_path
+from segpipe.ledger.writer import LedgerWriter, next_session
+from segpipe.settings.config import config_hash, recipe
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import Samples
@@ -49,37 +51,13 @@ class Watch:
 
     def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """Context of one part of an update, which `segpipe profile` measures; spans do not overlap."""
-        return contextlib.nullcontext()
+        return record_function(name)
 
-    def forward(self, seen: Tensor, heads: Mapping[str, Tensor]) -> None:
-        """After a shard's forward pass, with the network's input and outputs."""
+    def _nothing(self, *given: Any, **named: Any) -> None:
+        """What the hooks of a Recorder are here."""
 
-    def shard(
-        self,
-        batch: ShardBatch,
-        loss: Tensor,
-        statistics: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-    ) -> None:
-        """The backward of a shard is done; `gradients` in the order of the trained parameters."""
-
-    def whole_batch(self, shards: Sequence[ShardBatch]) -> None:
-        """DDP takes these shards as one batch: there is no `forward` and `shard` for each."""
-
-    def reduced(self, valid: Tensor) -> None:
-        """The gradients of the step are in `.grad`, before anything scales or clips them."""
-
-    def applied(self, rate: float) -> None:
-        """The update is done, at this learning rate."""
-
-    def after_update(self) -> None:
-        """The update and its checks are done. May be a collective."""
-
-    def flush(self, *, sync: bool = False) -> None:
-        """Write what is pending; with `sync` it is on the disk afterwards."""
-
-    def close(self) -> None:
-        """Write what is pending, and end."""
+    forward = shard = whole_batch = reduced = applied = after_update = _nothing
+    flush = close = _nothing
 
     def state_parts(self) -> dict[str, list[int]]:
         """Digests of the tensors that `part_names` names, as the state is now."""
@@ -130,31 +108,32 @@ class Recorder(Watch):
         for name in self._trained:
             del self._statistics[name]
 
-        gathered = group.gather(
-            ledger.next_session(config.run_dir) if group.is_main else 0
-        )
+        gathered = group.gather(next_session(config.run_dir) if group.is_main else 0)
         names = [samples.name(index) for index in range(len(samples))]
         parts = {"gradient": list(self._trained), **self.part_names()}
 
-        header = ledger.session_header(
-            config,
-            fingerprint,
+        header = SessionHeader(
             session=gathered[0],
             first_step=state.step,
             rank=group.rank,
             world_size=group.world_size,
-            parts=parts if self.audits else None,
+            recipe=recipe(config),
+            config_hash=config_hash(config),
+            fingerprint=fingerprint,
+            level=int(self.audits),
+            parts=parts if self.audits else {},
             sample_names=names if group.is_main else [],
         )
 
         path = ledger_path(config.run_dir, group.rank)
-        self._writer = ledger.LedgerWriter(path, header)
+        self._writer = LedgerWriter(path, header)
         self._shard: dict[str, Tensor] = {}
         self._step: dict[str, Tensor] = {}
 
         self.state_digest = torch.zeros((), dtype=torch.int64)
         self._state_row(state.step - 1)
 
+    @record_function("ledger")
     def forward(self, seen: Tensor, heads: Mapping[str, Tensor]) -> None:
         """Digests of input and output of the shard's network, for its row."""
         batch, logits = digest_groups(
@@ -162,11 +141,13 @@ class Recorder(Watch):
         )
         self._shard = {"batch": batch, "logits": logits}
 
+    @record_function("ledger")
     def whole_batch(self, shards: Sequence[ShardBatch]) -> None:
         """Rows of shards that have no forward of their own."""
         for batch in shards:
             self._shard_row(batch, {})
 
+    @record_function("ledger")
     def shard(
         self,
         batch: ShardBatch,
@@ -175,10 +156,10 @@ class Recorder(Watch):
         gradients: Sequence[Tensor],
     ) -> None:
         """Row of a shard, after its backward; `gradients` in the order of the trained parameters."""
-        sums = digest_groups([statistics, gradients], channels_last=True)
-        found = {"statistics": sums[0], "gradient": sums[1]}
-        loss = float_bits(loss.detach().double())
-        self._shard_row(batch, {**self._shard, **found, "loss": loss})
+        own, grads = digest_groups([statistics, gradients], channels_last=True)
+        bits = float_bits(loss.detach().double())
+        found = {"statistics": own, "gradient": grads, "loss": bits}
+        self._shard_row(batch, {**self._shard, **found})
 
         if not self.audits:
             return
@@ -210,6 +191,7 @@ class Recorder(Watch):
             "decoded_target": digest_groups([[target] for target in targets]),
         }
 
+    @record_function("ledger")
     def reduced(self, valid: Tensor) -> None:
         """Digests of the gradients of the step, before anything scales or clips them."""
         gradients = [
@@ -223,6 +205,7 @@ class Recorder(Watch):
         if self.audits:
             self._writer.part_rows(self.state.step, None, "gradient", _each(gradients))
 
+    @record_function("ledger")
     def applied(self, rate: float) -> None:
         """Row of the update."""
         self._step |= {"lr": float_bits(rate), "scale": float_bits(1.0)}
@@ -273,6 +256,7 @@ class Recorder(Watch):
         kinds = self._kinds().items()
         return {kind: _each(named.values()).tolist() for kind, named in kinds}
 
+    @record_function("ledger")
     def after_update(self) -> None:
         """Flush every `steps_held` updates, on all ranks or none: a full disk ends the run on all."""
         if self.state.step % self.steps_held == 0:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from segpipe.losses.total import valid_pixels
-from segpipe.train.forward import counters, statistics
+from segpipe.train.forward import counters, frozen_modules, statistics
 from segpipe.train.gradients import BatchLoss, DdpGradients, ElasticGradients
-from segpipe.train.optim import frozen_modules, learning_rate, set_rate
+from segpipe.train.state import learning_rate, set_rate
 
 if TYPE_CHECKING:
     from segpipe.data.loader import ShardBatch

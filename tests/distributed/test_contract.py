@@ -30,8 +30,7 @@ from segpipe import processes
 from segpipe.data.loader import ShardBatch
 from segpipe.distributed import contract as watch
 from segpipe.distributed import group as meeting
-from segpipe.distributed.calls import RING, CallLog
-from segpipe.distributed.contract import Contract, differ
+from segpipe.distributed.contract import RING, CallLog, Contract, differ
 from segpipe.distributed.group import Group
 from segpipe.errors import CollectiveError, DataError
 from segpipe.processes import rounds

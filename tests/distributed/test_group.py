@@ -122,7 +122,7 @@ def test_nccl_is_taken_where_no_two_ranks_share_a_gpu(
         monkeypatch.setattr(
             torch.cuda,
             "get_device_properties",
-            lambda device: types.SimpleNamespace(uuid=gpus[rank]),
+            lambda device: types.SimpleNamespace(uuid=gpus[rank], name="NVIDIA H200"),
         )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -135,6 +135,43 @@ def test_nccl_is_taken_where_no_two_ranks_share_a_gpu(
         bool(shared) and rank == 0
     )
     assert group_module.sharing(cards) == shared
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "backend"),
+    [
+        ("NVIDIA H200", "", "nccl"),
+        ("NVIDIA H200 MIG 1g.18gb", "", "gloo"),
+        ("NVIDIA H200 MIG 1g.18gb", "1", "nccl"),
+    ],
+)
+def test_instances_of_gpus_meet_over_gloo_unless_nccl_is_told_to_take_them(
+    monkeypatch: pytest.MonkeyPatch, name: str, asked: str, backend: str
+) -> None:
+    made: list[str] = []
+    known = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "x", "MASTER_PORT": 1}
+    for key, value in {**known, "LOCAL_RANK": 0, group_module.SEVERAL: asked}.items():
+        monkeypatch.setenv(key, str(value))
+
+    def meet(same: Any, timeout_s: float, gpu: str) -> tuple[Any, Any]:
+        other = "b" if gpu != "MIG" else gpu
+        cards = [{"rank": 0, "gpu": gpu}, {"rank": 1, "gpu": other}]
+        return dist.HashStore(), cards
+
+    found = types.SimpleNamespace(uuid="a", name=name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(group_module, "meet", meet)
+    monkeypatch.setattr(group_module, "watch", lambda *given, **named: Contract())
+    monkeypatch.setattr(group_module, "_subgroups", lambda *given: ())
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda kind, **given: made.append(kind)
+    )
+    with warnings.catch_warnings(action="ignore"):
+        join(ComputeConfig(), {})
+    assert made == [backend]
 
 
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(

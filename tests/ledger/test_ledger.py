@@ -26,8 +26,7 @@ from segpipe.ledger.rows import (
     row_type,
     slots,
 )
-from segpipe.ledger.writer import LedgerWriter, next_session, session_header
-from segpipe.settings.config import Config
+from segpipe.ledger.writer import LedgerWriter, next_session
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,10 +40,10 @@ def test_rows_come_back_as_they_were_given(tmp_path: Path) -> None:
             7,
             2,
             torch.tensor([0, 1]),
-            [48, 0],
-            {"image": image, "loss": loss, "gradient": 5},
+            torch.tensor([48, 0]),
+            {"image": image, "loss": loss, "gradient": torch.tensor(5)},
         )
-        writer.step_row(7, {"ema": torch.tensor(9), "valid": -4})
+        writer.step_row(7, {"ema": torch.tensor(9), "valid": torch.tensor(-4)})
         writer.part_rows(7, None, "weights", torch.arange(20) - 1)
     shard, step, *parts = read_file(path).sessions[0].rows
     places = slots(SHARD, 2)
@@ -98,20 +97,19 @@ def test_nothing_is_written_before_a_flush_and_tensors_are_read_then(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_killed_process_leaves_what_it_flushed(tmp_path: Path) -> None:
     code = f"""
-import os, signal, sys
+import os, signal
 from pathlib import Path
+import torch
 from segpipe.ledger.rows import SessionHeader
 from segpipe.ledger.writer import LedgerWriter
 recipe = {{"compute.shards": 4, "compute.samples_per_shard": 2}}
 writer = LedgerWriter(Path({str(tmp_path)!r}) / "ledger" / "rank00.bin", SessionHeader(0, 0, 0, 1, recipe, "", {{}}))
 for step in range(5):
-    writer.step_row(step, {{"weights": step}})
+    writer.step_row(step, {{"weights": torch.tensor(step)}})
     if step == 2:
         writer.flush()
-assert "torch" not in sys.modules
 os.kill(os.getpid(), signal.SIGKILL)
 """
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
@@ -128,7 +126,7 @@ def test_a_full_disk_is_said_and_leaves_whole_rows(
 ) -> None:
     path = ledger_path(tmp_path, 0)
     writer = LedgerWriter(path, ledgers.header())
-    writer.step_row(0, {"weights": 1})
+    writer.step_row(0, {"weights": torch.tensor(1)})
     writer.flush()
     write, sound = os.write, path.stat().st_size
 
@@ -138,7 +136,7 @@ def test_a_full_disk_is_said_and_leaves_whole_rows(
         return write(file, content[: len(content) - 60])
 
     monkeypatch.setattr(os, "write", half)
-    writer.step_row(1, {"weights": 2})
+    writer.step_row(1, {"weights": torch.tensor(2)})
     with pytest.raises(
         CheckpointError,
         match=r"rank00.bin could not be written: No space left.*Free some space",
@@ -146,7 +144,7 @@ def test_a_full_disk_is_said_and_leaves_whole_rows(
         writer.flush()
     monkeypatch.undo()
     assert path.stat().st_size == sound
-    writer.step_row(2, {"weights": 3})
+    writer.step_row(2, {"weights": torch.tensor(3)})
     writer.close()
     assert read_file(path).sessions[0].rows["step"].tolist() == [0, 2]
 
@@ -185,22 +183,3 @@ def test_sessions_are_counted_over_all_ranks(tmp_path: Path) -> None:
     assert [
         found.header.session for found in read_file(ledger_path(tmp_path, 1)).sessions
     ] == [0]
-
-
-def test_description_holds_recipe_and_level(tmp_path: Path) -> None:
-    config = Config()
-    place = {"session": 1, "first_step": 40, "rank": 2, "world_size": 4}
-    plain = session_header(config, {"torch": "2.11"}, **place)  # type: ignore[arg-type]
-    assert (plain.level, plain.shards, plain.samples_per_shard) == (0, 4, 4)
-    assert plain.recipe["optim.lr"] == config.optim.lr
-    assert "run.name" not in plain.recipe
-    audit = session_header(
-        config, {}, **place, parts={"gradient": ("a", "b")}, sample_names=("x",)
-    )  # type: ignore[arg-type]
-    assert (audit.level, audit.parts, audit.sample_names) == (
-        1,
-        {"gradient": ["a", "b"]},
-        ["x"],
-    )
-    with closing(LedgerWriter(ledger_path(tmp_path, 0), audit)):
-        assert read_file(ledger_path(tmp_path, 0)).sessions[0].header == audit

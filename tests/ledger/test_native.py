@@ -140,7 +140,7 @@ def test_single_numbers_are_padded_together(dtype: torch.dtype) -> None:
     ] * 2
     expected = [int(digests._digest_words(digests._words(tensor))) for tensor in given]
     assert digest_groups([[tensor] for tensor in given]).tolist() == expected
-    joined = digests._joined(given, torch.device("cpu"), False)
+    joined = digests._joined(given, False)
     assert int(digest_many(given)) == int(digests._digest_words(joined))
 
 

@@ -12,13 +12,13 @@ from segpipe.ledger.rows import (
     SHARD,
     STEP,
     SessionHeader,
-    differing,
     encode,
     ledger_path,
     parse,
     read_file,
     row_keys,
     row_type,
+    unequal,
 )
 from segpipe.ledger.writer import LedgerWriter
 
@@ -195,4 +195,4 @@ def test_order_differs_by_epoch_as_by_sample() -> None:
     a["kind"] = SHARD
     b = a.copy()
     b["epoch"][1, 0], b["sample"][2, 1] = 1, 1
-    assert differing(a, b)["order"].tolist() == [False, True, True]
+    assert unequal(a, b).tolist() == [False, True, True]

@@ -132,7 +132,7 @@ def test_torch_computes_them_where_triton_fails_or_is_wrong(
     monkeypatch.setattr(module, "kernels", lambda: None)
     for group in groups():
         assert int(module.digest_many(group)) == int(
-            module._digest_words(module._joined(group, CPU, False))
+            module._digest_words(module._joined(group, False))
         )
 
 

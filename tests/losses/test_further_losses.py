@@ -13,14 +13,13 @@ from torch import Tensor
 import runs
 from segpipe.determinism.opgate import check_ops
 from segpipe.errors import ConfigError
-from segpipe.losses.detail import detail_sum, detail_target
+from segpipe.losses.boundary import detail_sum, detail_target
 from segpipe.losses.distill import TeacherLogits, distill_sum
 from segpipe.losses.lovasz import lovasz_sum
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.settings.config import Config
 from segpipe.settings.groups import LossConfig
-from segpipe.train.checkpoint import load_network
-from segpipe.train.start import check_teacher, read_teacher
+from segpipe.train.checkpoint import check_teacher, read_teacher
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 C = 5
@@ -387,10 +386,10 @@ def test_a_teacher_that_does_not_fit_is_refused(
     assert runs.run(tmp_path / "teacher", "train.steps=1") == 0
     config = Config()
     config.loss.teacher = str(tmp_path / "teacher")
-    known = read_teacher(config, load_network).classes.names
-    check_teacher(config, known, load_network)
+    known = read_teacher(config).classes.names
+    check_teacher(config, known)
     with pytest.raises(ConfigError, match="knows the classes"):
-        check_teacher(config, (*known, "one more"), load_network)
+        check_teacher(config, (*known, "one more"))
     teacher = f"loss.teacher={tmp_path / 'teacher'}"
     other = f"loss.teacher_sha256={'0' * 64}"
     assert runs.run(tmp_path / "run", teacher, other) == 2

@@ -22,7 +22,7 @@ from segpipe.losses import compiled
 from segpipe.losses.boundary import boundary_sum, boundary_target
 from segpipe.losses.fused import Terms, class_loss
 from segpipe.losses.strips import ClassHead
-from segpipe.losses.total import backend, shard_loss
+from segpipe.losses.total import _triton_builds, backend, shard_loss
 from segpipe.models.resize import bilinear_axes, bilinear_weights
 from segpipe.settings.groups import LossConfig
 
@@ -470,6 +470,21 @@ def test_without_a_gradient_nothing_is_differentiated(name: str) -> None:
     assert seen == [False, True]
 
 
+def test_a_missing_compiler_is_named_before_triton_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton compiles with gcc or clang what starts a kernel: at the first one, in the first update."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("segpipe.losses.total.shutil.which", lambda name: None)
+    _triton_builds.cache_clear()
+    with pytest.warns(UserWarning, match=r"neither gcc nor clang .* Install gcc"):
+        assert backend(LossConfig(), "cuda") == "plain"
+    _triton_builds.cache_clear()
+    monkeypatch.setenv("CC", "nvc")
+    assert backend(LossConfig(), "cuda") == "triton"
+    _triton_builds.cache_clear()
+
+
 def test_auto_takes_what_the_device_has_and_the_rest_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -482,7 +497,7 @@ def test_auto_takes_what_the_device_has_and_the_rest_is_refused_by_name(
     ):
         backend(LossConfig(backend="native"), "cuda")
     monkeypatch.setattr(compiled, "library", lambda: None)
-    monkeypatch.setattr("segpipe.losses.total.find_spec", lambda name: None)
+    monkeypatch.setattr("segpipe.losses.total._triton_builds", lambda: False)
     assert [backend(LossConfig(), device) for device in ("cpu", "cuda")] == [
         "plain",
         "plain",

@@ -470,8 +470,10 @@ def test_kth_largest_is_that_of_a_sort() -> None:
         values = special_values(random, int(random.integers(1, 60)))
         ordered = np.sort(values)[::-1]
         for k in {1, len(values), int(random.integers(1, len(values) + 1))}:
-            found = kth_largest(torch.from_numpy(values), torch.tensor(k)).numpy()
-            assert found.view(np.int32) == ordered[k - 1].view(np.int32), (values, k)
+            given = torch.from_numpy(values), torch.tensor(k)
+            for at_once in (1, 3):  # of a CPU and of a GPU
+                found = kth_largest(*given, at_once=at_once).numpy().view(np.int32)
+                assert found == ordered[k - 1].view(np.int32), (values, k, at_once)
 
 
 def test_kth_largest_does_not_depend_on_the_order() -> None:

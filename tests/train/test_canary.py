@@ -27,9 +27,8 @@ from segpipe.data.samples import CachedSamples
 from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ConfigError, ImpureAugmentError
 from segpipe.ledger.digest import digest_groups
-from segpipe.settings.check import check
 from segpipe.settings.compose import compose
-from segpipe.settings.config import FREE_KEYS, Config
+from segpipe.settings.config import FREE_KEYS, Config, check
 from segpipe.settings.groups import AugmentConfig
 from segpipe.train import canary
 from segpipe.train.canary import Canary, augment_watched

@@ -12,7 +12,7 @@ import torch
 from benchmarks import crash
 from segpipe.data.catalog import CAMVID
 from segpipe.settings.config import from_mapping
-from segpipe.train.checkpoint import save_state
+from segpipe.train.checkpoint import save, snapshot
 from segpipe.train.state import TrainState, build_state
 
 CONFIG = from_mapping({"model": {"name": "fast_scnn"}})
@@ -27,9 +27,8 @@ def state() -> TrainState:
 def write(path: Path, state: TrainState, step: int) -> None:
     path.parent.mkdir(exist_ok=True)
     state.step = step
-    save_state(
-        path, state, OTHER if path.parent.name == "killed" else CONFIG, CAMVID, {}
-    )
+    config = OTHER if path.parent.name == "killed" else CONFIG
+    save(path, snapshot(state, config, CAMVID, {}))
 
 
 def test_what_a_kill_left_is_compared_with_the_same_step(

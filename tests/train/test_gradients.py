@@ -25,17 +25,21 @@ from segpipe.distributed.group import Group, Level
 from segpipe.distributed.reduce import FlatLayout, TreeSum
 from segpipe.errors import ConfigError
 from segpipe.ledger.digest import state_digest
-from segpipe.losses.total import valid_pixels
+from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
-from segpipe.settings.check import check
-from segpipe.settings.config import Config, from_mapping
+from segpipe.settings.config import Config, check, from_mapping
 from segpipe.train import forward, gradients
 from segpipe.train.forward import AllHeads
-from segpipe.train.optim import Ema, build_optimizer
 from segpipe.train.recorder import Watch
-from segpipe.train.state import TrainState, _with_sync_batchnorm, build_state
+from segpipe.train.state import (
+    Ema,
+    TrainState,
+    _with_sync_batchnorm,
+    build_optimizer,
+    build_state,
+)
 from segpipe.train.step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
@@ -620,6 +624,36 @@ def test_the_network_runs_in_the_configured_precision_and_the_loss_in_fp32(
     parts = loss(AllHeads(state.model), batch, torch.tensor(V * B * SIZE * SIZE))
     assert inside == {dtype or torch.float32}
     assert {part.dtype for part in parts.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("mode", ["elastic", "ddp"])
+@pytest.mark.parametrize("precision", ["tf32", "fp32"])
+def test_tf32_holds_in_both_passes_of_the_network_and_nowhere_else(
+    mode: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    config = settings(mode, precision=precision)
+    state = fresh(config)
+    found: dict[str, tuple[bool, bool]] = {}
+
+    def look(place: str) -> None:
+        products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+        found[place] = products.allow_tf32, convolutions.allow_tf32
+
+    def loss(*given: Any, **named: Any) -> dict[str, Tensor]:
+        look("loss")
+        return shard_loss(*given, **named)
+
+    monkeypatch.setattr(gradients, "shard_loss", loss)
+    weight = state.model.first.weight  # type: ignore[union-attr]
+    weight.register_hook(lambda grad: look("backward"))  # type: ignore[operator]
+    state.model.main.register_forward_hook(lambda *call: look("forward"))  # type: ignore[operator, union-attr]
+    TrainStep(config, Watch(ALONE, state))(batches(0), torch.tensor(V * B * SIZE**2))
+    look("after")
+    inside = (precision == "tf32",) * 2
+    outside = (False, False)
+    expected = {"forward": inside, "loss": outside}
+    assert found == {**expected, "backward": inside, "after": outside}
 
 
 class Seen(Watch):

@@ -17,7 +17,7 @@ from segpipe.ledger.reader import read_run
 from segpipe.run.launch import with_steps
 from segpipe.settings.config import from_mapping
 from segpipe.train import checkpoint, engine
-from segpipe.train.validate import Validation
+from segpipe.train.metrics import Validation
 
 SCORES = {
     2: 0.1,
@@ -157,7 +157,7 @@ def test_a_run_with_a_fixed_schedule_is_made_longer_with_the_same_bits(
         "step_000004.pt",
     ]
     assert len([*(tmp_path / "whole").glob("step_*.pt")]) == 4
-    line = check_config(folder, read_config(folder), read_run(folder), [])
+    line = check_config(folder, read_config(folder), read_run(folder))
     assert line.status == "passed", "an audit takes both sessions for one run"
     assert run(folder, *kept, "train.steps=3", "run.exists=resume") == 2, (
         "it has gone further than that"
@@ -181,7 +181,7 @@ def test_a_disk_that_is_too_small_is_told_before_the_first_step(
     if not fits:
         assert "run will need" in said
         assert (
-            "(5 checkpoints of 13 MiB, ledger 0 MiB, export 0 MiB), but its disk has 3 MiB free"
+            "(5 checkpoints of 13 MiB, ledger 0 MiB, and the export), but its disk has 3 MiB free"
             in said
         )
         assert "checkpoint.keep_last" in said

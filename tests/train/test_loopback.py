@@ -37,9 +37,15 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
 from segpipe.train import gradients
 from segpipe.train.forward import AllHeads, statistics
-from segpipe.train.optim import Ema, build_optimizer, freeze, learning_rate, set_rate
 from segpipe.train.recorder import Watch
-from segpipe.train.state import TrainState
+from segpipe.train.state import (
+    Ema,
+    TrainState,
+    build_optimizer,
+    freeze,
+    learning_rate,
+    set_rate,
+)
 from segpipe.train.step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("strict_torch")

@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from segpipe.errors import ConfigError
 from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
 from segpipe.settings.groups import EmaConfig, OptimConfig
 from segpipe.train.forward import norms
-from segpipe.train.optim import (
+from segpipe.train.state import (
     Ema,
     build_optimizer,
-    describe_rates,
     freeze,
     learning_rate,
     load_optimizer,
@@ -231,6 +230,9 @@ class Tiny(SegmentationNet):
         self.conv = nn.Conv2d(3, 2, 1)
         self.norm = nn.BatchNorm2d(2)
 
+    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
+        return {}
+
 
 def shift(net: nn.Module, amount: float) -> None:
     with torch.no_grad():
@@ -350,7 +352,7 @@ CODE = """
 import sys, torch
 from segpipe.settings.groups import OptimConfig
 from segpipe.models import build_model
-from segpipe.train.optim import build_optimizer
+from segpipe.train.state import build_optimizer
 {change}
 model = build_model("fast_scnn", 3)
 for name in ("sgd", "adamw"):
@@ -369,7 +371,7 @@ print("torch._dynamo" in sys.modules)
     ("change", "loaded"),
     [
         ("", "False"),
-        ("from segpipe.train import optim; optim._SGD = torch.optim.SGD", "True"),
+        ("from segpipe.train import state; state._SGD = torch.optim.SGD", "True"),
     ],
     ids=["as_it_is", "control"],
 )
@@ -477,13 +479,3 @@ def test_groups_do_not_depend_on_the_order_of_the_patterns() -> None:
         10.0,
         10.0,
     ]
-    optimizer = build_optimizer(net, OptimConfig(lr_scale=scale))
-    assert (
-        describe_rates(optimizer)
-        == "learning rates: 0.1 x for 2 tensors, 1 x for 6 tensors, 10 x for 2 tensors"
-    )
-    one = build_optimizer(net, OptimConfig(lr_scale={"head.bias": 0.5}))
-    assert (
-        describe_rates(one) == "learning rates: 0.5 x for 1 tensor, 1 x for 9 tensors"
-    )
-    assert describe_rates(build_optimizer(net, OptimConfig())) == ""

@@ -26,7 +26,8 @@ from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
 from segpipe.settings.groups import AugmentConfig
-from segpipe.train import gradients, optim
+from segpipe.train import gradients
+from segpipe.train import state as optim
 from segpipe.train.canary import witness
 from segpipe.train.recorder import Recorder, _moments, _numbers, _samples
 from segpipe.train.state import build_state

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from segpipe.keys import generator, sample_key
 from segpipe.train import metrics
-from segpipe.train.scores import (
+from segpipe.train.metrics import (
     RATIO,
     boundary_counts,
     boundary_iou,

@@ -19,10 +19,9 @@ from segpipe.data.catalog import CAMVID, STREET
 from segpipe.errors import CheckpointError, ConfigError, WeightsError
 from segpipe.files import sha256
 from segpipe.models import build_model
-from segpipe.settings.check import check
-from segpipe.settings.config import Config, from_mapping, recipe
+from segpipe.settings.config import Config, check, from_mapping, recipe
 from segpipe.train import checkpoint
-from segpipe.train.start import pin_weights, read_start, weights_summary
+from segpipe.train.start import pin_weights, weights_summary
 from segpipe.train.state import build_state
 
 CPU = torch.device("cpu")
@@ -86,9 +85,7 @@ def test_names_of_the_authors_are_written_and_read_back(
         segpipe(["weights", f"run={pretrained}", f"out={path}", "names=original"]) == 0
     )
     assert "learning_to_downsample.conv.conv.0.weight" in load_file(path)
-    state = build_state(
-        config(path), STREET, CPU, read_start(config(path), checkpoint.load)
-    )
+    state = build_state(config(path), STREET, CPU, checkpoint.read_start(config(path)))
     ema = checkpoint.load(pretrained / "last.pt")["ema"]
     assert all(
         torch.equal(value, ema[name])
@@ -102,9 +99,7 @@ def test_both_files_of_a_run_start_the_same_state(
     ema = checkpoint.load(pretrained / "last.pt")["ema"]
     for path in (pretrained, pretrained / "last.pt", tensors_file):
         settings = config(path)
-        state = build_state(
-            settings, STREET, CPU, read_start(settings, checkpoint.load)
-        )
+        state = build_state(settings, STREET, CPU, checkpoint.read_start(settings))
         for model in (state.model, state.ema.model):
             assert all(
                 torch.equal(value, ema[name])
@@ -129,7 +124,7 @@ def test_other_classes_are_initialized_from_the_seed_or_told(
     tensors_file: Path,
 ) -> None:
     settings = config(tensors_file)
-    state = build_state(settings, CAMVID, CPU, read_start(settings, checkpoint.load))
+    state = build_state(settings, CAMVID, CPU, checkpoint.read_start(settings))
     scratch = build_state(Config(), CAMVID, CPU).model.state_dict()
     assert state.weights is not None
     assert len(state.weights["adapted"]) == 4
@@ -139,9 +134,7 @@ def test_other_classes_are_initialized_from_the_seed_or_told(
     renamed = type(STREET)(
         "street", ("way", *STREET.names[1:]), STREET.palette, STREET.train_ids
     )
-    notes = build_state(
-        settings, renamed, CPU, read_start(settings, checkpoint.load)
-    ).notes
+    notes = build_state(settings, renamed, CPU, checkpoint.read_start(settings)).notes
     assert "were kept, but its classes are road, " in notes[1]
 
 
@@ -164,7 +157,7 @@ def test_the_hash_is_part_of_the_recipe_and_the_path_is_not(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"1\.pth does not exist"):
         pin_weights(config(one))
     wrong = from_mapping({"model": {"name": "pidnet_s", "weights": str(two)}})
-    start = read_start(wrong, checkpoint.load)
+    start = checkpoint.read_start(wrong)
     with pytest.raises(
         WeightsError, match=r"2\.pth does not fit PIDNet with 10 classes: \d+ missing"
     ):
@@ -184,7 +177,7 @@ def test_settings_without_a_file_are_refused() -> None:
         with pytest.raises(ConfigError, match=match):
             check(from_mapping({"model": model}), world_size=1)
     for factor in ("fast", True):
-        with pytest.raises(ConfigError, match=r"a number of 1e-09 to .* was needed"):
+        with pytest.raises(ConfigError, match=r"a number of at least 1e-09 was needed"):
             check(
                 from_mapping({"optim": {"lr_scale": {"head.*": factor}}}), world_size=1
             )
@@ -199,7 +192,7 @@ def test_a_damaged_checkpoint_of_segpipe_is_not_used(
     saved["ema"]["ppm.out.0.weight"][0] += 1e-3
     torch.save(saved, tmp_path / "last.pt")
     with pytest.raises(CheckpointError, match="ema were altered"):
-        read_start(config(tmp_path / "last.pt"), checkpoint.load)
+        checkpoint.read_start(config(tmp_path / "last.pt"))
 
 
 def state_of(folder: Path) -> dict[str, Tensor]:
@@ -225,7 +218,6 @@ def test_frozen_parts_keep_their_bits_and_a_resumed_run_needs_no_file(
     told = " ".join(capsys.readouterr().out.split())
     assert "kept 276 tensors" in told
     assert "frozen: " in told
-    assert "10 x for 14 tensors" in told
     before, after = load_file(path), state_of(whole)
     ema = checkpoint.load(whole / "last.pt")["ema"]
     for name, value in before.items():

@@ -11,7 +11,7 @@ from segpipe.errors import CheckpointError
 from segpipe.keys import torch_seed
 from segpipe.ledger.digest import state_digest
 from segpipe.settings.config import Config, from_mapping, to_mapping
-from segpipe.train.checkpoint import load, restore, save_state
+from segpipe.train.checkpoint import load, restore, save, snapshot
 from segpipe.train.state import TrainState, build_state
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
@@ -52,8 +52,9 @@ def test_a_restored_state_goes_on_with_the_same_bits(
     for number in range(2):
         update(state, number)
     state.best_miou, state.stale = 0.375, 2
-    save_state(tmp_path / "last.pt", state, settings, CAMVID, HERE)
-    update(state, 2)
+    kept = snapshot(state, settings, CAMVID, HERE)
+    update(state, 2)  # while the file is written, which must not change it
+    save(tmp_path / "last.pt", kept)
     torch.rand(3)  # what else the process did must not matter
     other = build_state(settings, CAMVID, CPU)
     assert digests(other) != digests(state)
@@ -90,7 +91,8 @@ def test_memory_format_is_the_configured_one() -> None:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "last.pt"
-    save_state(path, build_state(config(), CAMVID, CPU), config(), CAMVID, HERE)
+    fresh = build_state(config(), CAMVID, CPU)
+    save(path, snapshot(fresh, config(), CAMVID, HERE))
     return path
 
 
@@ -145,13 +147,8 @@ def test_another_variable_is_refused_by_name_except_by_a_checkpoint_without_any(
         saved, build_state(config(), CAMVID, CPU), config(), CAMVID, narrow
     )  # written before they were recorded
     path = tmp_path / "plain.pt"
-    save_state(
-        path,
-        build_state(config(), CAMVID, CPU),
-        config(),
-        CAMVID,
-        HERE | {"variables": {}},
-    )
+    fresh = build_state(config(), CAMVID, CPU)
+    save(path, snapshot(fresh, config(), CAMVID, HERE | {"variables": {}}))
     with pytest.raises(CheckpointError, match=r"\(ONEDNN_MAX_CPU_ISA: None -> AVX2\)"):
         restore(path, build_state(config(), CAMVID, CPU), config(), CAMVID, narrow)
 
@@ -168,7 +165,7 @@ def test_another_environment_is_refused_by_name_unless_it_is_allowed(
     allowed = config(run={"allow_fingerprint_change": True})
     restore(saved, build_state(config(), CAMVID, CPU), allowed, CAMVID, other)
     off = config(compute={"mode": "off"})  # which promises no bits
-    save_state(saved, build_state(off, CAMVID, CPU), off, CAMVID, HERE)
+    save(saved, snapshot(build_state(off, CAMVID, CPU), off, CAMVID, HERE))
     restore(saved, build_state(off, CAMVID, CPU), off, CAMVID, other)
 
 

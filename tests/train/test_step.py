@@ -26,9 +26,8 @@ from segpipe.settings.config import Config, from_mapping
 from segpipe.train.batches import counted, loss_weights
 from segpipe.train.forward import AllHeads, GraphedHeads, statistics
 from segpipe.train.gradients import ElasticGradients
-from segpipe.train.optim import Ema, build_optimizer, learning_rate
 from segpipe.train.recorder import Watch
-from segpipe.train.state import TrainState
+from segpipe.train.state import Ema, TrainState, build_optimizer, learning_rate
 from segpipe.train.step import NEVER, StepResult, TrainStep, train_step
 
 pytestmark = pytest.mark.usefixtures("strict_torch")

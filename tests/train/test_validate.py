@@ -14,7 +14,7 @@ from segpipe.errors import DataError
 from segpipe.losses import strips
 from segpipe.models import resize
 from segpipe.train.metrics import confusion
-from segpipe.train.validate import classes_and_confusion
+from segpipe.train.validate import SPARSE, classes_and_confusion, confidences
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 CASES = (
@@ -107,3 +107,25 @@ def test_threads_do_not_enter() -> None:
         for a, b in zip(found[0], other, strict=True)
     )
     assert int(found[0][1].sum()) == int(np.count_nonzero(target.numpy() != 255))
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_loss_and_confidences_are_those_of_every_16th_pixel(
+    align_corners: bool,
+) -> None:
+    logits, target = pair((2, 5, 16, 33), (128, 264))
+    full = F.interpolate(
+        logits, (128, 264), mode="bilinear", align_corners=align_corners
+    )
+    first = slice(SPARSE // 2, None, SPARSE)
+    some, wanted = full[..., first, first], target[:, first, first].long()
+    bins = confidences(logits, target, align_corners=align_corners)
+    expected = F.cross_entropy(some, wanted, ignore_index=255)
+    pixels, share, right, loss = bins.sum(0).tolist()
+    assert pixels == (wanted != 255).sum()
+    assert loss / pixels == pytest.approx(float(expected), rel=1e-5)
+    assert right == (some.argmax(1) == wanted).sum()
+    most = some.softmax(1).max(1).values[wanted != 255]
+    assert share == pytest.approx(float(most.sum()), rel=1e-5)
+    assert bins[7, 0] == ((most >= 0.7) & (most < 0.8)).sum()
+    assert confidences(logits, target.fill_(255), align_corners=False).sum() == 0
