@@ -7,6 +7,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnxruntime
 
 
@@ -21,6 +22,7 @@ class StandIn:
         self.canceled = threading.Event()
         self.waits = False
         self.off = 0  # added to every byte of an answer
+        self.in_bf16 = False  # every 250th pixel another class, confidence 8 levels off
 
     def Core(self) -> Any:  # noqa: N802
         return SimpleNamespace(
@@ -51,6 +53,11 @@ class StandIn:
             if self.waits:
                 raise RuntimeError("the request was canceled")
             found = model.session.run(names, {"image": inputs[0]})
+            if self.in_bf16:
+                found = [
+                    _coarse(array, name)
+                    for name, array in zip(names, found, strict=True)
+                ]
             return dict(
                 zip(
                     names,
@@ -61,3 +68,12 @@ class StandIn:
 
         request = SimpleNamespace(infer=infer, cancel=self.canceled.set)
         return SimpleNamespace(create_infer_request=lambda: request)
+
+
+def _coarse(array: np.ndarray, name: str) -> np.ndarray:
+    coarse = array.copy()
+    if name == "mask":
+        coarse.ravel()[::250] ^= 1
+    elif name == "confidence":
+        coarse = np.where(array > 127, array - 8, array + 8).astype(array.dtype)
+    return coarse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,15 +22,12 @@ from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import plugin_sources
 from segpipe.errors import CheckpointError, ConfigError, SegpipeError
-from segpipe.keys import generator, sample_key
 from segpipe.ledger.divergence import compare
 from segpipe.ledger.reader import RunLedger
 from segpipe.ledger.rows import FOLDER, ledger_files
 from segpipe.losses.total import backend
-from segpipe.settings.arguments import with_settings
-from segpipe.settings.check import check
-from segpipe.settings.config import Config
-from segpipe.train.start import teacher_path
+from segpipe.settings.compose import with_settings
+from segpipe.settings.config import Config, check
 
 # What is being done, updates done, updates in all.
 Progress = Callable[[str, int, int], None]
@@ -79,15 +77,8 @@ def choose_spans(
         Span(starts[first], first, min(last, first + longest) if longest else last)
         for first, last in pairwise(edges)
     ]
-    bits = generator(sample_key(seed, 0, 0, "audit")).bit_generator
-    draws = bits.random_raw(len(spans)).tolist()
-    order = sorted(range(len(spans)), key=lambda index: (draws[index], index))
-    chosen = set(order[:count])
-    return [
-        span
-        for index, span in enumerate(spans)
-        if index in chosen or span.last in always
-    ]
+    chosen = random.Random(seed).sample(spans, min(count, len(spans)))
+    return [span for span in spans if span in chosen or span.last in always]
 
 
 def examine(
@@ -130,9 +121,9 @@ def examine(
                 classes = open_samples(config.data, "train", config.seed).classes
         except SegpipeError as error:
             obstacle = str(error)
-        found = evidence.check_checkpoints(run, original, ledger, classes)
+        line = evidence.check_config(run, original, ledger)
+        found = evidence.check_checkpoints(run, ledger, classes)
         checkpoints, checkpoint_lines = found
-        line = evidence.check_config(run, original, ledger, checkpoints)
         lines += [line, *checkpoint_lines]
         if line.status == FAILED:
             obstacle = obstacle or "config.json is not that of the ledger"
@@ -172,8 +163,6 @@ def _obstacle(config: Config, ledger: RunLedger, request: AuditRequest) -> str:
         return f"compute.mode = {mode} does not promise the same bits for any number of processes; elastic does"
     if not ledger.num_updates:
         return "the ledger holds no update"
-    if config.loss.teacher and not teacher_path(config).is_file():
-        return f"loss.teacher = {config.loss.teacher} does not exist here. Set loss.teacher=FOLDER"
     check(config, world_size=1)
     flags.set_environment(config.compute.threads, mode)
     flags.apply(config.compute.threads, mode)
@@ -295,17 +284,12 @@ def _outcomes(
     evaluate: Evaluate | None,
     verify: Verify | None,
 ) -> Iterator[Line]:
-    """Result, scores, best score and export. `config`, never a checkpoint, says what is measured and how."""
-    by_name = {each.path.name: each for each in checkpoints}
-    last, best = by_name.get("last.pt"), by_name.get("best.pt")
+    """Result, scores and export. `config`, never a checkpoint, says what is measured and how."""
+    last = next((each for each in checkpoints if each.path.name == "last.pt"), None)
     result, unread = evidence.read_result(run)
     yield unread or evidence.check_result(result, last, ledger)
     if unread or evaluate is None or last is None:
         yield Line("scores", UNCHECKED, "not measured again")
     else:
         yield evidence.check_scores(config, result, evaluate)
-    if unread or evaluate is None or last is None or best is None:
-        yield Line("best", UNCHECKED, "not measured again")
-    else:
-        yield evidence.check_best(config, result, last, best, evaluate)
     yield evidence.check_export(run, config, verify)

@@ -20,12 +20,14 @@ from segpipe.ledger.divergence import RESULT, Comparison, compare
 from segpipe.ledger.reader import RunLedger, read_run
 from segpipe.ledger.results import mapping_differences
 from segpipe.losses.total import backend
-from segpipe.settings.check import check
-from segpipe.settings.config import Config, from_mapping, saved_config, to_mapping
+from segpipe.settings.config import (
+    Config,
+    check,
+    saved_config,
+)
 from segpipe.train import checkpoint, state
 from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.recorder import Recorder
-from segpipe.train.start import read_start, teacher_of
 from segpipe.train.step import TrainStep, train_step
 
 PARTS = ("model", "ema", "optimizer")  # of a checkpoint, whose tensors are compared
@@ -54,14 +56,15 @@ def in_folder(
     config: Config, root: Path, mode: str, *, any_environment: bool
 ) -> Config:
     """Configuration for a replay of a run below `root`; settings that affect numbers are unchanged."""
-    values = to_mapping(config)
-    values["run"]["root"] = str(root)
-    values["run"]["exists"] = "resume"
-    values["run"]["allow_fingerprint_change"] = any_environment
-    values["compute"]["ledger"] = True
-    values["compute"]["nproc"] = "auto"
-    values["compute"]["mode"] = mode or config.compute.mode
-    return from_mapping(values)
+    run = replace(
+        config.run,
+        root=str(root),
+        exists="resume",
+        allow_fingerprint_change=any_environment,
+    )
+    mode = mode or config.compute.mode
+    compute = replace(config.compute, ledger=True, nproc="auto", mode=mode)
+    return replace(config, run=run, compute=compute)
 
 
 def replay(
@@ -94,9 +97,9 @@ def _train(
     flags.apply(compute.threads, compute.mode)
     group = Group(0, 0, 1, processes.choose_device(compute.device, 0))
     samples = open_samples(config.data, "train", config.seed, packed=False)
-    weights = None if start else read_start(config, checkpoint.load)
+    weights = None if start else checkpoint.read_start(config)
     current = state.build_state(config, samples.classes, group.device, weights)
-    current.teacher = teacher_of(config, group.device, checkpoint.load_network)
+    current.teacher = checkpoint.teacher_of(config, group.device)
     loss_backend = backend(config.loss, group.device.type)
     fingerprint, _ = common_fingerprint(config, group, loss_backend)
     if start:

@@ -1,18 +1,15 @@
-"""The findings of an audit line by line, the verdict they give, and the report as JSON and Markdown."""
+"""The findings of an audit line by line, the verdict they give, and the report as JSON."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from segpipe.errors import CHECKED_IN_PART, ConfigError, listed
-from segpipe.files import write_atomically
+from segpipe.files import to_json, write_atomically
 
 PASSED, FAILED, NOTED, UNCHECKED = "passed", "failed", "noted", "not checked"
 EXIT_CODES = {
@@ -21,8 +18,6 @@ EXIT_CODES = {
     "failed": 13,
     "cannot audit": 2,
 }
-TEMPLATES = Path(__file__).parent
-PAGE = "report.md.j2"
 
 
 class Line(NamedTuple):
@@ -108,22 +103,7 @@ def check_folder(folder: Path) -> None:
 
 
 def write_audit(audit: Audit, folder: Path) -> Path:
-    """Write report.json and report.md; returns the path of the page. Raises CheckpointError when the disk is full."""
-    write_atomically(
-        folder / "report.json", (json.dumps(audit.to_json(), indent=2) + "\n").encode()
-    )
-    page = folder / "report.md"
-    write_atomically(page, markdown(audit).encode())
-    return page
-
-
-def markdown(audit: Audit) -> str:
-    """The report as a Markdown page."""
-    loader = FileSystemLoader(TEMPLATES)
-    pages = Environment(
-        loader=loader,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return pages.get_template(PAGE).render(audit=audit)
+    """`report.json` in the folder, written. Raises CheckpointError when the disk is full."""
+    path = folder / "report.json"
+    write_atomically(path, to_json(audit.to_json()))
+    return path

@@ -13,7 +13,7 @@ import numpy as np
 from segpipe.data.data_set import Samples
 from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError, DataError
-from segpipe.export.graph.profiles import Image, Size
+from segpipe.export.graph.network import Image, Size
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -120,15 +120,6 @@ class GateInputs:
         """The images of the data set."""
         return [check.image for check in self.checks if check.is_real]
 
-    def named(self, names: Sequence[str]) -> dict[str, Image]:
-        """Those images of the validation split that have one of these names."""
-        if self.labelled is None:
-            return {}
-        samples = self.labelled.samples
-        places = {samples.name(index): index for index in range(len(samples))}
-        known = [name for name in names if name in places]
-        return {name: samples.read(places[name])[0] for name in known}
-
 
 def gather(
     samples: Samples | None, config: Config, size: Size | None = None
@@ -186,30 +177,19 @@ def validation_samples(config: Config, classes: ClassTable) -> Samples | None:
     return samples
 
 
-def training_images(config: Config) -> Spread | None:
+def training_images(config: Config) -> Iterator[Image] | None:
     """Images of the training split; None when it is not on this machine."""
     try:
         samples = open_samples(config.data, "train", config.seed, packed=False)
     except DataError:
         return None
-    return Spread(samples)
+    return spread(samples)
 
 
-@dataclass(frozen=True)
-class Spread:
-    """At most `count` images evenly spaced through a split, read one by one in each iteration."""
-
-    samples: Samples
-    count: int = 64
-
-    @property
-    def total(self) -> int:
-        """Number of images in the split."""
-        return len(self.samples)
-
-    def __iter__(self) -> Iterator[Image]:
-        for index in _spread_order(len(self.samples), self.count)[: self.count]:
-            yield self.samples.read(index)[0]
+def spread(samples: Samples, count: int = 64) -> Iterator[Image]:
+    """At most `count` images evenly spaced through a split, read one by one."""
+    for index in _spread_order(len(samples), count)[:count]:
+        yield samples.read(index)[0]
 
 
 def _common_size(samples: Samples, count: int) -> Size:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from segpipe.data.catalog import ClassTable
 from segpipe.errors import ConfigError
 from segpipe.export.artifact.frame_statistics import frames_of
 from segpipe.export.artifact.golden import (
-    golden_checks,
     golden_entry,
     golden_figures,
     write_golden,
 )
-from segpipe.export.artifact.manifest import describe, require_schema
-from segpipe.export.artifact.origin import Origin, origin_of
+from segpipe.export.artifact.manifest import Origin, describe, origin_of, require_schema
 from segpipe.export.artifact.place import (
     beside,
     check_place,
@@ -30,17 +33,17 @@ from segpipe.export.artifact.place import (
     writing,
 )
 from segpipe.export.convert import convert
-from segpipe.export.dataset import Check, GateInputs, gather
+from segpipe.export.dataset import Check, GateInputs, check_set, gather
 from segpipe.export.gates.judge import judge, load_as_robot, require_engines
-from segpipe.export.gates.limits import MAX_CLASSES
 from segpipe.export.gates.quality import calibration_entry
-from segpipe.export.graph.formats import FORMATS
-from segpipe.export.graph.network import DeployModel, deploy_model
-from segpipe.export.graph.profiles import (
+from segpipe.export.graph.network import (
     CONFIDENCE,
     PROFILES,
+    DeployModel,
     Image,
     Manifest,
+    Size,
+    deploy_model,
     manifest_text,
 )
 from segpipe.export.verify_report import (
@@ -51,15 +54,17 @@ from segpipe.export.verify_report import (
     write_sidecars,
 )
 from segpipe.ledger.inputs import changed_since
+from segpipe.models.preprocess import Preprocess
 from segpipe.native import one_thread
 from segpipe.runtime.artifact import MANIFEST
-from segpipe.settings.check import check_critical_classes, export_problems
+from segpipe.settings.config import check_critical_classes, export_problems
+from segpipe.train.checkpoint import TrainedNetwork
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import Samples
+    from segpipe.models.layers import SegmentationNet
     from segpipe.settings.config import Config
     from segpipe.settings.groups import ExportConfig
-    from segpipe.train.checkpoint import TrainedNetwork
 
 
 def export_checkpoint(
@@ -148,10 +153,6 @@ def export_run(
 def _check_request(
     trained: TrainedNetwork, out_dir: Path, settings: ExportConfig
 ) -> None:
-    if not settings.formats or not FORMATS.keys() >= set(settings.formats):
-        raise ConfigError(
-            f"export.formats = {settings.formats}, but it must be one or more of {', '.join(FORMATS)}."
-        )
     for problem in export_problems(settings):
         raise ConfigError(problem)
     require_engines(settings)
@@ -160,13 +161,7 @@ def _check_request(
         raise ConfigError(
             f"export.mask_stride = {settings.mask_stride}, but it must be 1 or {stride}, the output stride."
         )
-    classes = trained.classes
-    if classes.num_classes > MAX_CLASSES:
-        raise ConfigError(
-            f"classes {classes.name} has {classes.num_classes} classes, but a uint8 mask holds {MAX_CLASSES}, since "
-            "255 means no answer. Merge classes in the class table."
-        )
-    check_critical_classes(settings.critical_classes, classes.names)
+    check_critical_classes(settings.critical_classes, trained.classes.names)
     check_place(out_dir)
 
 
@@ -191,7 +186,7 @@ def _described(
     entries = {
         "calibration": calibration,
         "allow_unverified": settings.allow_unverified,
-        "golden": golden_entry([check.name for check in golden_checks(inputs.checks)]),
+        "golden": golden_entry(inputs.checks),
         **frames,
     }
     manifest = describe(trained, model, inputs.size, origin, entries)
@@ -243,3 +238,40 @@ def _reject(result: ExportReport, report: Path) -> None:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def trial_export(
+    config: Config, network: SegmentationNet, num_classes: int, size: Size
+) -> str:
+    """Names of the formats in which a network that is not trained yet passes all gates, on random images of `size`.
+
+    Asked before the hours of a training. Held to no lower precision, speed or quality of classes. Raises what
+    `export_run` raises.
+    """
+    settings = replace(
+        config.export,
+        precision=["fp32"],
+        engines=[],
+        critical_classes=[],
+        latency_budget_ms=0.0,
+    )
+    ids = range(num_classes)
+    classes = ClassTable(
+        name="example",
+        names=tuple(f"class{i}" for i in ids),
+        palette=tuple((i, i, i) for i in ids),
+        train_ids={i: i for i in ids},
+    )
+    trained = TrainedNetwork(
+        model=copy.deepcopy(network).eval(),
+        preprocess=Preprocess(),
+        config=config,
+        classes=classes,
+        ema_digest="0" * 16,
+        step=0,
+    )
+    images = [*np.random.default_rng(0).integers(0, 256, (2, *size, 3), np.uint8)]
+    inputs = GateInputs(check_set(images, ["image_0", "image_1"]), None, settings)
+    with tempfile.TemporaryDirectory(prefix="segpipe-contract-") as folder:
+        export_run(trained, inputs, Path(folder, "export"))
+    return ", ".join(settings.formats)

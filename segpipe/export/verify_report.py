@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -14,13 +14,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.table import Table
 
 from segpipe.errors import ExportMismatch
-from segpipe.export.gates.limits import GATES, GateResult, Sigma, gate_integrity
+from segpipe.export.gates.comparison import GATES, GateResult, Sigma, gate_integrity
 from segpipe.files import plain
 from segpipe.runtime.bench import processor
 from segpipe.settings.groups import ENOUGH_IMAGES
 
 if TYPE_CHECKING:
-    from segpipe.export.graph.profiles import Manifest
+    from segpipe.export.graph.network import Manifest
 
 EAGER, FOLDER = "eager", "the folder"  # what is judged besides the model files
 # First words of a refusal
@@ -31,7 +31,6 @@ VERIFIED = "verified"
 FEW_IMAGES = "VERIFIED_FEW_IMAGES"
 UNVERIFIED = "UNVERIFIED_REAL_DATA"
 FLAT = "UNVERIFIED_FLAT_NETWORK"
-ANSWERS_ONLY = "VERIFIED_BY_ANSWERS"
 REJECTED = "rejected"
 # Names of the files
 MARKDOWN = "verify_report.md"
@@ -90,8 +89,6 @@ class ExportReport:
     latency: dict[str, dict[str, float | int]] = field(default_factory=dict)
     # By file of reduced precision that is not published: why
     dropped: dict[str, str] = field(default_factory=dict)
-    # What verify could not compute again, and why
-    not_repeated: list[str] = field(default_factory=list)
 
     @property
     def failed(self) -> list[tuple[str, GateResult]]:
@@ -111,8 +108,7 @@ class ExportReport:
     @property
     def status(self) -> str:
         """verified; VERIFIED_FEW_IMAGES below 16 real images; rejected; UNVERIFIED_REAL_DATA without real images;
-        UNVERIFIED_FLAT_NETWORK when a control of G6 has no effect on this network; VERIFIED_BY_ANSWERS if something
-        could not be computed again."""
+        UNVERIFIED_FLAT_NETWORK when a control of G6 has no effect on this network."""
         if not self.passed:
             return REJECTED
         if not self.real_images:
@@ -120,8 +116,6 @@ class ExportReport:
         power = self.gates.get(EAGER, [])
         if any(gate.figures.get("without_effect") for gate in power):
             return FLAT
-        if self.not_repeated:
-            return ANSWERS_ONLY
         return VERIFIED if self.real_images >= ENOUGH_IMAGES else FEW_IMAGES
 
     @property
@@ -159,9 +153,8 @@ class ExportReport:
     def line(self, subject: str) -> str:
         """Last line of a command that succeeds, such as `EXPORT verified: model.onnx in runs/NAME/export`."""
         line = f"{subject} {self.status}: {', '.join(self.files)} in {self.folder}"
-        notes = self.not_repeated or [self.caveat]
-        notes = notes + [f"{name} refused: {why}" for name, why in self.dropped.items()]
-        return one_line("; ".join([line, *filter(None, notes)]))
+        refused = [f"{name} refused: {why}" for name, why in self.dropped.items()]
+        return one_line("; ".join(filter(None, [line, self.caveat, *refused])))
 
     def to_mapping(self, created: str) -> dict[str, Any]:
         """All figures as plain values; of two equal exports, only `created` and `latency` differ."""
@@ -228,14 +221,6 @@ def write_sidecars(manifest: Manifest, folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
-
-
-def sidecar_problems(manifest: Manifest, folder: Path) -> Iterator[str]:
-    """One finding for each file below `folder` that is not what the manifest renders to."""
-    for name, text in sidecars(manifest).items():
-        path = folder / name
-        if not path.is_file() or path.read_bytes() != text.encode():
-            yield f"{name} is not what segpipe writes for manifest.json"
 
 
 def render(template: str, **values: Any) -> str:

@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from glob import glob, has_magic
 from itertools import groupby, islice
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import cv2
 import numpy as np
 
 from segpipe.data.folders import SUFFIXES as IMAGES
-from segpipe.data.readers import read_image
+from segpipe.data.readers import read_image, threaded
 from segpipe.errors import ConfigError, DataError, Interrupted, listed
-from segpipe.files import files_below, sha256, to_json
-from segpipe.predict.outputs import (
-    FORMAT,
-    VIDEOS,
-    Input,
-    Outputs,
-    Stamp,
-    put,
-    read_stamp,
-    unwritable,
-)
+from segpipe.files import files_below, read_json, sha256, to_json
+from segpipe.predict.outputs import VIDEOS, Input, Outputs, put, unwritable
 
 if TYPE_CHECKING:
     from segpipe.predict.predictor import Pixels
 
+FORMAT = "segpipe-predictions/4"
 SUMMARY = "predictions.json"
-READERS, AHEAD = 4, 8  # threads that read images, and images that wait in memory
+AHEAD = 32  # images that are read at once and wait in memory
 FALLBACK_FPS = 25.0
 # A header may promise that many frames too many without any damage.
 MISSING_SHARE, MISSING_FRAMES = 0.01, 2
@@ -49,9 +41,14 @@ os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
 def find(given: str, out: Path) -> tuple[list[Input], str]:
     """Images and videos of a file, a folder with all below it, or a glob pattern, and a note on what is left out.
 
+    A number is a camera, and what has :// is a stream.
+
     Sorted by place. Hidden files, files below `out`, and in folders and patterns files with other suffixes are left
     out. Raises DataError when nothing is found, ConfigError when the sources lie in `out`.
     """
+    if "://" in given or (given.isdigit() and not Path(given).exists()):
+        name = f"camera{given}" if given.isdigit() else "stream"
+        return [Input(Path(name), f"{name}.mp4", name, given)], ""
     root, paths = _paths(given)
     inside, above = out.resolve(), root.resolve()
     if inside in (above, *above.parents):
@@ -86,7 +83,7 @@ def _paths(given: str) -> tuple[Path, list[Path]]:
     """The folder that names are relative to, and the files."""
     path = Path(given)
     if path.is_dir():
-        return path, list(files_below(path))
+        return path, list(map(Path, files_below(path)))
     if path.exists():
         if not _is_known(path):
             raise DataError(
@@ -101,7 +98,7 @@ def _paths(given: str) -> tuple[Path, list[Path]]:
     files = [
         file
         for each in matches
-        for file in (files_below(each) if each.is_dir() else [each])
+        for file in (map(Path, files_below(each)) if each.is_dir() else [each])
     ]
     fixed = next(parent for parent in path.parents if not has_magic(str(parent)))
     return fixed, files
@@ -121,12 +118,17 @@ def names(places: Sequence[str]) -> list[str]:
 class Predictions:
     """What a command did."""
 
-    entries: dict[str, dict[str, Any]]  # of finished sources, by place
-    pixels: list[int]  # of each class, over all of them
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)  # by place
     problems: list[str] = field(default_factory=list)
     kept: int = 0  # sources that were finished before
     answered: int = 0  # images and frames
     seconds: float = 0.0
+
+    @property
+    def pixels(self) -> list[int]:
+        """Of each class, over all sources."""
+        counts = (entry["pixels"] for entry in self.entries.values())
+        return [sum(each) for each in zip(*counts, strict=True)]
 
 
 class PredictJob:
@@ -138,14 +140,15 @@ class PredictJob:
         outputs: Outputs,
         *,
         batch: int = 1,
+        seconds: float = 0.0,
         replace: bool = False,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        progress: Callable[[int], None] = lambda done: None,
     ) -> None:
         self._sources, self._outputs = sources, outputs
+        self._seconds = seconds or math.inf  # of live sources
         self._batch, self._replace = batch, replace
         self._progress = progress
-        self._total = 0  # images and frames
-        self._done = Predictions({}, [0] * len(outputs.predictor.names))
+        self._done = Predictions()
 
     def run(self) -> Predictions:
         """Predict all sources and write predictions.json; problems of single files are in the result.
@@ -155,19 +158,14 @@ class PredictJob:
         """
         done = self._done
         todo = self._unfinished()
-        images = [source for source in todo if not source.is_video]
-        clips = {}
-        for source in todo:
-            if source.is_video:
-                with self._problems():
-                    clips[source] = probe(source.path)
-        self._total = len(images) + sum(clip.frames for clip in clips.values())
+        self._summarize()  # names the model, should this process be killed
         started = time.perf_counter()
         try:
-            self._predict_images(images)
-            for source, clip in clips.items():
-                with self._problems():
-                    self._enter(source, self._predict_video(source, clip))
+            self._predict_images([each for each in todo if not each.is_video])
+            for source in todo:
+                if source.is_video:
+                    with self._problems():
+                        self._predict_video(source)
         except KeyboardInterrupt:
             raise Interrupted(
                 f"interrupted: {len(done.entries)} of {len(self._sources)} sources are finished. The same command "
@@ -187,30 +185,51 @@ class PredictJob:
             self._done.problems.append(str(error))
 
     def _unfinished(self) -> list[Input]:
-        """Sources that are to be predicted; those with all outputs in place are entered."""
-        todo, blocked = [], []
+        """Sources that are to be predicted; those that an earlier command finished are entered."""
+        before = {} if self._replace else self._before()
+        todo = []
         for source in self._sources:
-            path = self._outputs.mask(source)
+            if source.live:
+                todo.append(source)
+                continue
             try:
-                changed = self._outputs.differences(source)
+                digest = sha256(source.path)
             except OSError as error:
                 problem = f"{source.path} cannot be read: {error.strerror}."
                 self._done.problems.append(problem)
                 continue
-            if changed == []:
+            entry = before.get(source.place, {})
+            paths = [entry[key] for key in ("mask", "overlay") if key in entry]
+            whole = all((self._outputs.out / path).exists() for path in paths)
+            if whole and entry.get("source_sha256") == digest:
+                self._done.entries[source.place] = entry
                 self._done.kept += 1
-                self._enter(source, read_stamp(path))
-                continue
-            todo.append(source)
-            if changed:
-                name = path.relative_to(self._outputs.out)
-                blocked.append(f"{name} ({', '.join(changed)})")
-        if blocked and not self._replace:
-            raise ConfigError(
-                f"out = {self._outputs.out} holds {len(blocked)} files of another model, source or setting: "
-                f"{'; '.join(blocked[:3])}. Choose another out=, or overwrite them with exists=replace."
-            )
+            else:
+                todo.append(source)
         return todo
+
+    def _before(self) -> dict[str, dict[str, Any]]:
+        """What an earlier command with this model and these settings finished, by place."""
+        out = self._outputs.out
+        try:
+            content = read_json(out / SUMMARY)
+            is_same = self._head().items() <= content.items()
+            known = {each["source"]: each for each in content["predictions"]}
+        except (OSError, ValueError, LookupError, AttributeError):
+            is_same = not any((out / name).exists() for name in ("masks", "overlays"))
+            known = {}
+        if not is_same:
+            raise ConfigError(
+                f"out = {out} holds predictions of another model or other settings. Choose another out=, or overwrite "
+                f"them with exists=replace."
+            )
+        return known
+
+    def _head(self) -> dict[str, Any]:
+        """What the predictions depend on besides the sources, as predictions.json has it."""
+        head = {"model": self._outputs.predictor.model, "format": FORMAT}
+        head["settings"] = self._outputs.settings
+        return dict(json.loads(to_json(head)))
 
     def _predict_images(self, images: Sequence[Input]) -> None:
         decoded = groupby(self._decoded(images), key=lambda each: np.shape(each[2]))
@@ -220,146 +239,154 @@ class PredictJob:
                 answers = self._outputs.predictor.segment(pixels)
                 for (source, digest, image), ids in zip(batch, answers, strict=True):
                     with self._problems():
-                        stamp = self._outputs.write_image(source, digest, image, ids)
-                        self._enter(source, stamp)
+                        self._outputs.write_image(source, image, ids)
+                        counts = self._outputs.count(ids)
+                        self._enter(source, digest, ids.shape, counts)
                     self._advance()
 
     def _decoded(self, sources: Sequence[Input]) -> Iterator[tuple[Input, str, Pixels]]:
         """Images with their hash, read ahead by threads, in order; unreadable ones become problems."""
-        rest = iter(sources)
-        waiting: list[tuple[Input, Future[tuple[str, Pixels]]]] = []
-        with ThreadPoolExecutor(READERS) as pool:
-            try:
-                while True:
-                    for source in islice(rest, AHEAD - len(waiting)):
-                        waiting.append((source, pool.submit(self._read, source)))
-                    if not waiting:
-                        return
-                    source, future = waiting.pop(0)
-                    with self._problems():
-                        digest, pixels = future.result()
-                        yield source, digest, pixels
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        for start in range(0, len(sources), AHEAD):
+            chunk = sources[start : start + AHEAD]
+            for source, read in zip(chunk, threaded(_read, chunk), strict=True):
+                with self._problems():
+                    if isinstance(read, DataError):
+                        raise read
+                    yield source, *read
 
-    def _read(self, source: Input) -> tuple[str, Pixels]:
-        upright = self._outputs.upright
-        pixels = read_image(str(source.path), exif="apply" if upright else "ignore")
-        return sha256(source.path), pixels
+    def _predict_video(self, source: Input) -> None:
+        """Predict all frames of a video, or of a live source until its time is over or Ctrl-C is pressed.
 
-    def _predict_video(self, source: Input, clip: Clip) -> Stamp:
-        """Predict all frames of a video; its stamp, with results. Raises DataError when it breaks off."""
-        outputs = self._outputs
-        stamp = outputs.stamp(source, sha256(source.path))
-        frames = read_frames(source.path)
-        pixels = np.zeros(len(outputs.predictor.names), np.int64)
+        Raises DataError when a video breaks off.
+        """
+        outputs, given = self._outputs, source.live or str(source.path)
+        digest = "" if source.live else sha256(source.path)
+        fps, frames = frames_per_second(given), read_frames(given)
+        pixels = outputs.count(np.zeros(0, np.uint8))
         done = 0
-        film = Film(outputs.picture(source), clip) if outputs.overlay else None
-        with film or contextlib.nullcontext():
-            while images := list(islice(frames, self._batch)):
-                answers = outputs.predictor.segment(images)
-                for image, ids in zip(images, answers, strict=True):
-                    if outputs.frames:
-                        path = outputs.mask(source).with_name(f"{done:06}.png")
-                        outputs.write_mask(path, ids, stamp)
-                    if film is not None:
-                        film.add(outputs.blended(image, ids))
-                    pixels += outputs.count(ids)
-                    done += 1
-                    self._advance()
-            if clip.frames - done > max(MISSING_FRAMES, clip.frames * MISSING_SHARE):
-                raise DataError(
-                    f"{source.path} breaks off: {done} of {clip.frames} frames could be decoded. Copy or convert it "
-                    f"again."
-                )
+        film: Film | None = None
+        size: tuple[int, ...] = ()
+        end = time.monotonic() + (self._seconds if source.live else math.inf)
+        with contextlib.ExitStack() as held:
+            try:
+                while not done or time.monotonic() < end:
+                    images = list(islice(frames, self._batch))
+                    if not images:
+                        break
+                    size = images[0].shape[:2]
+                    if outputs.overlay and film is None:
+                        picture = outputs.picture(source)
+                        film = held.enter_context(Film(picture, size, fps))
+                    answers = outputs.predictor.segment(images)
+                    for image, ids in zip(images, answers, strict=True):
+                        if outputs.frames:
+                            path = outputs.mask(source) / f"{done:06}.png"
+                            outputs.write_mask(path, ids)
+                        if film is not None:
+                            film.add(outputs.blended(image, ids))
+                        pixels += outputs.count(ids)
+                        done += 1
+                        self._advance()
+            except KeyboardInterrupt:
+                if not source.live:
+                    raise
+            if not done:
+                raise DataError(f"{given}: no frame arrived before it was stopped.")
             if film is not None:
                 film.finish()
-        results = {"size": [clip.height, clip.width], "frames": done, "fps": clip.fps}
-        stamp |= {**results, "pixels": pixels.tolist()}
-        put(outputs.mask(source), to_json(stamp))
-        return stamp
+        self._enter(source, digest, size, pixels, frames=done, fps=fps)
 
     def _advance(self) -> None:
         self._done.answered += 1
-        self._progress(self._done.answered, max(self._total, self._done.answered))
+        self._progress(self._done.answered)
 
-    def _enter(self, source: Input, stamp: Stamp) -> None:
-        self._done.entries[source.place] = self._outputs.entry(source, stamp)
-        pairs = zip(self._done.pixels, stamp["pixels"], strict=True)
-        self._done.pixels = [before + now for before, now in pairs]
+    def _enter(
+        self,
+        source: Input,
+        digest: str,
+        size: Sequence[int],
+        counts: Any,
+        **more: Any,
+    ) -> None:
+        results = {"height": size[0], "width": size[1], "pixels": counts.tolist()}
+        entry = self._outputs.entry(source, digest, **results, **more)
+        self._done.entries[source.place] = entry
 
     def _summarize(self) -> None:
         """Write predictions.json: everything but times, so that equal predictions give equal bytes."""
         done, predictor = self._done, self._outputs.predictor
         classes = zip(predictor.names, predictor.palette, strict=True)
         content = {
-            "format": FORMAT,
-            "model": predictor.model,
-            "settings": self._outputs.settings,
+            **self._head(),
             "classes": [
                 {"id": train, "name": name, "color": color}
                 for train, (name, color) in enumerate(classes)
             ],
             "complete": len(done.entries) == len(self._sources),
-            "share": self._outputs.shares(done.pixels),
             "predictions": [done.entries[place] for place in sorted(done.entries)],
             "problems": done.problems,
         }
         put(self._outputs.out / SUMMARY, to_json(content))
 
 
-class Clip(NamedTuple):
-    """What the header of a video says."""
-
-    height: int
-    width: int
-    fps: float
-    frames: int  # 0: the header does not say
+def _read(source: Input) -> tuple[str, Pixels] | DataError:
+    try:
+        return sha256(source.path), read_image(str(source.path), exif="apply")
+    except DataError as error:
+        return error
 
 
-def probe(path: Path) -> Clip:
-    """Header of a video. Raises DataError when it cannot be opened, or has no frame."""
+def frames_per_second(path: str | Path) -> float:
+    """What the header of a video says, 25 if that cannot be."""
     with _opened(path) as capture:
-        done, first = capture.read()
-        if not done:
-            raise DataError(
-                f"{path} has no frame that OpenCV can decode. Convert it, for example to H.264 in MP4."
-            )
         fps = float(capture.get(cv2.CAP_PROP_FPS))
-        frames = float(capture.get(cv2.CAP_PROP_FRAME_COUNT))
-        height, width, _ = first.shape
-        known = math.isfinite(frames) and frames > 0
-        fps = fps if 0 < fps <= 1000 else FALLBACK_FPS
-        return Clip(height, width, fps, int(frames) if known else 0)
+        return fps if 0 < fps <= 1000 else FALLBACK_FPS
 
 
-def read_frames(path: Path) -> Iterator[Pixels]:
-    """RGB frames uint8 (H, W, 3), upright. Raises DataError when the video cannot be opened or its size changes."""
+def read_frames(path: str | Path) -> Iterator[Pixels]:
+    """RGB frames uint8 (H, W, 3), upright, of a file, a camera's number or a stream's URL.
+
+    Raises DataError for a video that cannot be opened, or breaks off."""
     with _opened(path) as capture:
+        promised = float(capture.get(cv2.CAP_PROP_FRAME_COUNT))
         size: tuple[int, ...] = ()
+        number = 0
         while True:
             done, frame = capture.read()
             if not done:
-                return
+                break
             if frame.shape != (size or frame.shape):
                 raise DataError(
                     f"{path} changes its size from {size[:2]} to {frame.shape[:2]} (height, width)."
                 )
             size = frame.shape
+            number += 1
             yield np.ascontiguousarray(frame[..., ::-1], np.uint8)
+    allowed = max(MISSING_FRAMES, promised * MISSING_SHARE)
+    if not number or (math.isfinite(promised) and promised - number > allowed):
+        raise DataError(
+            f"{path} breaks off: {number} of {promised:.0f} frames could be decoded. Copy or convert it again."
+        )
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[cv2.VideoCapture]:
+def _opened(path: str | Path) -> Iterator[cv2.VideoCapture]:
+    given = str(path)
     # No warnings of OpenCV, which name no file.
     level = cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_ERROR)
-    capture = cv2.VideoCapture(str(path), cv2.CAP_FFMPEG)
+    is_camera = given.isdigit()
+    capture = cv2.VideoCapture()
+    if is_camera:
+        capture.open(int(given))
+    else:
+        capture.open(given, cv2.CAP_FFMPEG)
     cv2.utils.logging.setLogLevel(level)
     try:
         if not capture.isOpened():
-            raise DataError(
-                f"{path} cannot be opened as a video. It is truncated, or no video. Copy it again."
-            )
+            why = "It is truncated, or no video. Copy it again."
+            if is_camera or "://" in given:
+                why = "Check that it is connected, and that no other program holds it."
+            raise DataError(f"{path} cannot be opened as a video. {why}")
         yield capture
     finally:
         capture.release()
@@ -371,10 +398,10 @@ class Film:
     The format has half the resolution for color, so its sides are even: odd ones grow by a pixel.
     """
 
-    def __init__(self, path: Path, clip: Clip) -> None:
+    def __init__(self, path: Path, size: Sequence[int], fps: float) -> None:
         self.path = path
         self.frames = 0
-        self.size = (clip.height + clip.height % 2, clip.width + clip.width % 2)
+        self.size = (size[0] + size[0] % 2, size[1] + size[1] % 2)
         # OpenCV chooses the format by the suffix.
         self._aside = path.with_name(f".{path.name}.tmp.mp4")
         try:
@@ -383,7 +410,7 @@ class Film:
         except OSError as error:
             raise unwritable(path, error) from error
         self._writer = cv2.VideoWriter(
-            str(self._aside), cv2.VideoWriter.fourcc(*CODEC), clip.fps, self.size[::-1]
+            str(self._aside), cv2.VideoWriter.fourcc(*CODEC), fps, self.size[::-1]
         )
 
     def __enter__(self) -> Film:
@@ -403,10 +430,9 @@ class Film:
     def finish(self) -> None:
         """Put the file in place. Raises ConfigError unless all frames are in it: OpenCV tells of no full disk."""
         self._writer.release()
-        try:
-            written = probe(self._aside).frames
-        except DataError:
-            written = 0
+        written = 0
+        with contextlib.suppress(DataError), _opened(self._aside) as capture:
+            written = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
         if written != self.frames:
             raise ConfigError(
                 f"{self.path} would hold {written} of {self.frames} frames. The disk is full, or OpenCV cannot write "

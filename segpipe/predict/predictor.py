@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ import onnxruntime
 import torch
 from numpy.typing import NDArray
 
-from segpipe import IGNORE_INDEX
 from segpipe.distributed.health import is_out_of_memory
 from segpipe.errors import ConfigError, ExportMismatch, IntegrityError, OutOfMemory
 from segpipe.files import sha256
@@ -47,14 +46,12 @@ class Predictor:
     palette: tuple[tuple[int, int, int], ...]
     model: dict[str, Any]  # digests of the network
     settings: dict[str, Any]  # of the inference
-    # (256,): what is written for each class id, in place of itself.
-    raw_ids: Pixels | None = None
 
 
 def of_network(
-    trained: TrainedNetwork, device: torch.device, how: Inference, *, raw: bool = False
+    trained: TrainedNetwork, device: torch.device, how: Inference
 ) -> Predictor:
-    """The averaged network of a run; with `raw`, masks hold the ids of the data set's masks."""
+    """The averaged network of a run."""
     parts = trained.model.to(device), trained.preprocess.to(device)
     classes = trained.classes
 
@@ -77,31 +74,14 @@ def of_network(
                 f"batch=, or cut them with tile=, for example tile=512x1024."
             ) from error
 
-    ids = "raw" if raw else "train"
     return Predictor(
         predict,
         ids_of,
         classes.names,
         classes.palette,
         {"ema_digest": trained.ema_digest, "step": trained.step},
-        {**how.described, "precision": how.precision, "ids": ids},
-        raw_ids=raw_ids(classes.train_ids, classes.num_classes) if raw else None,
+        {**how.described, "precision": how.precision},
     )
-
-
-def raw_ids(train_ids: Mapping[int, int], num_classes: int) -> Pixels:
-    """The smallest raw id of each class, uint8 (256,). Raises ConfigError for a class that has none from 0 to 255."""
-    table = np.full(256, IGNORE_INDEX, np.uint8)
-    missing = set(range(num_classes))
-    for raw, train in sorted(train_ids.items(), reverse=True):
-        if train != IGNORE_INDEX and 0 <= raw < 256:
-            table[train] = raw
-            missing.discard(train)
-    if missing:
-        raise ConfigError(
-            "ids = raw, but a class of this run has no id from 0 to 255 in the class table. Leave it out."
-        )
-    return table
 
 
 def of_exported(

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text)
         command.set_defaults(action=action)
         command.add_argument("folder", help="the exported folder, with SHA256SUMS")
-        command.add_argument("--threads", type=_positive, default=1)
+        command.add_argument("--threads", type=int, default=1)
         command.add_argument("--precision", default="fp32", help="of the ONNX file")
         engines = " or ".join(ENGINES)
         command.add_argument("--engine", default="onnxruntime", help=engines)
@@ -66,15 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("sources", nargs="+", type=Path, help=images)
     run.add_argument("--out", type=Path, required=True, help="folder for the pictures")
     timed = add("bench", _bench, "latency, its spread, and growth of memory")
-    timed.add_argument("--frames", type=_positive, default=300)
+    timed.add_argument("--frames", type=int, default=300)
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}, but a number above 0 was needed")
-    return number
 
 
 def _load(given: argparse.Namespace, frozen_after: int = 0) -> Segmenter:
@@ -141,7 +134,7 @@ def _answer(segmenter: Segmenter, path: Path, stem: Path) -> bool:
 def _bench(given: argparse.Namespace) -> int:
     # Time what a robot checks; the golden frames alternate.
     segmenter = _load(given, frozen_after=5)
-    found = bench(segmenter, given.frames, given.threads)
+    found = bench(segmenter, given.frames)
     print(json.dumps(found, indent=1))
     grows = found["memory_flat"] is False
     if grows:

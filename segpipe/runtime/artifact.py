@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,7 +25,10 @@ Shape = tuple[int, ...]
 _ROUNDING = {"int8": 8}
 # Share of the cells of a confidence map that is compared: in reduced precision single cells differ by far more than all
 # others, and a limit on the largest difference would be none.
-CONFIDENCE_SHARE = {"fp32": 1.0, "fp16": 0.999, "int8": 0.99}
+CONFIDENCE_SHARE = {"fp32": 1.0, "fp16": 0.999, "bf16": 0.999, "int8": 0.99}
+# An engine that computes in bf16 rounds eight times as coarsely as fp16.
+BF16_LEVELS = 16
+_BF16_AGREEMENT = 0.99
 
 
 class ArtifactError(Exception):
@@ -59,10 +62,6 @@ class Shapes:
         """Whether the model accepts a frame of this shape."""
         return shape == self.frame
 
-    def describe(self) -> str:
-        """Height x width of accepted frames, such as `360x480`."""
-        return f"{self.frame[0]}x{self.frame[1]}"
-
 
 @dataclass(frozen=True)
 class Golden:
@@ -74,6 +73,15 @@ class Golden:
     image_agreement: float  # smallest fraction of equal mask pixels that passes
     confidence_levels: int  # largest difference of confidence that passes
     confidence_share: float  # share of the cells for which that holds
+
+    def in_bf16(self) -> Golden:
+        """The same frames, with limits for an engine that computes in bf16."""
+        return replace(
+            self,
+            image_agreement=min(self.image_agreement, _BF16_AGREEMENT),
+            confidence_levels=max(self.confidence_levels, BF16_LEVELS),
+            confidence_share=min(self.confidence_share, CONFIDENCE_SHARE["bf16"]),
+        )
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""Latency of an artifact on this machine and its spread, beside that of a fixed workload; growth of memory."""
+"""Latency of an artifact on this machine, and growth of memory."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import time
@@ -20,17 +19,17 @@ if TYPE_CHECKING:
 
 # Growth that counts as none: allocators take and return pages; a leak of 0.5 KiB in 9,000 frames is more.
 FLAT_MIB = 4.0
-_WARMUP = 10
+WARM_UP = 10  # calls that are not counted
 
 
-def bench(segmenter: Segmenter, frames: int, threads: int) -> dict[str, Any]:
+def bench(segmenter: Segmenter, frames: int) -> dict[str, Any]:
     """Latencies of `infer` and of the bare run; memory growth over the `infer` calls.
 
-    Cycles through the golden frames. `machine` is the time of hashing that takes as long as `infer`: spread (p99 / p50)
-    that both show comes from the machine, not from the network. `memory_growth_mib` is the growth of resident memory
-    over the last nine tenths of the `infer` calls, after one-time allocations; it and `memory_flat` are None where the
-    system does not report it.
+    Cycles through the golden frames. `memory_growth_mib` is the growth of resident memory over the last nine tenths of
+    the `infer` calls, after one-time allocations; it and `memory_flat` are None where the system does not report it.
     """
+    if frames < 1:
+        raise ValueError(f"frames = {frames}, but a number above 0 was needed.")
     golden = segmenter.artifact.golden.image
     endless = cycle(golden)
     statuses: Counter[str] = Counter()
@@ -41,28 +40,24 @@ def bench(segmenter: Segmenter, frames: int, threads: int) -> dict[str, Any]:
         image[-1, -1] = next(calls) % 251  # golden frames that repeat would look frozen
         statuses[segmenter.infer(image).status] += 1
 
+    timed(infer, WARM_UP)
     first = frames // 10
     early = timed(infer, first)
     before = resident_mib()
-    times = np.concatenate([early, timed(infer, frames - first, warmup=0)])
+    times = np.concatenate([early, timed(infer, frames - first)])
     after = resident_mib()
-    others = min(frames, 1000)
-    machine = timed(fixed_work(float(np.median(times))), others)
-    run = timed(lambda: segmenter.session.run(golden[0]), others)
+    run = timed(lambda: segmenter.session.run(golden[0]), min(frames, 1000))
     growth = None if before is None or after is None else round(after - before, 2)
     return {
         "model_id": segmenter.artifact.model_id,
         "size": list(golden[0].shape[:2]),
-        "threads": threads,
         "machine": {
             "processor": processor(),
-            "cores": os.cpu_count(),
             "engine": segmenter.session.engine.described,
         },
-        "statuses": dict(sorted(statuses.items())),
+        "statuses": dict(statuses),
         "infer": percentiles(times),
         "run": percentiles(run),
-        "p99_over_p50": {"infer": spread(times), "machine": spread(machine)},
         "memory_growth_mib": growth,
         "memory_flat": None if growth is None else growth <= FLAT_MIB,
     }
@@ -74,26 +69,8 @@ def percentiles(times_ms: NDArray[np.float64]) -> dict[str, float | int]:
     return {"p50_ms": p50, "p90_ms": p90, "p99_ms": p99, "n": len(times_ms)}
 
 
-def spread(times_ms: NDArray[np.float64]) -> float:
-    """p99 / p50."""
-    p50, p99 = np.percentile(times_ms, (50, 99))
-    return round(float(p99 / max(p50, 1e-9)), 3)
-
-
-def fixed_work(wanted_ms: float) -> Callable[[], object]:
-    """A function that always does the same work, hashing a buffer, and takes about `wanted_ms`."""
-    sample = bytes(2**20)
-    sample_ms = timed(lambda: hashlib.sha256(sample), 5).min()
-    buffer = bytes(max(1, int(len(sample) * wanted_ms / sample_ms)))
-    return lambda: hashlib.sha256(buffer)
-
-
-def timed(
-    call: Callable[[], object], count: int, *, warmup: int = _WARMUP
-) -> NDArray[np.float64]:
-    """Wall times of `count` calls after a warm-up, in ms."""
-    for _ in range(warmup):
-        call()
+def timed(call: Callable[[], object], count: int) -> NDArray[np.float64]:
+    """Wall times of `count` calls, in ms."""
     times_ms = np.zeros(count)
     for index in range(count):
         start = time.perf_counter()

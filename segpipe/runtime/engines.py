@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 _CPU = ("CPUExecutionProvider",)
+BF16 = "openvino_bf16"
 _FATAL = 4  # log severity: errors are raised, and a run that a deadline ends is one
 Bytes = NDArray[np.uint8]
 Run = Callable[[Bytes], list[Bytes]]
@@ -110,7 +112,10 @@ class OnnxRuntime:
 
 
 class OpenVino:
-    """The same ONNX file in OpenVINO, on one device. Raises EngineError when OpenVINO or the device is not there."""
+    """The same ONNX file in OpenVINO, on one device. `precision`: f32 or bf16, in which it computes.
+
+    Raises EngineError when OpenVINO or the device is not there.
+    """
 
     def __init__(
         self,
@@ -119,6 +124,7 @@ class OpenVino:
         threads: int,
         providers: Sequence[str] | None,
         oldest: str = "0",
+        precision: str = "f32",
     ) -> None:
         try:
             import openvino
@@ -134,9 +140,9 @@ class OpenVino:
                 f"providers = {', '.join(devices)}, but {self.described} needs one of its devices: "
                 f"{', '.join(core.available_devices)}."
             )
-        # By default OpenVINO computes in bf16 or fp16 where the processor can, and masks differ from the gated ones.
+        # Without it OpenVINO computes in bf16 or fp16 where the device can.
         options: dict[str, Any] = {
-            "INFERENCE_PRECISION_HINT": "f32",
+            "INFERENCE_PRECISION_HINT": precision,
             "PERFORMANCE_HINT": "LATENCY",
         }
         if devices[0] == "CPU":
@@ -166,6 +172,8 @@ class OpenVino:
 ENGINES: dict[str, Callable[..., Engine]] = {
     "onnxruntime": OnnxRuntime,
     "openvino": OpenVino,
+    # Twice as fast on a CPU with bf16, and held to limits of its own
+    BF16: partial(OpenVino, precision="bf16"),
 }
 
 

@@ -131,9 +131,7 @@ class Segmenter:
         return Result(status, *masks, latency_ms, self.artifact.model_id)
 
     def refuse(self, status: Status) -> Result:
-        """A result without an answer, for a frame that could not even be read. Raises ValueError for OK."""
-        if status is Status.OK:
-            raise ValueError("status = OK, but a reason for no answer was needed.")
+        """A result without an answer, for a frame that could not even be read."""
         return Result(status, *self._no_answer(), 0.0, self.artifact.model_id)
 
     def _answer(
@@ -179,7 +177,8 @@ class Segmenter:
             raise Refused(Status.BAD_DTYPE, why)
         shapes = self.artifact.shapes
         if not shapes.fits(image.shape):
-            raise Refused(Status.BAD_SHAPE, _misfit(image.shape, shapes.describe()))
+            why = f"{image.shape}, but {shapes.frame} was needed: height, width, 3"
+            raise Refused(Status.BAD_SHAPE, why)
         if image.dtype != np.uint8:
             why = f"{image.dtype}, but uint8 was needed: 0 to 255"
             raise Refused(Status.BAD_DTYPE, why)
@@ -210,10 +209,3 @@ def _require(name: str, value: float | None, fits: bool) -> None:
         raise ValueError(
             f"{name} = {value}, but a number above 0 was needed (0 for frozen_after: never)."
         )
-
-
-def _misfit(shape: tuple[int, ...], needed: str) -> str:
-    """What shape came, and what was needed, in words."""
-    if len(shape) == 3 and shape[2] == 3:
-        return f"{shape[0]}x{shape[1]}, but {needed} was needed (height x width)"
-    return f"an array of shape {shape}, but (height, width, 3) was needed, {needed} (height x width)"

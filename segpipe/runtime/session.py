@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from .artifact import EXPORT_AGAIN, MANIFEST_KEY, Artifact, ArtifactError, SelfTestError
-from .engines import ENGINES, Bytes, Engine, EngineError
+from .engines import BF16, ENGINES, Bytes, Engine, EngineError
 from .frames import Refused, Status
 
 
@@ -77,6 +77,8 @@ class Session:
         engine: str = "onnxruntime",
     ) -> None:
         self._artifact = artifact
+        golden = artifact.golden
+        self._golden = golden.in_bf16() if engine == BF16 else golden
         self._watchdog: Watchdog | None = None
         if engine not in ENGINES:
             raise EngineError(
@@ -131,7 +133,7 @@ class Session:
 
         Raises SelfTestError when a golden frame fails, or the answers are further off than the manifest allows.
         """
-        golden = self._artifact.golden
+        golden = self._golden
         other = f"Try another version than {self.engine.described}, or another provider"
         agreement, levels = 1.0, 0
         for image, mask, confidence in zip(

@@ -14,14 +14,12 @@ from onnx import numpy_helper
 
 from exports import SIZE, tiny_network
 from segpipe.export import convert
-from segpipe.export.artifact.manifest import describe, in_file
-from segpipe.export.artifact.origin import Origin
+from segpipe.export.artifact.manifest import Origin, describe, in_file
 from segpipe.export.convert import conversion_problems
 from segpipe.export.graph.formats import FORMATS, ModelFile
-from segpipe.export.graph.network import deploy_model
-from segpipe.export.graph.profiles import Manifest
+from segpipe.export.graph.network import Manifest, deploy_model
 
-KINDS = ("onnx", "torchscript", "pt2")
+KINDS = ("onnx", "torchscript")
 Plant = Callable[[Path], None]
 
 
@@ -102,7 +100,7 @@ def test_rounding_of_another_processor_is_no_difference(
     assert problems(copy, made)
 
 
-@pytest.mark.parametrize("kind", ["torchscript", "pt2"])
+@pytest.mark.parametrize("kind", ["torchscript"])
 def test_a_bit_of_a_weight_is_seen_in_files_that_are_not_opened(
     made: tuple[Path, Path], tmp_path: Path, kind: str
 ) -> None:

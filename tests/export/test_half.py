@@ -12,9 +12,8 @@ from onnx import TensorProto, numpy_helper
 
 from exports import IMAGES
 from segpipe.errors import ExportError
+from segpipe.export.graph.lowprec import between_convolutions, to_fp16
 from segpipe.export.graph.onnx_format import open_onnx
-from segpipe.export.lowprec.half import to_fp16
-from segpipe.export.lowprec.rewrite import between_convolutions
 
 SIGMA_LIMIT, AGREEMENT = 3e-2, 0.995  # the fp16 gates
 

@@ -1,4 +1,4 @@
-"""int8: convolutions in eight bits, what decides in fp32, the same bytes every time, and the faster scheme."""
+"""int8: convolutions in eight bits, what decides in fp32, the same bytes every time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from onnx import TensorProto, numpy_helper
 
 from exports import SIZE, structured
 from segpipe.errors import ConfigError, ExportError
+from segpipe.export.graph import lowprec
+from segpipe.export.graph.lowprec import activation_ranges, to_int8
 from segpipe.export.graph.onnx_format import open_onnx
-from segpipe.export.lowprec import int8
-from segpipe.export.lowprec.int8 import SCHEMES, activation_ranges, to_int8
 
 pytestmark = pytest.mark.slow
 
@@ -28,13 +28,7 @@ AGREEMENT = 0.97  # the int8 gate
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("int8")
     write_graph(folder / "fp32.onnx")
-    for scheme in SCHEMES:
-        assert (
-            to_int8(
-                folder / "fp32.onnx", folder / f"{scheme}.onnx", FRAMES, scheme=scheme
-            )
-            == scheme
-        )
+    to_int8(folder / "fp32.onnx", folder / "int8.onnx", FRAMES)
     return folder
 
 
@@ -43,12 +37,11 @@ def agreement(expected: Path, found: Path) -> float:
     return float(np.mean([one(image).mask == other(image).mask for image in IMAGES]))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
 def test_masks_agree_on_frames_that_were_not_calibrated_on(
-    scheme: str, folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path
 ) -> None:
-    assert AGREEMENT <= agreement(folder / "fp32.onnx", folder / f"{scheme}.onnx") < 1
-    model = onnx.load(folder / f"{scheme}.onnx")
+    assert AGREEMENT <= agreement(folder / "fp32.onnx", folder / "int8.onnx") < 1
+    model = onnx.load(folder / "int8.onnx")
     scale = next(
         tensor
         for tensor in model.graph.initializer
@@ -63,11 +56,8 @@ def test_masks_agree_on_frames_that_were_not_calibrated_on(
     assert wrong < AGREEMENT, "the control: wrong scales of one layer are found out"
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_convolutions_are_int8_and_what_decides_is_not(
-    scheme: str, folder: Path
-) -> None:
-    graph = onnx.load(folder / f"{scheme}.onnx").graph
+def test_convolutions_are_int8_and_what_decides_is_not(folder: Path) -> None:
+    graph = onnx.load(folder / "int8.onnx").graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
     readers = {name: node for node in graph.node for name in node.input}
@@ -87,7 +77,7 @@ def test_convolutions_are_int8_and_what_decides_is_not(
         largest = int(
             np.abs(numpy_helper.to_array(weights[kernel.input[0]]).astype(int)).max()
         )
-        assert (largest <= 64) is (scheme == "U8S7"), (
+        assert largest <= 64, (
             "7 bits, so that no sum overflows on a CPU with AVX2 alone"
         )
         assert weights[kernel.input[1]].dims == [PLANES], "a scale per channel"
@@ -106,11 +96,10 @@ def test_convolutions_are_int8_and_what_decides_is_not(
             )
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_file_is_a_valid_one_with_the_same_face(scheme: str, folder: Path) -> None:
+def test_the_file_is_a_valid_one_with_the_same_face(folder: Path) -> None:
     before, after = (
         onnx.load(folder / "fp32.onnx"),
-        onnx.load(folder / f"{scheme}.onnx"),
+        onnx.load(folder / "int8.onnx"),
     )
     onnx.checker.check_model(after, full_check=True)
     for field in ("opset_import", "metadata_props"):
@@ -132,14 +121,14 @@ def test_nothing_else_is_left_behind_or_said(
     monkeypatch.chdir(elsewhere)
     root = logging.getLogger()
     before = (list(root.handlers), root.level, root.manager.disable)
-    to_int8(folder / "fp32.onnx", tmp_path / "again.onnx", FRAMES, scheme="U8S8")
+    to_int8(folder / "fp32.onnx", tmp_path / "again.onnx", FRAMES)
     assert (tmp_path / "again.onnx").read_bytes() == (
-        folder / "U8S8.onnx"
+        folder / "int8.onnx"
     ).read_bytes(), "the same bytes every time"
     assert list(elsewhere.iterdir()) == []
     assert {path.name for path in folder.iterdir()} == {
         "fp32.onnx",
-        *(f"{scheme}.onnx" for scheme in SCHEMES),
+        "int8.onnx",
     }
     assert (list(root.handlers), root.level, root.manager.disable) == before
     assert capfd.readouterr() == ("", "")
@@ -152,15 +141,15 @@ def test_the_quantizer_may_log_and_nobody_hears(
     monkeypatch.setattr(
         root, "handlers", []
     )  # as in a process that has not set up logging
-    with int8._silent_logging():
+    with lowprec._silent_logging():
         logging.warning("please consider something")
     assert root.handlers == []
     assert capfd.readouterr() == ("", "")
 
 
 def test_other_frames_give_another_file(folder: Path, tmp_path: Path) -> None:
-    to_int8(folder / "fp32.onnx", tmp_path / "other.onnx", FRAMES[:1], scheme="U8S8")
-    assert (tmp_path / "other.onnx").read_bytes() != (folder / "U8S8.onnx").read_bytes()
+    to_int8(folder / "fp32.onnx", tmp_path / "other.onnx", FRAMES[:1])
+    assert (tmp_path / "other.onnx").read_bytes() != (folder / "int8.onnx").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -200,36 +189,6 @@ def test_an_activation_of_zeros_has_a_range(model: onnx.ModelProto) -> None:
         "wide"
     ]
     assert (low, high) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("agreement", "chosen"),
-    [((0.99, 0.98), "U8S8"), ((0.98, 0.98), "U8S8"), ((0.9, 0.99), "U8S7")],
-)
-def test_the_scheme_closest_to_fp32_is_chosen(
-    agreement: tuple[float, ...],
-    chosen: str,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The last as on a CPU with AVX2 alone."""
-    monkeypatch.setattr(
-        int8, "_agreement", lambda *_: dict(zip(SCHEMES, agreement, strict=True))
-    )
-    assert to_int8(folder / "fp32.onnx", tmp_path / "int8.onnx", FRAMES) == chosen
-    assert (tmp_path / "int8.onnx").read_bytes() == (
-        folder / f"{chosen}.onnx"
-    ).read_bytes()
-
-
-def test_agreement_is_measured_on_masks(folder: Path) -> None:
-    made = {scheme: onnx.load(folder / f"{scheme}.onnx") for scheme in SCHEMES}
-    found = int8._agreement(made, onnx.load(folder / "fp32.onnx"), IMAGES)
-    assert found == {
-        scheme: agreement(folder / "fp32.onnx", folder / f"{scheme}.onnx")
-        for scheme in SCHEMES
-    }
 
 
 def test_unusable_requests(folder: Path, tmp_path: Path) -> None:

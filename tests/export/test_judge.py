@@ -16,13 +16,19 @@ import torch
 
 from exports import CLASSES, IMAGES, NAMES, NUM_CLASSES, SIZE, tiny_network
 from segpipe.export.dataset import GateInputs, check_set
-from segpipe.export.gates import judge, latency
+from segpipe.export.gates import judge
 from segpipe.export.gates.comparison import Candidate
 from segpipe.export.gates.controls import CONTROLS
 from segpipe.export.graph import formats
 from segpipe.export.graph.formats import FORMATS, ModelFile
-from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
-from segpipe.export.graph.profiles import Answer, Image, Run
+from segpipe.export.graph.network import (
+    Answer,
+    DeployModel,
+    Image,
+    Run,
+    deploy_model,
+    run_eager,
+)
 from segpipe.export.verify_report import EAGER, ExportReport
 from segpipe.settings.groups import ExportConfig
 
@@ -69,6 +75,9 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
             problems=lambda path, _: made.faults.get(path, []),
         ))  # fmt: skip
     monkeypatch.setattr(formats, "open_onnx", made.open)
+    monkeypatch.setattr(
+        formats, "open_in_engine", lambda path, profile, _: made.open(path, profile)
+    )
     return made
 
 
@@ -161,7 +170,7 @@ def test_the_latency_is_that_of_the_first_check_image(
 ) -> None:
     seen: list[Image] = []
     monkeypatch.setattr(
-        latency,
+        judge,
         "measure",
         lambda runs, image: (
             seen.append(image)
@@ -300,9 +309,11 @@ def test_each_precision_is_held_to_its_own_limits(shelf: Shelf) -> None:
     files = [
         shelf.file("onnx", precision, shifted) for precision in ("fp32", "fp16", "int8")
     ]
-    report, _ = judged(*files)
+    report, _ = judged(*files, engines=["openvino", "openvino_bf16"])
     assert ("model.onnx", "G2") in failures(report)
-    assert {name for name, _ in failures(report)} == {"model.onnx"}
+    refused = {name for name, _ in failures(report)}
+    assert refused == {"model.onnx", "model.onnx (openvino)"}
+    assert gates(report, "model.onnx (openvino_bf16)") == ["G1", *ANSWERS]
 
 
 def test_the_probe_of_an_int8_file_runs_node_by_node(shelf: Shelf) -> None:
@@ -368,7 +379,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, **ms: float) -> None:
         names[name]: {"p50_ms": value, "cpu_ms": value} for name, value in ms.items()
     }
     monkeypatch.setattr(
-        latency, "measure", lambda runs, _: {name: times[name] for name in runs}
+        judge, "measure", lambda runs, _: {name: times[name] for name in runs}
     )
 
 
@@ -409,7 +420,7 @@ def test_int8_is_held_to_the_fp32_file_in_its_own_engine(
         "model.int8.onnx (openvino)": 8.0,
     }
     monkeypatch.setattr(
-        latency,
+        judge,
         "measure",
         lambda *_: {name: {"p50_ms": ms, "cpu_ms": ms} for name, ms in times.items()},
     )
@@ -463,7 +474,7 @@ def test_every_onnx_file_runs_on_the_robot(
     entries = {
         "model.onnx": ("onnx", "fp32"),
         "model.int8.onnx": ("onnx", "int8"),
-        "model.pt2": ("pt2", "fp32"),
+        "model.torchscript.pt": ("torchscript", "fp32"),
     }
     report = ExportReport(Path("runs/x/export"), {"profile": profile})
     report.files = {

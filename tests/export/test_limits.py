@@ -11,25 +11,22 @@ import numpy as np
 import pytest
 import torch
 
-from segpipe.export.gates import latency
+from segpipe.export.gates import judge
 from segpipe.export.gates.comparison import (
+    LIMITS,
     Candidate,
     ImageComparison,
+    Limits,
+    Sigma,
     compare,
     compare_answers,
+    gate_integrity,
     gate_logits,
     gate_mask,
     gate_preprocessing,
 )
-from segpipe.export.gates.limits import (
-    LIMITS,
-    MAX_CLASSES,
-    Limits,
-    Sigma,
-    gate_integrity,
-)
 from segpipe.export.gates.quality import Score, gate_quality
-from segpipe.export.graph.profiles import Answer
+from segpipe.export.graph.network import Answer
 
 ONE = Sigma(1.0, 1.0)
 FP32 = {
@@ -44,6 +41,8 @@ FP16 = {
     "logits_sigma": 3e-2, "agreement": 0.995, "margin_sigma": 6e-2, "miou_points": 0.1, "confidence_levels": 2,
     "confidence_share": 0.999,
 }  # fmt: skip
+# Eight times fp16's: three bits of mantissa fewer
+BF16 = {"logits_sigma": 0.24, "margin_sigma": 0.48, "confidence_levels": 16}
 INT8 = {
     "logits_sigma": math.inf, "agreement": 0.97, "margin_sigma": math.inf, "miou_points": 1.0, "critical_points": 2.0,
     "relative_latency": 0.9, "confidence_levels": 32, "confidence_share": 0.99,
@@ -55,8 +54,8 @@ def test_limits_change_only_on_purpose() -> None:
     assert asdict(LIMITS["fp32"]) == FP32
     assert asdict(LIMITS["fp16"]) == {**FP32, **REDUCED, **FP16}
     assert asdict(LIMITS["int8"]) == {**FP32, **REDUCED, **INT8}
-    assert set(LIMITS) == {"fp32", "fp16", "int8"}
-    assert MAX_CLASSES == 255
+    assert asdict(LIMITS["bf16"]) == {**FP32, **REDUCED, **FP16, **BF16}
+    assert set(LIMITS) == {"fp32", "fp16", "bf16", "int8"}
 
 
 def cells(*differences: int) -> Any:
@@ -425,7 +424,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.calls = 1000.0, ""
         monkeypatch.setattr(
-            latency,
+            judge,
             "time",
             SimpleNamespace(perf_counter=lambda: self.now, process_time=self.spent),
         )
@@ -454,7 +453,7 @@ def test_latency_is_that_of_warm_runs_that_take_turns(
     """At least 10, at most 50, and as many as fit into a second for each file."""
     clock = Clock(monkeypatch)
     runs = {name: clock.run(name, seconds, first=seconds) for name in "ab"}
-    found = latency.measure(runs, check("x").image)
+    found = judge.measure(runs, check("x").image)
     assert clock.calls == "ab" * (num + 2)
     assert {name: entry["n"] for name, entry in found.items()} == {"a": num, "b": num}
     clock = Clock(monkeypatch)
@@ -462,7 +461,7 @@ def test_latency_is_that_of_warm_runs_that_take_turns(
         "a": clock.run("a", 1 / 8, first=64.0),
         "b": clock.run("b", 1 / 4, first=64.0),
     }
-    found = latency.measure(runs, check("x").image)
+    found = judge.measure(runs, check("x").image)
     assert [found[name][share] for name in "ab" for share in ("p50_ms", "p99_ms")] == [
         125,
         125,
@@ -476,17 +475,17 @@ def test_latency_at_its_limits() -> None:
     """The figures are the limits only, so that equal exports have equal reports."""
     int8 = Limits(relative_latency=0.5)
     measured = {"p50_ms": 8.0, "cpu_ms": 4.0}
-    assert latency.gate_latency(measured, budget_ms=8.0).message == "within 8 ms"
-    assert latency.gate_latency(measured, budget_ms=0).message == "no budget"
+    assert judge.gate_latency(measured, budget_ms=8.0).message == "within 8 ms"
+    assert judge.gate_latency(measured, budget_ms=0).message == "no budget"
     assert (
         "8.0 ms > 0.5 ms of export.latency_budget_ms"
-        in latency.gate_latency(measured, budget_ms=0.5).message
+        in judge.gate_latency(measured, budget_ms=0.5).message
     )
     fp32 = {"p50_ms": 1.0, "cpu_ms": 8.0}  # a p50 that load has moved does not count
-    half = latency.gate_latency(measured, budget_ms=9.0, fp32=fp32, limits=int8)
+    half = judge.gate_latency(measured, budget_ms=9.0, fp32=fp32, limits=int8)
     assert (half.passed, half.message) == (True, "within 9 ms, at most 0.5 of fp32")
     assert half.figures == {"budget_ms": 9.0, "share_of_fp32": 0.5}
-    slower = latency.gate_latency(
+    slower = judge.gate_latency(
         {"p50_ms": 0.1, "cpu_ms": 4.01}, budget_ms=9.0, fp32=fp32, limits=int8
     )
     assert not slower.passed

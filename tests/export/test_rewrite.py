@@ -10,10 +10,10 @@ import pytest
 from graphs import Builder
 from onnx import TensorProto, helper
 
-from segpipe.export.graph.onnx_format import open_session
-from segpipe.export.lowprec.rewrite import (
+from segpipe.export.graph.lowprec import (
     gather_stem,
 )
+from segpipe.export.graph.onnx_format import open_session
 
 # The first convolution
 

@@ -17,7 +17,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from exports import export
+from exports import FEW, export
 
 PATH = (
     Path(__file__).resolve().parents[2] / "examples" / "tensorrt" / "verify_engine.py"
@@ -141,7 +141,7 @@ def test_a_verified_engine_is_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     plan = tmp_path / "model.plan"
-    assert example.main([str(run), str(isaac), str(plan)]) == 0
+    assert example.main([str(run), str(isaac), str(plan), *FEW]) == 0
     shown = capsys.readouterr().out
     assert "in tensorrt 10.9" in shown
     assert "golden frames: at least 100.0000 % of the pixels equal" in shown
@@ -162,7 +162,7 @@ def test_an_engine_with_other_answers_is_not_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     trt.change = lambda mask: np.roll(mask, 1, axis=-1)
-    assert example.main([str(run), str(isaac), str(tmp_path / "model.plan")]) == 4
+    assert example.main([str(run), str(isaac), str(tmp_path / "model.plan"), *FEW]) == 4
     assert "G3 mask agreement" in (told := capsys.readouterr().err)
     assert "in model.onnx (tensorrt)" in told
     assert not list(tmp_path.iterdir())
@@ -185,10 +185,10 @@ def test_what_prevents_an_engine_is_named(
         in told
     )
     trt.parses = False
-    assert example.main([str(run), str(isaac)]) == 7
+    assert example.main([str(run), str(isaac), *FEW]) == 7
     assert "TensorRT cannot parse it: no such operator" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "tensorrt", None)
-    assert example.main([str(run), str(isaac)]) == 2
+    assert example.main([str(run), str(isaac), *FEW]) == 2
 
 
 def test_rules_of_uint8_and_quantisation(

@@ -26,8 +26,7 @@ from segpipe.errors import ConfigError, DataError, Interrupted
 from segpipe.predict import job as job_module
 from segpipe.predict.inference import Inference, segment
 from segpipe.predict.job import find, names
-from segpipe.predict.outputs import read_stamp
-from segpipe.predict.predictor import of_exported, of_network, raw_ids
+from segpipe.predict.predictor import of_exported, of_network
 from segpipe.train import checkpoint
 from segpipe.train.checkpoint import load_network
 from segpipe.train.metrics import confusion, miou
@@ -141,13 +140,10 @@ def test_every_image_of_a_folder_gets_a_mask_and_an_overlay(
             assert np.array_equal(ids, whole(run, folder / entry["source"]))
         counts = np.bincount(ids.ravel(), minlength=10) / ids.size
         assert list(entry["share"].values()) == pytest.approx(counts.tolist())
-        stamp = read_stamp(out / entry["mask"])
-        assert stamp["model"] == {"ema_digest": network.ema_digest, "step": 7}
-        assert stamp["source_sha256"] == entry["source_sha256"]
-        with Image.open(out / entry["overlay"]) as overlay:
-            assert json.loads(overlay.info["comment"]) == stamp
+        assert (out / entry["overlay"]).is_file()
+    assert record(out)["model"] == {"ema_digest": network.ema_digest, "step": 7}
     assert record(out)["complete"]
-    assert sum(record(out)["share"].values()) == pytest.approx(1)
+    assert sum(line["share"].values()) == pytest.approx(1, abs=1e-3)
 
     assert start(out, f"run={run}", f"source={folder}") == 0
     line = json.loads(capsys.readouterr().out)
@@ -155,13 +151,11 @@ def test_every_image_of_a_folder_gets_a_mask_and_an_overlay(
     assert written(out) == first
 
 
-def test_an_overlay_shows_the_colors_of_the_classes_beside_their_names(
-    run: Path, tmp_path: Path
-) -> None:
+def test_an_overlay_shows_the_colors_of_the_classes(run: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "one.png", IMAGES[0])
     for name, *changes in (
         ("full", "alpha=1"),
-        ("none", "alpha=0", "legend=false"),
+        ("none", "alpha=0"),
         ("off", "overlay=false"),
     ):
         assert start(tmp_path / name, f"run={run}", f"source={path}", *changes) == 0
@@ -170,8 +164,7 @@ def test_an_overlay_shows_the_colors_of_the_classes_beside_their_names(
         int
     )
     colors = np.array(network.classes.palette)[whole(run, path)]
-    assert full.shape[1] > SIZE[1]  # the legend is on the right
-    assert np.abs(full[: SIZE[0], : SIZE[1]] - colors).mean() < 12  # of the JPEG
+    assert np.abs(full - colors).mean() < 12  # of the JPEG
     plain = np.asarray(Image.open(tmp_path / "none" / "overlays" / "one.jpg")).astype(
         int
     )
@@ -209,19 +202,18 @@ def test_what_another_model_wrote_is_refused_unless_it_may_be_replaced(
     assert start(out, *settings) == 0
     before = written(out)
     assert start(out, *settings, "tta=[flip]") == 2
-    told = capsys.readouterr().err
-    assert "5 files of another model, source or setting" in told
-    assert "grey.png.png (settings)" in told
+    assert "predictions of another model or other settings" in capsys.readouterr().err
     assert written(out) == before
     assert start(out, *settings, "tta=[flip]", "exists=replace") == 0
-    assert read_stamp(out / "masks" / "one.png.png")["settings"]["tta"] == "flip"
+    assert record(out)["settings"]["tta"] == "flip"
+    capsys.readouterr()
 
     write(folder / "one.png", IMAGES[2])  # the source changes
+    assert start(out, *settings, "tta=[flip]") == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["predicted"], line["kept"]) == (1, 4)
+    (out / "predictions.json").unlink()  # nobody knows any more what made the masks
     assert start(out, *settings, "tta=[flip]") == 2
-    assert "masks/one.png.png (source_sha256" in capsys.readouterr().err
-    shutil.copy(folder / "one.png", out / "masks" / "one.png.png")  # of somebody else
-    assert start(out, *settings, "tta=[flip]") == 2
-    assert "masks/one.png.png (format, model" in capsys.readouterr().err
 
 
 def test_an_interrupt_leaves_whole_files_and_the_rest_for_the_next_time(
@@ -257,46 +249,15 @@ def test_an_interrupt_leaves_whole_files_and_the_rest_for_the_next_time(
     assert written(out) == expected
 
 
-def test_raw_ids_are_those_of_the_masks_of_the_data_set(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    network = load_network(run)
-    table = {50 + train: train for train in range(10)} | {40: 3, 0: 255}
-    object.__setattr__(network.classes, "train_ids", table)
-    monkeypatch.setattr("segpipe.cli.predict.load_network", lambda *_: network)
-    path = write(tmp_path / "one.png", IMAGES[0])
-    assert start(tmp_path / "out", f"run={run}", f"source={path}", "ids=raw") == 0
-    mask = Image.open(tmp_path / "out" / "masks" / "one.png")
-    assert mask.mode == "L"
-    ids = whole(run, path)
-    assert np.array_equal(np.asarray(mask), np.where(ids == 3, 40, 50 + ids))
-
-
-def test_classes_without_an_id_of_8_bits_cannot_be_written_as_raw() -> None:
-    assert raw_ids({7: 0, 8: 0, 9: 1, 3: 255}, 2)[:2].tolist() == [7, 9]
-    for table in ({7: 0}, {7: 0, 300: 1}):
-        with pytest.raises(ConfigError, match="ids = raw"):
-            raw_ids(table, 2)
-
-
-def test_photos_are_turned_upright_unless_told_otherwise(
-    run: Path, tmp_path: Path
-) -> None:
+def test_photos_are_turned_upright(run: Path, tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # stored turned by 90 degrees
-    Image.fromarray(IMAGES[0]).save(tmp_path / "photo.png", exif=exif)
-    for rule, pixels in (("apply", np.rot90(IMAGES[0], -1)), ("ignore", IMAGES[0])):
-        plain = write(tmp_path / f"{rule}.png", np.ascontiguousarray(pixels))
-        given = (
-            f"run={run}",
-            f"source={tmp_path / 'photo.png'}",
-            f"exif={rule}",
-            "overlay=false",
-        )
-        assert start(tmp_path / rule, *given) == 0
-        assert np.array_equal(
-            ids_of(tmp_path / rule / "masks" / "photo.png"), whole(run, plain)
-        )
+    photo, out = tmp_path / "photo.png", tmp_path / "out"
+    Image.fromarray(IMAGES[0]).save(photo, exif=exif)
+    turned = np.ascontiguousarray(np.rot90(IMAGES[0], -1))
+    plain = write(tmp_path / "plain.png", turned)
+    assert start(out, f"run={run}", f"source={photo}", "overlay=false") == 0
+    assert np.array_equal(ids_of(out / "masks" / "photo.png"), whole(run, plain))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import cv2
@@ -14,7 +15,14 @@ from PIL import Image
 from exports import structured
 from segpipe.errors import ConfigError, DataError, Interrupted
 from segpipe.predict import job as job_module
-from segpipe.predict.job import CODEC, Clip, Film, PredictJob, find, probe, read_frames
+from segpipe.predict.job import (
+    CODEC,
+    Film,
+    PredictJob,
+    find,
+    frames_per_second,
+    read_frames,
+)
 from segpipe.predict.outputs import Outputs
 from segpipe.predict.predictor import Pixels, Predictor
 
@@ -59,7 +67,7 @@ def test_a_video_becomes_a_video_of_the_same_size_and_speed_and_a_mask_per_frame
     made = outputs(tmp_path / "out")
     assert run(clip, made) == []
     overlay = tmp_path / "out" / "overlays" / "a drive.mp4"
-    assert probe(overlay) == Clip(*SIZE, FPS, FRAMES)
+    assert frames_per_second(overlay) == FPS
     pixels = np.zeros(2, int)
     for number, (image, shown) in enumerate(
         zip(read_frames(clip), read_frames(overlay), strict=True)
@@ -87,28 +95,36 @@ def test_a_video_becomes_a_video_of_the_same_size_and_speed_and_a_mask_per_frame
         find(str(clip), made.out)[0], made
     ).run()  # the second time everything is there
     assert (done.kept, done.answered, list(done.entries.values())) == (1, 0, [entry])
-    with pytest.raises(ConfigError, match=r"frames\.json \(settings\)"):
+    with pytest.raises(ConfigError, match="other settings"):
         run(clip, outputs(tmp_path / "out", alpha=0.2))
 
 
 @pytest.mark.parametrize(("lost", "named"), [(2, False), (3, True)])
 def test_a_few_frames_may_be_missing_from_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int, named: bool
+    clip: Path, monkeypatch: pytest.MonkeyPatch, lost: int, named: bool
 ) -> None:
     """Two, or one in a hundred where that is more: headers count some that were never there."""
-    path = tmp_path / "long.avi"
-    writer = cv2.VideoWriter(
-        str(path), cv2.VideoWriter.fourcc(*"MJPG"), FPS, SIZE[::-1]
-    )
-    for image in structured(100, SIZE):
-        writer.write(image)
-    writer.release()
-    frames = list(read_frames(path))
-    monkeypatch.setattr(
-        job_module, "read_frames", lambda path: iter(frames[: 100 - lost])
-    )
-    problems = run(path, outputs(tmp_path / "out"))
-    assert ["breaks off" in problem for problem in problems] == [True] * named
+
+    class Promising:
+        def __init__(self, capture: cv2.VideoCapture) -> None:
+            self.read = capture.read
+
+        def get(self, _: int) -> float:
+            return FRAMES + lost
+
+    opened = job_module._opened
+
+    @contextmanager
+    def promising(path: Path) -> Iterator[Promising]:
+        with opened(path) as capture:
+            yield Promising(capture)
+
+    monkeypatch.setattr(job_module, "_opened", promising)
+    if named:
+        with pytest.raises(DataError, match="10 of 13 frames"):
+            list(read_frames(clip))
+    else:
+        assert len(list(read_frames(clip))) == FRAMES
 
 
 def test_a_video_that_breaks_off_is_named(tmp_path: Path) -> None:
@@ -120,23 +136,13 @@ def test_a_video_that_breaks_off_is_named(tmp_path: Path) -> None:
         writer.write(image)
     writer.release()
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    whole = sum(1 for _ in read_frames(path))
-    assert 0 < whole < FRAMES - 2
     made = outputs(tmp_path / "out")
     (problem,) = run(path, made)
+    whole = len(list((tmp_path / "out" / "masks" / "cut.avi").iterdir()))
+    assert 0 < whole < FRAMES - 2
     assert f"breaks off: {whole} of {FRAMES} frames could be decoded" in problem
     assert list((tmp_path / "out" / "overlays").iterdir()) == []
-    assert not made.mask(find(str(path), made.out)[0][0]).exists()
-
-
-def test_a_header_may_be_off_by_two_frames(clip: Path, tmp_path: Path) -> None:
-    made = outputs(tmp_path / "out")
-    source = find(str(clip), made.out)[0][0]
-    job = PredictJob([source], made, batch=4)
-    found = job._predict_video(source, Clip(*SIZE, FPS, FRAMES + 2))
-    assert found["frames"] == FRAMES
-    with pytest.raises(DataError, match="10 of 13 frames"):
-        job._predict_video(source, Clip(*SIZE, FPS, FRAMES + 3))
+    assert json.loads((made.out / "predictions.json").read_text())["predictions"] == []
 
 
 def test_a_file_cut_short_is_a_problem_beside_the_others(
@@ -168,14 +174,46 @@ def test_an_interrupted_video_leaves_no_part_of_a_film(
     assert list((tmp_path / "out" / "overlays").iterdir()) == []
     assert len(list((tmp_path / "out" / "masks" / "a drive.mp4").iterdir())) == 5
     assert run(clip, made) == []
-    assert (
-        len(list((tmp_path / "out" / "masks" / "a drive.mp4").iterdir())) == FRAMES + 1
-    )
+    assert len(list((tmp_path / "out" / "masks" / "a drive.mp4").iterdir())) == FRAMES
+
+
+def test_a_stream_is_read_to_its_end_its_time_or_ctrl_c(
+    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{clip}"  # FFmpeg opens it as it opens rtsp://
+    assert run_url(url, outputs(tmp_path / "whole")) == FRAMES
+    assert frames_per_second(tmp_path / "whole" / "overlays" / "stream.mp4") == FPS
+    frames = list(read_frames(clip))
+
+    def interrupted(_: str) -> object:
+        yield from frames[:5]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job_module, "read_frames", interrupted)
+    out = tmp_path / "stopped"
+    assert run_url(url, outputs(out)) == 5
+    assert len(list(read_frames(out / "overlays" / "stream.mp4"))) == 5
+    assert run_url(url, outputs(tmp_path / "timed"), seconds=1e-9) == 1
+    (camera,), _ = find("0", tmp_path)
+    assert (camera.live, camera.name) == ("0", "camera0")
+    (tmp_path / "0").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="no image and no video"):  # a folder, then
+        find("0", tmp_path / "out")
+
+
+def run_url(url: str, made: Outputs, seconds: float = 0.0) -> int:
+    """Frames that were predicted."""
+    sources, _ = find(url, made.out)
+    job = PredictJob(sources, made, batch=1, seconds=seconds)
+    done = job.run()
+    assert done.problems == []
+    return done.answered
 
 
 def test_odd_sizes_grow_by_a_pixel_instead_of_losing_one(tmp_path: Path) -> None:
     image = np.full((33, 47, 3), (200, 30, 30), np.uint8)
-    with Film(tmp_path / "odd.mp4", Clip(33, 47, 5.0, 2)) as film:
+    with Film(tmp_path / "odd.mp4", (33, 47), 5.0) as film:
         film.add(image)
         film.add(image)
         film.finish()
@@ -185,7 +223,7 @@ def test_odd_sizes_grow_by_a_pixel_instead_of_losing_one(tmp_path: Path) -> None
 
 
 def test_a_film_that_lost_frames_is_refused(tmp_path: Path) -> None:
-    with Film(tmp_path / "short.mp4", Clip(32, 32, 5.0, 2)) as film:
+    with Film(tmp_path / "short.mp4", (32, 32), 5.0) as film:
         film.add(np.zeros((32, 32, 3), np.uint8))
         film.frames = 2
         with pytest.raises(ConfigError, match="would hold 1 of 2 frames"):

@@ -12,7 +12,7 @@ import pytest
 from artifacts import answer, frame, write_artifact
 from openvino_stand_in import StandIn
 
-from segpipe.runtime import EngineError, Segmenter, Status
+from segpipe.runtime import EngineError, Segmenter, SelfTestError, Status
 from segpipe.runtime.__main__ import main
 
 pytestmark = pytest.mark.slow
@@ -65,6 +65,20 @@ def test_the_file_is_compiled_for_fp32_and_the_threads(
     )
 
 
+def test_bf16_is_asked_for_by_name_and_held_to_its_own_limits(
+    folder: Path, stand_in: StandIn
+) -> None:
+    stand_in.in_bf16 = True
+    with pytest.raises(SelfTestError, match="confidence differs by 8 levels"):
+        Segmenter.load(folder, engine="openvino")
+    segmenter = Segmenter.load(folder, engine="openvino_bf16")
+    assert stand_in.compiled[-1][1]["INFERENCE_PRECISION_HINT"] == "bf16"
+    assert segmenter.infer(frame(3)).status is Status.OK
+    stand_in.off = 9
+    with pytest.raises(SelfTestError, match="99 % and at most 16 were needed"):
+        Segmenter.load(folder, engine="openvino_bf16")
+
+
 def test_a_request_is_canceled_at_the_deadline(folder: Path, stand_in: StandIn) -> None:
     segmenter = Segmenter.load(folder, engine="openvino", deadline_ms=5)
     stand_in.waits = True
@@ -94,12 +108,15 @@ def test_an_engine_that_is_not_here_is_named(
     assert main(["selftest", str(folder), "--engine", "openvino"]) == 2
     assert r"pip install segpipe-runtime[openvino]" in capsys.readouterr().err
     assert main(["selftest", str(folder), "--engine", "tensorflow"]) == 2
-    assert "must be one of onnxruntime, openvino" in capsys.readouterr().err
+    assert (
+        "must be one of onnxruntime, openvino, openvino_bf16" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.skipif(not REAL, reason="openvino is not installed")
-def test_openvino_itself(folder: Path) -> None:
-    segmenter = Segmenter.load(folder, engine="openvino", deadline_ms=60_000)
+@pytest.mark.parametrize("engine", ["openvino", "openvino_bf16"])
+def test_openvino_itself(folder: Path, engine: str) -> None:
+    segmenter = Segmenter.load(folder, engine=engine, deadline_ms=60_000)
     assert all(answered(segmenter, frame(seed)) for seed in range(4))
     segmenter.deadline_ms = 1
     assert segmenter.infer(frame(5, blue=200)).status is Status.DEADLINE, (

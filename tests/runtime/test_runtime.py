@@ -20,7 +20,6 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +43,7 @@ from segpipe.runtime import (
 )
 from segpipe.runtime.__main__ import main
 from segpipe.runtime.artifact import CONFIDENCE_SHARE
-from segpipe.runtime.bench import bench, fixed_work, resident_mib, spread, timed
+from segpipe.runtime.bench import bench, resident_mib
 from segpipe.runtime.frames import RepeatCounter
 from segpipe.runtime.images import read_image
 from segpipe.runtime.session import Session
@@ -230,10 +229,10 @@ def test_every_frame_gets_its_answer_or_a_reason_and_the_next_one_works(
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("larger", "64x48, but 32x48 was needed (height x width)"),
+        ("larger", "(64, 48, 3), but (32, 48, 3) was needed"),
         (
             "gray",
-            "an array of shape (32, 48), but (height, width, 3) was needed, 32x48 (height x width)",
+            "(32, 48), but (32, 48, 3) was needed: height, width, 3",
         ),
         ("float", "float64, but uint8 was needed: 0 to 255"),
         ("list", "list, but a numpy array of uint8 was needed"),
@@ -257,8 +256,6 @@ def test_a_refused_frame_is_explained(
 
 def test_a_frame_that_cannot_be_read_is_refused(segmenter: Segmenter) -> None:
     assert refuses(segmenter.refuse(Status.BAD_DTYPE), Status.BAD_DTYPE)
-    with pytest.raises(ValueError, match="a reason"):
-        segmenter.refuse(Status.OK)
 
 
 @pytest.mark.parametrize("stamp", [999.4, 1000.6, float("nan"), float("-inf"), 0])
@@ -1198,10 +1195,7 @@ def test_run(
     assert main([*arguments, str(tmp_path / "small.npy")]) == 1
     told = capsys.readouterr()
     assert "small.npy BAD_SHAPE" in told.out
-    assert (
-        f"small.npy: 8x9, but {SIZE[0]}x{SIZE[1]} was needed (height x width)"
-        in told.err
-    )
+    assert f"small.npy: (8, 9, 3), but {(*SIZE, 3)} was needed" in told.err
     assert main([*arguments, str(tmp_path / "missing.npy")]) == 2
     assert "missing.npy" in capsys.readouterr().err
 
@@ -1335,18 +1329,15 @@ def test_bench(
 ) -> None:
     assert main(["bench", str(shared_folder), "--frames", "30", "--threads", "2"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["statuses"] == {"OK": 40}
-    assert (found["threads"], found["size"]) == (2, list(SIZE))
+    assert found["statuses"] == {"OK": 40}, "10 to warm up"
+    assert found["size"] == list(SIZE)
     assert found["memory_flat"] in (True, None)
-    assert found["p99_over_p50"].keys() == {"infer", "machine"}
     for name in ("infer", "run"):
         assert (
             0 < found[name]["p50_ms"] <= found[name]["p90_ms"] <= found[name]["p99_ms"]
         )
         assert found[name]["n"] == 30
-    with pytest.raises(SystemExit) as caught:
-        main(["bench", str(shared_folder), "--frames", "0"])
-    assert caught.value.code == 2
+    assert main(["bench", str(shared_folder), "--frames", "0"]) == 2
     assert (
         main(["bench", str(shared_folder), "--frames", "3", "--deadline-ms", "1e-6"])
         == 1
@@ -1357,26 +1348,15 @@ def test_bench(
         assert "memory grew by" in capsys.readouterr().err
 
 
-def test_what_the_machine_spreads_is_told_apart() -> None:
-    assert spread(np.array([2.0] * 98 + [18.0] * 2)) == 9.0
-    turn = count()
-    waiting = timed(lambda: time.sleep(0.1 if next(turn) % 4 == 0 else 0.001), 8)
-    assert spread(waiting) > 3
-    work = fixed_work(5.0)
-    assert work().digest() == work().digest()  # type: ignore[attr-defined]
-    assert timed(work, 8).min() > 0.5
-
-
 def test_memory_does_not_grow(
     shared_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     segmenter = Segmenter.load(shared_folder, frozen_after=0, deadline_ms=60_000)
-    calm = bench(segmenter, 400, 1)
+    calm = bench(segmenter, 400)
     if calm["memory_growth_mib"] is None:
         pytest.skip("this system does not tell the resident memory")
     assert calm["memory_growth_mib"] < 4
     assert calm["memory_flat"] is True
-    assert calm["p99_over_p50"]["infer"] >= 1
     leaked = []
     right = segmenter.infer
 
@@ -1385,7 +1365,7 @@ def test_memory_does_not_grow(
         return right(image)
 
     monkeypatch.setattr(segmenter, "infer", leaking)
-    leaky = bench(segmenter, 400, 1)
+    leaky = bench(segmenter, 400)
     assert leaky["memory_growth_mib"] > 50
     assert leaky["memory_flat"] is False
 

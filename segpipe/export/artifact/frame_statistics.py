@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from segpipe.runtime.frames import QUANTITIES, look_at
 
 if TYPE_CHECKING:
-    from segpipe.export.graph.profiles import Image
+    from segpipe.export.graph.network import Image
 
 _QUANTILES = (0.05, 0.5, 0.95)  # images beyond the outer ones do not move a limit
 _CALIBRATION_IMAGES = 32  # for the activation ranges of int8
@@ -70,9 +70,6 @@ def frames_of(
             yield image
 
     entries = frame_entries(watched(), "train")
-    # Of a Spread, which does not read all images of its split
-    if total := getattr(train_images, "total", 0):
-        entries["frame_statistics"]["of"] = total
     return entries, kept or list(images)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from segpipe.export.gates.limits import FP32, LIMITS
+from segpipe.export.gates.comparison import FP32, LIMITS
 from segpipe.export.graph.network import DeployModel, run_eager
 from segpipe.native import one_thread
 
 if TYPE_CHECKING:
     from segpipe.export.dataset import Check
     from segpipe.export.gates.comparison import ImageComparison
-    from segpipe.export.graph.profiles import Image
 
 GOLDEN = "golden"  # the folder
 _IMAGES = 2
@@ -26,10 +25,10 @@ _PATCH = 16  # rows and columns of the preprocessing example
 _DECODERS = 3  # levels by which two JPEG decoders may differ
 
 
-def golden_entry(names: Sequence[str]) -> dict[str, Any]:
+def golden_entry(checks: Sequence[Check]) -> dict[str, Any]:
     """`golden` of the manifest: names of the frames, and how far another machine's fp32 answers may be from these."""
     return {
-        "images": list(names),
+        "images": [check.name for check in golden_checks(checks)],
         "image_agreement": FP32.image_agreement,
         "confidence_levels": FP32.confidence_levels,
     }
@@ -90,20 +89,12 @@ def golden_arrays(
 
 
 def golden_problems(
-    model: DeployModel,
-    folder: Path,
-    names: Sequence[str],
-    images: Mapping[str, Image],
+    model: DeployModel, folder: Path, checks: Sequence[Check]
 ) -> Iterator[str]:
-    """What in golden/ differs from the frames `names`, or from the trained network's answers to them.
+    """What in golden/ differs from the golden frames of the check set, or from the trained network's answers to them.
 
-    images: by name, those that may be golden frames. Answers may differ as far as those of an fp32 file on another
-    machine.
+    Answers may differ as far as those of an fp32 file on another machine.
     """
-    unknown = [name for name in names if name not in images]
-    if unknown:
-        yield f"golden frame {unknown[0]} is no image of the validation split with the size of the files"
-        return
     try:
         found = {
             path.stem: np.load(path, allow_pickle=False)
@@ -112,31 +103,24 @@ def golden_problems(
         expected = golden_arrays(model, found["image"])
     # numpy and torch raise many types for arrays that do not fit.
     except Exception as error:
-        yield (
-            f"{GOLDEN}/ cannot be compared ({type(error).__name__}: {error}). Copy the whole folder again, or export "
-            "again"
-        )
+        reason = f"{type(error).__name__}: {error}"
+        yield f"{GOLDEN}/ cannot be compared ({reason}). Copy the whole folder again, or export again"
         return
-
-    named = np.stack([images[name] for name in names])
-    if not _is_close(found["image"], named, _DECODERS):
-        yield f"{GOLDEN}/image.npy does not hold the images that golden.images names"
+    expected["image"] = np.stack([check.image for check in golden_checks(checks)])
     # All other arrays, such as the places of the logits, must be equal.
     limits = {
+        "image": _DECODERS,
         "confidence": FP32.confidence_levels,
         "logits": FP32.logits_sigma * float(expected["logits"].std()),
         "preprocess_output": FP32.normalised,
     }
-    for name in sorted(expected.keys() | found.keys()):
-        if name not in found or name not in expected:
-            yield f"{GOLDEN}/{name}.npy is missing, or is none of the golden arrays"
-            continue
-        one, other = found[name], expected[name]
-        if name == "mask" and one.shape == other.shape:
-            agreement = (one == other).mean((1, 2))
+    for name, array in expected.items():
+        one = found.get(name, np.zeros(0))
+        if name == "mask" and one.shape == array.shape:
+            agreement = (one == array).mean((1, 2))
             is_close = bool(agreement.min() >= FP32.image_agreement)
         else:
-            is_close = _is_close(one, other, limits.get(name, 0.0))
+            is_close = _is_close(one, array, limits.get(name, 0.0))
         if not is_close:
             yield f"{GOLDEN}/{name}.npy differs from what the trained network gives"
 

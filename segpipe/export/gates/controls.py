@@ -15,18 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from segpipe.export.gates.comparison import (
+    GateResult,
+    Sigma,
     compare_answers,
     gate_logits,
     gate_mask,
     gate_preprocessing,
 )
-from segpipe.export.gates.limits import GateResult, Sigma
 from segpipe.export.graph.network import DeployModel, run_eager
 from segpipe.models.preprocess import Preprocess
 
 if TYPE_CHECKING:
     from segpipe.export.dataset import Check
-    from segpipe.export.graph.profiles import Answer, Run
+    from segpipe.export.graph.network import Answer, Run
 
 Change = Callable[[Tensor], Tensor]
 _MAX_CHECKS = 3  # check images on which a control is tried

@@ -19,8 +19,8 @@ from scipy.special import softmax
 
 from segpipe import IGNORE_INDEX
 from segpipe.errors import DataError
-from segpipe.export.gates.limits import FP32, GateResult, Limits
-from segpipe.export.graph.profiles import Answer, Image, Run
+from segpipe.export.gates.comparison import FP32, GateResult, Limits
+from segpipe.export.graph.network import Answer, Image, Run
 from segpipe.keys import generator, sample_key
 from segpipe.runtime.images import enlarged
 from segpipe.train.metrics import confusion, iou_per_class, miou

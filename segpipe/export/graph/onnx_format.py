@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 import torch
 
-from segpipe.export.graph.profiles import (
+from segpipe.export.graph.network import (
     INPUT,
     PROBES,
     ROBOT,

@@ -1,0 +1,382 @@
+"""Rewrites of an ONNX graph before quantisation: the same function in a form that quantises well.
+
+torch.onnx folds a BatchNorm behind a convolution into it. Another one, behind a ReLU, stays in fp32: as a convolution
+it would save ddrnet23_slim 7 % of its time and the other networks nothing.
+
+Only the network, the part between the first and the last convolution, leaves fp32. Preprocessing lies before it, and
+upsampling, softmax and argmax after it: they are cheap, and there a rounding error goes straight into the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+from onnxruntime.quantization import (
+    CalibrationMethod,
+    QDQQuantizer,
+    QuantType,
+    TensorData,
+    TensorsData,
+)
+from onnxruntime.quantization.calibrate import HistogramCollector
+from onnxruntime.transformers.float16 import convert_float_to_float16
+from onnxruntime.transformers.onnx_model import OnnxModel
+
+from segpipe.errors import ConfigError, ExportError
+from segpipe.export.graph.network import Image
+from segpipe.export.graph.onnx_format import open_session
+
+CONV = "Conv"
+Array = NDArray[Any]
+
+
+def between_convolutions(graph: onnx.GraphProto) -> list[bool]:
+    """For each node, whether it is a convolution or lies on a path between two. Nodes are in topological order."""
+    after, before = after_convolutions(graph), before_convolutions(graph)
+    return [
+        node.op_type == CONV
+        or not (after.isdisjoint(node.input) or before.isdisjoint(node.output))
+        for node in graph.node
+    ]
+
+
+def after_convolutions(graph: onnx.GraphProto) -> set[str]:
+    """Names of the tensors that depend on a convolution."""
+    found: set[str] = set()
+    for node in graph.node:
+        if node.op_type == CONV or not found.isdisjoint(node.input):
+            found.update(filter(None, node.output))
+    return found
+
+
+def before_convolutions(graph: onnx.GraphProto) -> set[str]:
+    """Names of the tensors on which a convolution depends, its own inputs included."""
+    found: set[str] = set()
+    for node in reversed(graph.node):
+        if node.op_type == CONV or not found.isdisjoint(node.output):
+            found.update(filter(None, node.input))
+    return found
+
+
+def widen_constants(graph: onnx.GraphProto) -> None:
+    """Repeats the per-channel constants of the normalisation along the width; needs inferred shapes.
+
+    onnxruntime runs the normalisation with the channels last, as the int8 convolutions want it. There a constant of 3
+    values per pixel took 1.9 ms at 360x480, a row of them 0.1 ms.
+    """
+    weights = _weights(graph)
+    for node, is_inside in zip(graph.node, between_convolutions(graph), strict=True):
+        width = _shape(graph, node.output[0])[3]
+        if is_inside or node.op_type not in ("Mul", "Add") or width == 0:
+            continue
+        for index, name in enumerate(node.input):
+            if name in weights and weights[name].shape[2:] == (1, 1):
+                row = np.repeat(weights[name], width, axis=3)
+                node.input[index] = _add(graph, f"{node.name}_row", row)
+
+
+def gather_stem(graph: onnx.GraphProto) -> bool:
+    """Whether the first convolution was rewritten to read 2x2 blocks of pixels; needs inferred shapes.
+
+    onnxruntime's fast int8 convolution wants a multiple of four channels, and an image has three. SpaceToDepth makes
+    blocks of twelve, which a convolution with stride 1 reads. Processor time of int8 files at 360x480 without it: 12.7,
+    23.6 and 26.7 ms instead of 10.8, 22.5 and 24.2 (fast_scnn, ddrnet23_slim, pidnet_s on a CPU with VNNI).
+
+    Applies to a convolution of 3x3 with stride 2 and one row of padding that reads an image with even sides.
+    """
+    weights = _weights(graph)
+    conv = next((node for node in graph.node if node.op_type == CONV), None)
+    if conv is None or not weights.keys() >= set(conv.input[1:]):
+        return False
+    given = {entry.name: helper.get_attribute_value(entry) for entry in conv.attribute}
+    plain = {"auto_pad": b"NOTSET", "dilations": [1, 1], "group": 1}
+    wanted = {**plain, "strides": [2, 2], "pads": [1, 1, 1, 1]}
+    kernel = weights[conv.input[1]]
+    _, _, height, width = _shape(graph, conv.input[0])
+    is_even = height > 0 and width > 0 and height % 2 == width % 2 == 0
+    if {**plain, **given} != wanted or kernel.shape[1:] != (3, 3, 3) or not is_even:
+        return False
+
+    # Taps -1, 0 and 1 lie in the second half of the block before and in the block itself; a fourth one is zero.
+    padded = np.pad(kernel, ((0, 0), (0, 0), (1, 0), (1, 0)))
+    # (M, 3, 2 blocks, 2, 2 blocks, 2) -> (M, 2, 2, 3, 2 blocks, 2 blocks), the order of SpaceToDepth
+    blocks = padded.reshape(-1, 3, 2, 2, 2, 2).transpose(0, 3, 5, 1, 2, 4)
+    name = _add(graph, "stem_kernel", blocks.reshape(-1, 12, 2, 2))
+    image, output = conv.input[0], list(conv.output)
+    inputs = ["stem_blocks", name, *conv.input[2:]]
+    gather = helper.make_node("SpaceToDepth", [image], ["stem_blocks"], blocksize=2)
+    place = list(graph.node).index(conv)
+    conv.CopyFrom(helper.make_node(CONV, inputs, output, pads=[1, 1, 0, 0]))
+    graph.node.insert(place, gather)
+    return True
+
+
+def _shape(graph: onnx.GraphProto, name: str) -> list[int]:
+    """Four lengths, 0 where one is unknown."""
+    for entry in (*graph.value_info, *graph.input):
+        lengths = entry.type.tensor_type.shape.dim
+        if entry.name == name and len(lengths) == 4:
+            return [length.dim_value for length in lengths]
+    return [0, 0, 0, 0]
+
+
+def _add(graph: onnx.GraphProto, name: str, values: Array) -> str:
+    graph.initializer.append(numpy_helper.from_array(values, name))
+    return name
+
+
+def _weights(graph: onnx.GraphProto) -> dict[str, Array]:
+    """Stored tensors by name."""
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+
+
+_LARGEST = float(np.finfo(np.float16).max)
+
+
+def to_fp16(source: Path, out: Path) -> None:
+    """Writes `out`: the fp32 file `source` with the network in fp16.
+
+    Inputs, outputs, opset and metadata are those of `source`. Raises ExportError for a weight beyond 65504.
+    """
+    model = onnx.load(source)
+    graph = model.graph
+
+    # Cut the network out and convert it.
+    pairs = list(zip(graph.node, between_convolutions(graph), strict=True))
+    inner = [node for node, is_inside in pairs if is_inside]
+    outer = [node for node, is_inside in pairs if not is_inside]
+    read = {name for node in outer for name in node.input}
+    half = _converted(_cut_out(model, inner, read)).graph
+
+    # Put it back between what comes before it and what comes after it.
+    after = after_convolutions(graph)
+    early = [node for node in outer if after.isdisjoint(node.input)]
+    late = [node for node in outer if not after.isdisjoint(node.input)]
+    kept = [weight for weight in graph.initializer if weight.name in read]
+    # What both read stays in fp32 as well.
+    rounded = [weight for weight in half.initializer if weight.name not in read]
+    result = onnx.GraphProto(
+        name=graph.name,
+        node=[*early, *half.node, *late],
+        initializer=[*kept, *rounded],
+        input=graph.input,
+        output=graph.output,
+    )
+    graph.CopyFrom(result)
+    onnx.save(model, out)
+
+
+def _cut_out(
+    model: onnx.ModelProto, inner: list[onnx.NodeProto], read: set[str]
+) -> onnx.ModelProto:
+    """The nodes `inner` as a model of their own; `read`: what the other nodes read."""
+    graph = model.graph
+    weights = {tensor.name for tensor in graph.initializer}
+    needed = {name for node in inner for name in node.input if name}
+    made = {name for node in inner for name in node.output}
+    outputs = {entry.name for entry in graph.output}
+    wanted = made & (read | outputs)
+
+    # The extractor takes types of inputs and outputs from the graph.
+    typed = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+    network: onnx.ModelProto = onnx.utils.Extractor(typed).extract_model(
+        sorted(needed - made - weights), sorted(wanted)
+    )
+    return network
+
+
+def _converted(network: onnx.ModelProto) -> onnx.ModelProto:
+    """`network` in fp16, with fp32 inputs and outputs. Raises ExportError for a weight that fp16 cannot hold."""
+    for weight in network.graph.initializer:
+        values = onnx.numpy_helper.to_array(weight)
+        largest = float(np.abs(values).max(initial=0.0))
+        if values.dtype == np.float32 and largest > _LARGEST:
+            # The converter would clip it.
+            raise ExportError(
+                f"weight {weight.name} reaches {largest:g}, but the largest fp16 value is {_LARGEST:g}. Leave fp16 "
+                "out of export.precision, or train with weight decay."
+            )
+    converted = convert_float_to_float16(network, keep_io_types=True, op_block_list=[])
+    half = OnnxModel(converted)
+    half.topological_sort()  # the converter appends its casts at the end
+    sorted_model: onnx.ModelProto = half.model
+    return sorted_model
+
+
+_BINS, _PERCENTILE = 2048, 99.99  # of each activation; docs/log.md compares others
+# Between two convolutions these stay in int8, so that nothing is converted back and forth.
+_ALONG = ("Relu", "Add", "Concat", "Resize", "SpaceToDepth")
+# Number of inputs that are activations; others: all
+_DATA_INPUTS = {CONV: 1, "Resize": 1}
+_INFERRED = "onnx.infer"  # metadata key by which onnxruntime.quantization knows that types were inferred
+
+
+def to_int8(source: Path, out: Path, images: Sequence[Image]) -> None:
+    """Writes `out`, the int8 form of the fp32 file `source`.
+
+    images: real frames uint8 (H, W, 3) RGB of the size of the graph. Inputs, outputs, opset and metadata are those of
+    `source`; the same images give the same bytes. Raises ConfigError without images, ExportError when an activation is
+    not finite.
+    """
+    if not images:
+        raise ConfigError(
+            "int8 needs calibration frames, but there are none. Set data.root to the training images."
+        )
+    original = onnx.load(source)
+    model = _prepared(original)
+    nodes = _quantized_nodes(model.graph)
+    ranges = activation_ranges(model, _activations(model.graph, nodes), images)
+    onnx.save(_quantized(model, original, nodes, ranges), out)
+
+
+def activation_ranges(
+    model: onnx.ModelProto, names: Sequence[str], images: Sequence[Image]
+) -> dict[str, tuple[float, float]]:
+    """Bounds of each tensor in `names` over all images, by onnxruntime, without the outermost 0.01 % of its values.
+
+    One frame at a time on one thread, so the result does not depend on the machine's cores, nor the memory on the
+    number of frames. Raises ExportError for a tensor that is not finite.
+    """
+    watched = onnx.ModelProto()
+    watched.CopyFrom(model)
+    del watched.graph.output[:]
+    watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    session = open_session(watched)
+    collector = HistogramCollector(
+        "percentile", False, _BINS, _BINS, _PERCENTILE, "same"
+    )
+    with contextlib.redirect_stdout(None):  # it prints
+        for image in images:
+            values = dict(
+                zip(names, session.run(None, _feed(model, image)), strict=True)
+            )
+            for name, value in values.items():
+                if not np.isfinite(value).all():
+                    raise ExportError(
+                        f"activation {name} is NaN or infinite on a calibration frame; int8 needs finite ones. Leave "
+                        "int8 out of export.precision."
+                    )
+            collector.collect(values)
+        found = collector.compute_collection_result()
+    return {
+        name: (min(float(low), 0.0), max(float(high), 0.0))
+        for name, (low, high, *_) in found.items()
+    }
+
+
+def _quantized_nodes(graph: onnx.GraphProto) -> list[str]:
+    """Names of the nodes that run in int8."""
+    needed = before_convolutions(graph)
+    weights = {tensor.name for tensor in graph.initializer}
+    found = []
+    for node, is_inside in zip(graph.node, between_convolutions(graph), strict=True):
+        if node.op_type == CONV:
+            makes_logits = needed.isdisjoint(node.output)
+            fits = not makes_logits and all(name in weights for name in node.input[1:])
+        else:
+            fits = (
+                is_inside and node.op_type in _ALONG and weights.isdisjoint(_data(node))
+            )
+        if fits:
+            found.append(node.name)
+    return found
+
+
+def _prepared(original: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy that computes the same in a form that quantises well, with names and types."""
+    model = onnx.ModelProto()
+    model.CopyFrom(original)
+    model = _named(model)
+    widen_constants(model.graph)
+    if gather_stem(model.graph):
+        model = _named(model)
+    # Otherwise the quantizer would infer types again, through temporary files.
+    onnx.helper.set_model_props(model, {_INFERRED: "onnxruntime.quant"})
+    return model
+
+
+def _named(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with a name for every node and the type of every tensor."""
+    for index, node in enumerate(model.graph.node):
+        node.name = f"{node.op_type}_{index}"
+    del model.graph.value_info[:]
+    return onnx.shape_inference.infer_shapes(model, strict_mode=True)
+
+
+def _activations(graph: onnx.GraphProto, nodes: Sequence[str]) -> list[str]:
+    """Names of the tensors that need a scale."""
+    wanted = set(nodes)
+    names: dict[str, None] = {}
+    for node in graph.node:
+        if node.name in wanted:
+            names |= dict.fromkeys((*_data(node), *node.output))
+    return list(names)
+
+
+def _data(node: onnx.NodeProto) -> list[str]:
+    """The inputs that are activations."""
+    return list(node.input[: _DATA_INPUTS.get(node.op_type)])
+
+
+def _quantized(
+    model: onnx.ModelProto,
+    original: onnx.ModelProto,
+    nodes: Sequence[str],
+    ranges: dict[str, tuple[float, float]],
+) -> onnx.ModelProto:
+    copied = onnx.ModelProto()
+    copied.CopyFrom(model)
+    data = {
+        name: TensorData(lowest=np.float32(low), highest=np.float32(high))
+        for name, (low, high) in ranges.items()
+    }
+    with _silent_logging():
+        quantizer = QDQQuantizer(
+            copied,
+            per_channel=True,
+            # 7 bits: a CPU with AVX2 only adds products in 16 bits, where 8-bit weights overflow, and a small network
+            # kept 90 % of its mask. They cost fast_scnn 0.1 % of the pixels elsewhere.
+            reduce_range=True,
+            weight_qType=QuantType.QInt8,
+            activation_qType=QuantType.QUInt8,
+            tensors_range=TensorsData(CalibrationMethod.MinMax, data),
+            nodes_to_quantize=list(nodes),
+            nodes_to_exclude=[],
+            op_types_to_quantize=[CONV, *_ALONG],
+            extra_options={},
+        )
+        quantizer.quantize_model()
+        quantizer.model.topological_sort()
+    result: onnx.ModelProto = quantizer.model.model
+    del result.graph.value_info[:], result.metadata_props[:]
+    result.metadata_props.extend(original.metadata_props)
+    result.producer_name, result.producer_version = (
+        original.producer_name,
+        original.producer_version,
+    )
+    return result
+
+
+def _feed(model: onnx.ModelProto, image: Image) -> dict[str, NDArray[Any]]:
+    return {model.graph.input[0].name: image[None]}
+
+
+@contextlib.contextmanager
+def _silent_logging() -> Iterator[None]:
+    """The quantizer logs through the root logger, which would install a handler and print."""
+    root = logging.getLogger()
+    handlers, before = list(root.handlers), root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+        root.handlers[:] = handlers
