@@ -7,7 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 
 IGNORE_INDEX = 255  # class id in a target (uint8) that neither loss nor metric counts
 # Of segpipe.cli.api, which is imported when one of them is asked for.

@@ -47,7 +47,7 @@ DISK_ERRORS = (
 )  # wherever they come from
 
 
-def patiently(path: Path, work: Callable[[], T]) -> T:
+def patiently(path: Path | str, work: Callable[[], T]) -> T:
     """What `work` returns; an error that may pass (PASSING) is waited for, with one line on the console.
 
     `work` is called up to 6 times within 16 s, so it must start anew each time. Raises the last OSError.

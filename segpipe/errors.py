@@ -4,11 +4,9 @@ A message says where and what was found, what was needed, and what to do. Code n
 is an attribute. Exit codes have one meaning each, see docs/exit-codes.md.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 CHECKED_IN_PART = 14  # exit code: nothing wrong was found, but not all could be checked
 
@@ -122,22 +120,9 @@ class Interrupted(SegpipeError):
     exit_code = 130
 
 
-def all_of(parts: Iterable[Callable[[], T]]) -> list[T]:
-    """What each part returns. Raises one ConfigError with a line for each part that raised one."""
-    results: list[T] = []
-    problems: list[str] = []
-    for part in parts:
-        try:
-            results.append(part())
-        except ConfigError as error:
-            problems.append(str(error))
-    refuse(problems)
-    return results
-
-
 def refuse(problems: Iterable[str]) -> None:
-    """Raise ConfigError with a line for each problem; nothing without one."""
-    if lines := list(dict.fromkeys(problems)):
+    """Raise ConfigError with a line for each problem that is not empty; nothing without one."""
+    if lines := list(dict.fromkeys(filter(None, problems))):
         raise ConfigError("\n".join(lines))
 
 

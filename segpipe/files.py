@@ -7,7 +7,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import subprocess
+from collections.abc import Mapping
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from segpipe.disk import ADVICE, FULL, patiently
 from segpipe.errors import CheckpointError
 from segpipe.processes import process_start, this_host
+
+ROOT = Path(__file__).resolve().parents[1]  # of the checkout, if it is one
 
 
 def sha256(path: Path) -> str:
@@ -32,12 +35,13 @@ def sha256_of(content: bytes | memoryview) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def files_below(folder: Path, visited: list[str] | None = None) -> Iterator[Path]:
-    """All files below a folder that lie in no hidden one, through links to folders too.
+def files_below(folder: Path | str, visited: list[str] | None = None) -> list[str]:
+    """Paths of all files below a folder that lie in no hidden one, through links to folders too.
 
     Each real folder is visited once, so that links in a circle end; those that need no link come first. The folders
     are added to `visited`.
     """
+    found: list[str] = []
     seen: set[str] = set()
     waiting = [str(folder)]
     for start in waiting:
@@ -49,7 +53,7 @@ def files_below(folder: Path, visited: list[str] | None = None) -> Iterator[Path
                 else sorted(name for name in folders if not name.startswith("."))
             )
             if real not in seen:
-                yield from (Path(place, name) for name in files)
+                found += [os.path.join(place, name) for name in files]
             seen.add(real)
             if visited is not None:
                 visited.append(place)
@@ -58,6 +62,7 @@ def files_below(folder: Path, visited: list[str] | None = None) -> Iterator[Path
                 for name in folders
                 if os.path.islink(path := os.path.join(place, name))
             ]
+    return found
 
 
 def not_written(path: Path, error: OSError, kept: str = "") -> CheckpointError:
@@ -125,6 +130,14 @@ def _writer_was_killed(aside: Path, name: str) -> bool:
     return host == this_host() and pid.isdecimal() and process_start(int(pid)) is None
 
 
+def read_json(path: Path) -> Any:
+    """The JSON value in a file. Raises OSError, and ValueError for what is no JSON or is nested too deep."""
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
 def plain(value: Any) -> Any:
     """`value` in JSON's types; arrays and tensors become lists, NaN and infinities become None."""
     if hasattr(value, "tolist"):
@@ -141,3 +154,22 @@ def plain(value: Any) -> Any:
 def to_json(content: Mapping[str, Any]) -> bytes:
     """`plain(content)` as indented JSON with a newline at the end."""
     return (json.dumps(plain(content), indent=2, allow_nan=False) + "\n").encode()
+
+
+def git_state(root: Path) -> dict[str, Any] | None:
+    """Commit of the checkout at `root` and whether tracked files differ; None without a checkout or without git."""
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit, "dirty": bool(changed), "known_at": "export"}
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=30
+    ).stdout.strip()

@@ -1,4 +1,4 @@
-"""Processes of this machine: who they are, whether they live, what they hold; and the one thread that watches.
+"""Processes of this machine: who they are, whether they live, what they hold; and the threads that watch.
 
 What /proc says about processes is read here, but by the runtime on a robot, which stands alone.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-PERIOD_S = 0.3  # between the rounds of the watching thread
+PERIOD_S = 0.3  # between the rounds of a watching thread
 HURRY_S = 0.03  # the same while a look is in a hurry
 REMOVAL_S = 1.5  # for a look that is under way; a store or a disk may hold it for ever
 
@@ -61,9 +62,9 @@ def memory_mib(name: str, pid: int | str | None = "self") -> float:
 
 
 class Rounds:
-    """The one thread of this process that watches: it calls all looks in turn, every PERIOD_S.
+    """The threads of this process that watch: each calls one look every PERIOD_S.
 
-    A look must not raise. It returns whether it is in a hurry, and should be short: the others wait for it.
+    A look must not raise. It returns whether it is in a hurry. One that a store or a disk holds keeps up no other.
     """
 
     def __init__(self) -> None:
@@ -71,41 +72,54 @@ class Rounds:
 
     def forget(self) -> None:
         """Start afresh, as in a forked child, which has no threads."""
-        self._looks: list[Callable[[], bool]] = []
-        self._thread: threading.Thread | None = None
-        self._going = threading.RLock()  # held during a round
-        self._wake = threading.Event()
+        self._looks: dict[
+            Callable[[], bool], tuple[threading.RLock, threading.Event]
+        ] = {}
 
     def add(self, look: Callable[[], bool]) -> None:
         """Call `look` in every round from now on."""
-        with self._going:
-            self._looks.append(look)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="watch", daemon=True
-                )
-                self._thread.start()
-        self.hurry()
+        going, wake = self._looks[look] = threading.RLock(), threading.Event()
+        threading.Thread(
+            target=self._run, args=(look, going, wake), name="watch", daemon=True
+        ).start()
 
     def remove(self, look: Callable[[], bool]) -> None:
         """Call it no more; waits REMOVAL_S at most for one that is under way."""
-        free = self._going.acquire(timeout=REMOVAL_S)
         if look in self._looks:
-            self._looks.remove(look)
-        if free:
-            self._going.release()
+            going, wake = self._looks.pop(look)
+            wake.set()
+            if going.acquire(timeout=REMOVAL_S):
+                going.release()
 
     def hurry(self) -> None:
-        """Begin the next round now."""
-        self._wake.set()
+        """Begin the next rounds now."""
+        for _, wake in tuple(self._looks.values()):
+            wake.set()
 
-    def _run(self) -> None:
+    def _run(
+        self, look: Callable[[], bool], going: threading.RLock, wake: threading.Event
+    ) -> None:
         while True:
-            with self._going:
-                hurried = [look() for look in tuple(self._looks)]
-            self._wake.wait(HURRY_S if any(hurried) else PERIOD_S)
-            self._wake.clear()
+            with going:
+                if look not in self._looks:
+                    return
+                hurried = look()
+            wake.wait(HURRY_S if hurried else PERIOD_S)
+            wake.clear()
 
 
 rounds = Rounds()
 os.register_at_fork(after_in_child=rounds.forget)
+
+# What `end_process` has to let go.
+before_end: list[Callable[[], None]] = []
+
+
+def end_process(exit_code: int) -> None:
+    """End this process at once, also where its main thread hangs; `before_end` has REMOVAL_S, as a disk may hang too."""
+    for action in tuple(before_end):
+        thread = threading.Thread(target=action, daemon=True)
+        thread.start()
+        thread.join(REMOVAL_S)
+    sys.stderr.flush()
+    os._exit(exit_code)

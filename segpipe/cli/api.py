@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from segpipe import plugins
 from segpipe.cli.commands import COMMANDS, TRUST
-from segpipe.settings.arguments import complete, quoted
-from segpipe.settings.compose import compose
+from segpipe.settings.compose import complete, compose, quoted
 from segpipe.settings.config import SETTINGS, Config
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def compare(
 ) -> Comparison:
     """Whether two runs hold the same bits, and where they first differ."""
     values = keys | {"a": a, "b": b, "trust": trust}
-    found: Comparison = _command("compare").compared(_given("compare", values, {}))
+    found: Comparison = _command("runs").compared(_given("compare", values, {}))
     return found
 
 

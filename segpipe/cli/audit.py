@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from segpipe.audit.examine import AuditRequest, examine
 from segpipe.audit.verdict import Audit, check_folder, write_audit
 from segpipe.cli.commands import COMMANDS
 from segpipe.cli.evaluate import evaluate
-from segpipe.cli.verify import verify
+from segpipe.cli.export import verify
 from segpipe.errors import SegpipeError
 from segpipe.run.console import CONSOLE, progress
 from segpipe.settings.config import Config, flat
@@ -41,9 +41,9 @@ def main(given: dict[str, Any]) -> int:
             verify=partial(_verify, given["run"]) if given["verify"] else None,
         )
     CONSOLE.print(table(audit))
-    CONSOLE.print(f"{audit.sentence}.", markup=False)
+    CONSOLE.print(f"{audit.sentence}.")
     try:
-        CONSOLE.print(f"Report: {write_audit(audit, out)}", markup=False)
+        CONSOLE.print(f"Report: {write_audit(audit, out)}")
     except SegpipeError as error:
         print(f"{error} Set out=FOLDER for the report.", file=sys.stderr)
         return audit.exit_code or error.exit_code
@@ -62,10 +62,10 @@ def request(given: dict[str, Any]) -> AuditRequest:
     )
 
 
-def _evaluate(run: str, config: Config, which: str, precision: str) -> dict[str, Any]:
-    """Figures of a checkpoint with all settings of `config`."""
+def _evaluate(run: str, config: Config) -> dict[str, Any]:
+    """Figures of last.pt with all settings of `config`."""
     defaults = {key.key: key.default for key in COMMANDS["evaluate"].keys}
-    asked = {"run": run, "which": which, "precision": precision}
+    asked = {"run": run, "which": "last"}
     return evaluate({**defaults, **flat(config), **asked}).figures
 
 
@@ -84,7 +84,5 @@ def table(audit: Audit) -> Table:
         title_justify="left",
     )
     for line in audit.lines:
-        found.add_row(
-            line.part, f"[{COLORS[line.status]}]{line.status}", escape(line.text)
-        )
+        found.add_row(line.part, Text(line.status, COLORS[line.status]), line.text)
     return found

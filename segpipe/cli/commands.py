@@ -36,7 +36,6 @@ INFERENCE = (
     ),
 )
 PRECISIONS = ("fp32", "bf16", "fp16", "int8")
-IDS = ("train", "raw")
 EXISTS = ("keep", "replace")
 DATA = ("data.root", "data.split")
 EXPORT = tuple(
@@ -54,6 +53,7 @@ class Command:
     settings: tuple[str, ...] = ()  # settings of the run that can be replaced
     positional: tuple[str, ...] = ()  # keys that may be given without their name
     overrides: tuple[str, ...] = ()  # groups of settings that --help lists
+    starts: str = ""  # module.function of segpipe.cli; empty: NAME.main
 
 
 COMMANDS = {
@@ -96,7 +96,7 @@ COMMANDS = {
             Setting(
                 "source",
                 "images",
-                "image, video, folder, or glob pattern in quotes",
+                "image, video, folder, glob pattern in quotes, camera (0) or stream (rtsp://...)",
                 required=True,
             ),
             Setting("out", "predictions", "folder for the results", required=True),
@@ -116,24 +116,17 @@ COMMANDS = {
                 "CPUExecutionProvider",
                 "exported file: execution provider of onnxruntime",
             ),
-            Setting(
-                "ids",
-                "train",
-                "ids in the masks: of the network, or of the data set's masks",
-                choices=IDS,
-            ),
-            Setting(
-                "exif",
-                "apply",
-                "orientation of photos: turn them upright, or not",
-                choices=("apply", "ignore"),
-            ),
             Setting("overlay", True, "write overlays"),
             Setting(
                 "alpha", 0.5, "opacity of the class colors in an overlay", low=0, high=1
             ),
-            Setting("legend", True, "name the classes beside an overlay"),
             Setting("frames", False, "video: write the mask of each frame"),
+            Setting(
+                "seconds",
+                0.0,
+                "camera or stream: stop after this time; 0: at Ctrl-C",
+                low=0,
+            ),
             Setting(
                 "exists",
                 "keep",
@@ -165,12 +158,14 @@ COMMANDS = {
         "validation samples, and checks those that are there. Training reads them with data.pack=auto. A command that\n"
         "was interrupted goes on where it stopped. See docs/data.md.",
         overrides=("data",),
+        starts="data_sets.pack",
     ),
     "prepare": Command(
         "say where a published data set comes from, and check that it is complete",
         "segpipe prepare data=cityscapes names the page and the archives and shows the folders that are expected;\n"
         "with data.root=FOLDER it counts what is there. It downloads nothing.",
         overrides=("data",),
+        starts="data_sets.prepare",
     ),
     "tune-loader": Command(
         "find the number of loader processes",
@@ -183,6 +178,7 @@ COMMANDS = {
             ),
         ),
         overrides=("data", "augment"),
+        starts="speed.tune_loader",
     ),
     "split": Command(
         "divide a folder of images into training and validation",
@@ -207,6 +203,7 @@ COMMANDS = {
             Setting("replace", False, "replace train.txt and val.txt"),
         ),
         ("data.root", "data.classes", "data.images", "data.masks"),
+        starts="data_sets.split",
     ),
     "import": Command(
         "turn labels of another format into a data set",
@@ -239,7 +236,11 @@ COMMANDS = {
                 "what pixels outside all shapes are",
                 choices=("class", "ignore"),
             ),
-            Setting("ignore", [], "labels whose pixels are ignored"),
+            Setting(
+                "ignore",
+                [],
+                "labels whose pixels are ignored; [0,0,0]: the label of this color",
+            ),
             Setting(
                 "val",
                 0.0,
@@ -252,6 +253,7 @@ COMMANDS = {
             Setting("lines", 20, "problems to print; 0: all", low=0),
         ),
         positional=("format",),
+        starts="data_sets.import_labels",
     ),
     "export": Command(
         "export a run to model files",
@@ -277,6 +279,7 @@ COMMANDS = {
             "export.engines",
             "export.allow_unverified",
         ),
+        starts="export.verify_main",
     ),
     "weights": Command(
         "write the weights of a run to a .safetensors file",
@@ -299,6 +302,7 @@ COMMANDS = {
             ),
             TRUST,
         ),
+        starts="export.weights_main",
     ),
     "compare": Command(
         "find the first difference between two runs",
@@ -318,10 +322,11 @@ COMMANDS = {
             TRUST,
         ),
         positional=("a", "b"),
+        starts="runs.compare_main",
     ),
     "audit": Command(
         "audit a run that somebody else made",
-        "Checks the files of a run against each other and trains parts of it again. Writes report.json and report.md.",
+        "Checks the files of a run against each other and trains parts of it again. Writes report.json.",
         (
             RUN,
             Setting("spans", 3, "number of parts to train again", low=1),
@@ -335,9 +340,7 @@ COMMANDS = {
             Setting(
                 "any_environment", False, "train even if versions or hardware differ"
             ),
-            Setting(
-                "evaluate", True, "measure the scores of last.pt and best.pt again"
-            ),
+            Setting("evaluate", True, "measure the scores of last.pt again"),
             Setting("verify", True, "run the gates of the exported folder again"),
             Setting("out", "", "folder of the report; empty: <run>/audit"),
             TRUST,
@@ -357,12 +360,14 @@ COMMANDS = {
         "check that augmentation is a pure function of sample and key",
         "Checks every transform, and all of them together, in two processes and in another start of the program.",
         overrides=("data", "augment"),
+        starts="checks.check_augment",
     ),
     "check-plugin": Command(
         "check a network, loss, data set or transform of your own",
         "segpipe check-plugin model.name=package.module:Class loss.name=... data.name=... augment.extra=[...]\n"
         "names what training, validation or export would stumble over, see docs/plugins.md.",
         overrides=("model", "loss", "data", "augment"),
+        starts="checks.check_plugin",
     ),
     "describe": Command(
         "parameters, operations, memory and latency of a network",
@@ -378,12 +383,14 @@ COMMANDS = {
             Setting("json", False, "print one line of JSON"),
         ),
         overrides=("model",),
+        starts="speed.describe",
     ),
     "profile": Command(
         "show where an update spends its time",
         "segpipe profile experiment=... runs a few updates of a fresh network in this process, or those of torchrun,\n"
         "prints a table of their parts with advice, and writes a trace to runs/NAME_profile. See docs/performance.md.",
         overrides=tuple(dict.fromkeys(key.partition(".")[0] for key in SETTINGS)),
+        starts="speed.profile",
     ),
     "gpu-check": Command(
         "check this machine's GPU",

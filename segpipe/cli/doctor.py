@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from segpipe.data.catalog import table_path
 from segpipe.data.data_set import DataSet
-from segpipe.data.facts import facts_of
 from segpipe.data.folders import no_split, split_lists
 from segpipe.data.mix import all_parts
 from segpipe.data.pairs import left_out, scan, scan_undivided
@@ -17,22 +16,20 @@ from segpipe.data.samples import (
     check_labelled,
     check_scorable,
     class_pixels,
-    image_files,
     image_sizes,
     open_readable,
     open_samples,
 )
+from segpipe.datasets.census import check_overlap
 from segpipe.datasets.division import shared_sequences
-from segpipe.datasets.overlap import check_overlap
-from segpipe.datasets.problems import problems
+from segpipe.datasets.problems import missing_labels, problems
 from segpipe.datasets.proposal import propose
-from segpipe.errors import DataError, listed
+from segpipe.errors import ConfigError, DataError, listed
 from segpipe.files import write_atomically
-from segpipe.run.console import CONSOLE, progress, share_table
-from segpipe.run.preflight import size_warnings, worker_problems
-from segpipe.settings.check import check
+from segpipe.run.console import CONSOLE, print_problems, progress, share_table
+from segpipe.run.preflight import check_crop, worker_problems
 from segpipe.settings.compose import compose
-from segpipe.settings.config import Config
+from segpipe.settings.config import Config, check
 from segpipe.settings.groups import FILE_SETS, DataConfig
 
 
@@ -42,47 +39,32 @@ def main(given: dict[str, Any]) -> int:
     check(config, world_size=1)
     data = config.data
     splits = list(dict.fromkeys(["train", data.split]))
-    written = False
-    if _lacks_table(data):
-        if not _offer_table(data, splits, write=given["write"]):
-            return DataError.exit_code
-        written = True
+    is_new = _lacks_table(data)
+    if is_new and not _offer_table(data, splits, write=given["write"]):
+        return DataError.exit_code
     if todo := _not_divided(data, splits):
-        CONSOLE.print(todo, markup=False)
+        CONSOLE.print(todo)
         _write_page(config, splits, [todo], [], given["out"])
-        return 0 if written else DataError.exit_code
+        return 0 if is_new else DataError.exit_code
+    grouped = bool(given["lines"])
     with progress("checking files") as show:
-        found = list(
-            problems(data, splits, progress=show, grouped=bool(given["lines"]))
-        )
-    print_problems(found, given["lines"])
+        found = list(problems(data, splits, progress=show, grouped=grouped))
     opened: dict[str, DataSet] = {}
     warnings: list[str] = []
     if not found:
         opened = {split: open_samples(data, split, config.seed) for split in splits}
-        more, warnings = _examine(config, opened)
-        print_problems(more, 0)
-        found += more
+        found = _faults(config, opened)
+        warnings = _warnings(config, opened)
+    print_problems(found, given["lines"])
     _write_page(config, splits, found, warnings, given["out"])
     if found:
         plural = "s" * (len(found) > 1)
         CONSOLE.print(f"{len(found)} problem{plural} in {data.root or 'data.mix'}")
         return DataError.exit_code
-    train, val = opened["train"], opened[data.split]
-    if train is not val and not data.allow_overlap:
-        check_overlap(image_files(train), image_files(val), data.split)
-    _show_content(config, opened)
-    for problem in [*warnings, *worker_problems(config, train)]:
-        CONSOLE.print(f"Warning: {problem}", markup=False)
+    _show_content(opened)
+    for warning in warnings:
+        CONSOLE.print(f"Warning: {warning}")
     return 0
-
-
-def print_problems(found: Sequence[str], lines: int) -> None:
-    """Print the first `lines` problems and how many more there are; 0: all."""
-    for problem in found[: lines or None]:
-        CONSOLE.print(problem, markup=False)
-    if len(found) > lines > 0:
-        CONSOLE.print(f"... and {len(found) - lines} more; lines=0 prints all")
 
 
 def _lacks_table(data: DataConfig) -> bool:
@@ -98,16 +80,16 @@ def _offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
     pairs = pairs or scan_undivided(data)[0]
     if not pairs:
         faults = [fault for _, own in scans for fault in own]
-        print_problems([*faults, f"{data.root} has no image with a mask."][:1], 0)
+        CONSOLE.print([*faults, f"{data.root} has no image with a mask."][0])
         return False
     with progress("reading masks") as show:
-        text = propose([pair.mask for pair in pairs], facts_of(data.root), show)
-    CONSOLE.print(text, markup=False)
+        text = propose([pair.mask for pair in pairs], show)
+    CONSOLE.print(text)
     said = f"{path} does not exist. This would fit its masks: write=true writes it."
     if write:
         path.write_text(text)
         said = f"This table is written to {path}. Give the classes their names before training."
-    CONSOLE.print(said, markup=False)
+    CONSOLE.print(said)
     return write
 
 
@@ -124,38 +106,57 @@ def _not_divided(data: DataConfig, splits: list[str]) -> str:
     )
 
 
-def _examine(
-    config: Config, opened: Mapping[str, DataSet]
-) -> tuple[list[str], list[str]]:
-    """Problems and warnings of files that can all be read."""
+def _faults(config: Config, opened: Mapping[str, DataSet]) -> list[str]:
+    """Problems of files that can all be read."""
+    data, train, val = config.data, opened["train"], opened[config.data.split]
+    checks: list[Callable[[], object]] = [partial(check_labelled, train)]
+    if train is not val:
+        checks.append(partial(check_scorable, val, data.split))
+    if train is not val and not data.allow_overlap:
+        checks.append(partial(check_overlap, train, val, data.split))
+    found = []
+    for each in checks:
+        try:
+            each()
+        except DataError as error:
+            found.append(str(error))
+    return found
+
+
+def _warnings(config: Config, opened: Mapping[str, DataSet]) -> list[str]:
+    """What may be meant, or would spoil a training."""
     data, train = config.data, opened["train"]
-    found: list[str] = []
-    warnings = list(size_warnings(config, train))
+    warnings = list(worker_problems(config, train))
+    try:
+        check_crop(config, train)
+    except ConfigError as error:
+        warnings.append(f"training would refuse this: {error}")
     for part in all_parts(data, opened):
         if part.data.name in FILE_SETS:
             warnings += left_out(part.data, part.split)
-    try:
-        check_labelled(train)
-        for split in opened.keys() - {"train"}:
-            check_scorable(opened[split], split)
-    except DataError as error:
-        found.append(str(error))
-    if data.name != "synthetic" and len(opened) > 1:
-        first, second = (
-            [samples.name(index) for index in range(len(samples))]
-            for samples in opened.values()
+    for split, samples in opened.items():
+        warnings += missing_labels(split, samples)
+    if data.name == "synthetic" or len(opened) == 1:
+        return warnings
+    first, second = (
+        [samples.name(index) for index in range(len(samples))]
+        for samples in opened.values()
+    )
+    if shared := shared_sequences(first, second, data.sequence):
+        counts = [f"{name} ({a} and {b} images)" for name, (a, b) in shared.items()]
+        warnings.append(
+            f"{len(shared)} sequence{'s' * (len(shared) > 1)} in both training and validation: {listed(counts)}. "
+            "If they are frames of videos, validation flatters the network. `segpipe split` divides by sequence."
         )
-        if shared := shared_sequences(first, second, data.sequence):
-            counts = [f"{name} ({a} and {b} images)" for name, (a, b) in shared.items()]
-            warnings.append(
-                f"{len(shared)} sequence{'s' * (len(shared) > 1)} in both training and validation: {listed(counts)}. "
-                "If they are frames of videos, validation flatters the network. `segpipe split` divides by sequence."
-            )
-    return found, warnings
+    return warnings
 
 
 def _write_page(
-    config: Config, splits: list[str], found: list[str], warnings: list[str], out: str
+    config: Config,
+    splits: Sequence[str],
+    found: list[str],
+    warnings: list[str],
+    out: str,
 ) -> None:
     """Write the page with pictures, if asked for: of all that can be read, if there are problems."""
     from segpipe.datasets.census import take
@@ -170,16 +171,13 @@ def _write_page(
             with progress(f"reading {split}") as show:
                 census.append(take(split, samples, show))
     if not census:
-        CONSOLE.print(
-            f"{out} is not written: no split has a pair of image and mask.",
-            markup=False,
-        )
+        CONSOLE.print(f"{out} is not written: no split has a pair of image and mask.")
         return
     write_atomically(Path(out), render(config, found, warnings, census).encode())
-    CONSOLE.print(f"page: {out}", markup=False)
+    CONSOLE.print(f"page: {out}")
 
 
-def _show_content(config: Config, opened: Mapping[str, DataSet]) -> None:
+def _show_content(opened: Mapping[str, DataSet]) -> None:
     """Print sizes and an example of each set, and the share of pixels of each class; the sets of a mixture apart."""
     sets = {
         f"{split}: {part.label}" if part.label else split: part.samples
@@ -189,11 +187,9 @@ def _show_content(config: Config, opened: Mapping[str, DataSet]) -> None:
     for name, samples in sets.items():
         counts = image_sizes(samples).most_common(8)
         sizes = [f"{size[0]}x{size[1]} ({times})" for size, times in counts]
-        line = f"{name}: {len(samples)} images of {', '.join(sizes)}"
-        if (pairs := samples.file_pairs()) and not config.data.mix:
-            root = config.data.root
-            image, mask = (os.path.relpath(path, root) for path in pairs[0][1:])
-            line += f"; {image} with {mask}"
-        CONSOLE.print(line, markup=False)
+        example = ""
+        if pairs := samples.file_pairs():
+            example = f"; {pairs[0].image} with {pairs[0].mask}"
+        CONSOLE.print(f"{name}: {len(samples)} images of {', '.join(sizes)}{example}")
     shares = {name: class_pixels(samples) for name, samples in sets.items()}
     CONSOLE.print(share_table(opened["train"].classes, shares))

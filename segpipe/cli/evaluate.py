@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from segpipe.data.data_set import Samples
 from segpipe.data.samples import open_samples, sequences
@@ -23,14 +22,20 @@ from segpipe.files import plain
 from segpipe.ledger.inputs import changed_since
 from segpipe.losses.total import backend
 from segpipe.predict.inference import Inference, inference, segment
-from segpipe.run.console import iou_table, sequence_table
+from segpipe.run.console import ERRORS, iou_table, sequence_table
 from segpipe.run.report import ReportData, page_data, predictor, write_report
-from segpipe.settings.arguments import with_settings
+from segpipe.settings.compose import with_settings
 from segpipe.settings.config import Config
 from segpipe.train.checkpoint import TrainedNetwork, load_network
-from segpipe.train.metrics import mean
-from segpipe.train.scores import boundary_counts, boundary_iou, flattering, scores
-from segpipe.train.validate import Validation, validate
+from segpipe.train.metrics import (
+    Validation,
+    boundary_counts,
+    boundary_iou,
+    flattering,
+    mean,
+    scores,
+)
+from segpipe.train.validate import validate
 
 
 @dataclass(frozen=True)
@@ -50,19 +55,15 @@ def main(given: dict[str, Any]) -> int:
     page = Path(given["out"]) if given["out"] else None
     done = evaluate(given)
     figures = done.figures
-    width = None if sys.stderr.isatty() else 100  # of a log file
-    console = Console(
-        stderr=True, markup=False, highlight=False, emoji=False, width=width
-    )
     pixels = done.found.total.sum(1).double()
-    console.print(iou_table(figures, (pixels / pixels.sum().clamp_min(1)).tolist()))
+    ERRORS.print(iou_table(figures, (pixels / pixels.sum().clamp_min(1)).tolist()))
     if figures["sequences"]:
-        console.print(sequence_table(figures["sequences"]))
+        ERRORS.print(sequence_table(figures["sequences"]))
     if figures["note"]:
-        console.print(figures["note"], soft_wrap=True)
+        ERRORS.print(figures["note"])
     if page:
         write_report(page, _page(done))
-        console.print(f"report {page}", soft_wrap=True)
+        ERRORS.print(f"report {page}")
     sys.stderr.flush()
     print(json.dumps(plain(figures), allow_nan=False))
     return 0

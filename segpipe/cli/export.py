@@ -1,30 +1,42 @@
-"""`segpipe export`: model files of a run that compute what the trained network computes, or none."""
+"""`segpipe export`, `verify` and `weights`: a trained network as files that compute the same, and their check."""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from safetensors.torch import save
 
-from segpipe.export.artifact.origin import every_tensor_used
+from segpipe import __version__
+from segpipe.errors import ConfigError, DataError, ExportMismatch
+from segpipe.export.artifact.manifest import every_tensor_used, origin_of
 from segpipe.export.artifact.place import sums_line
-from segpipe.export.dataset import training_images, validation_samples
+from segpipe.export.dataset import gather, training_images, validation_samples
 from segpipe.export.publish import export_checkpoint
-from segpipe.export.verify_report import NOT_EXPORTED, ExportReport
-from segpipe.settings.arguments import with_settings
-from segpipe.train.checkpoint import load_network
+from segpipe.export.verify import image_size, read_manifest, verify_folder
+from segpipe.export.verify_report import (
+    FOLDER,
+    NOT_EXPORTED,
+    NOT_VERIFIED,
+    ExportReport,
+)
+from segpipe.files import sha256, write_atomically
+from segpipe.ledger.inputs import changed_since
+from segpipe.models.weights import FORMAT, published_key
+from segpipe.run.console import CONSOLE
+from segpipe.settings.compose import with_settings
+from segpipe.train.checkpoint import TrainedNetwork, load_network
+
+SUFFIX = ".safetensors"
 
 
 def main(given: dict[str, Any]) -> int:
-    """Exit code."""
+    """Exit code of `segpipe export`."""
     report = export(given)
-    Console(emoji=False).print(report.table())
-    for warning in report.manifest.get("warnings", []):
-        print(f"warning: {warning}.", file=sys.stderr)
-    print(sums_line(report.folder))
-    print(report.line("EXPORT"))
+    _print(report, "EXPORT", report.manifest.get("warnings", []))
     return 0
 
 
@@ -42,3 +54,109 @@ def export(given: dict[str, Any]) -> ExportReport:
         validation=validation_samples(config, trained.classes),
         training=training_images(config),
     )
+
+
+def verify_main(given: dict[str, Any]) -> int:
+    """Exit code of `segpipe verify`."""
+    report = verify(given)
+    _print(report, "ARTIFACT", [])
+    return 0
+
+
+def _print(report: ExportReport, what: str, warnings: Sequence[str]) -> None:
+    CONSOLE.print(report.table())
+    for warning in warnings:
+        print(f"warning: {warning}.", file=sys.stderr)
+    print(sums_line(report.folder))
+    print(report.line(what))
+
+
+def verify(given: dict[str, Any], *, engines: Sequence[str] = ()) -> ExportReport:
+    """Report of all gates. Raises the error of the first that fails.
+
+    engines: besides those of `export.engines`, names that the caller put into `segpipe.runtime.engines.ENGINES`.
+    """
+    run, which, folder = Path(given["run"]), given["which"], Path(given["artifact"])
+    with every_tensor_used(NOT_VERIFIED):
+        trained = load_network(run, which)
+    config = with_settings(trained.config, given)
+    config.export.engines = [*config.export.engines, *engines]
+    manifest = read_manifest(folder)
+    samples = validation_samples(config, trained.classes)
+    changed = ""
+    if samples is not None:
+        changed = changed_since(run, trained.config.data, config.data)
+    try:
+        report = verify_folder(
+            trained,
+            folder,
+            gather(samples, config, image_size(manifest)),
+            origin=origin_of(run, which, trained),
+            train_images=training_images(config),
+        )
+    except ExportMismatch as error:
+        # What the folder says, and quality, depend on the images; whether the files are the checkpoint's does not.
+        of_images = all(
+            name == FOLDER or gate.gate == "G5" for name, gate in error.failed
+        )
+        if not changed or not of_images:
+            raise
+        raise DataError(
+            f"{changed}. So {folder} cannot be compared on these images ({error}). Restore the images, or export again."
+        ) from error
+    if changed:
+        print(f"warning: {changed}.", file=sys.stderr)
+    return report
+
+
+def weights_main(given: dict[str, Any]) -> int:
+    """Exit code of `segpipe weights`."""
+    out = Path(given["out"])
+    if out.suffix != SUFFIX:
+        raise ConfigError(
+            f"out = {out}, but the name of a file in this format ends in {SUFFIX}. Set out={out.with_suffix(SUFFIX)}."
+        )
+    if out.exists():
+        raise ConfigError(
+            f"out = {out} exists already. Choose another name, or delete it."
+        )
+    trained = load_network(Path(given["run"]), given["which"])
+    keys = None
+    if given["names"] == "original":
+        keys = trained.model.published_keys
+        if not keys:
+            raise ConfigError(
+                f"names = original, but {trained.config.model.name} has no other names. Leave names out."
+            )
+    # Each in memory of its own, as safetensors wants them.
+    tensors = {
+        published_key(name, keys) if keys else name: value.clone().contiguous()
+        for name, value in trained.model.state_dict().items()
+    }
+    write_atomically(out, save(tensors, metadata=_metadata(trained, given)))
+    print(
+        f"{out}: {len(tensors)} tensors of {trained.config.model.name} after {trained.step} updates"
+    )
+    print(f"{sha256(out)}  {out}")
+    return 0
+
+
+def _metadata(trained: TrainedNetwork, given: dict[str, Any]) -> dict[str, str]:
+    """What a reader needs to know, as text, the only type in the header of the format."""
+    model, classes = trained.config.model, trained.classes
+    return {
+        "format": FORMAT,
+        "segpipe": __version__,
+        "run": trained.config.run.name,
+        "which": given["which"],
+        "step": str(trained.step),
+        "ema_digest": trained.ema_digest,
+        "model": model.name,
+        "args": json.dumps(model.args),
+        "num_classes": str(classes.num_classes),
+        "classes": json.dumps(classes.names),
+        "palette": json.dumps(classes.palette),
+        "input": "float RGB (B, 3, H, W), (x / 255 - mean) / std, mean 0.485 0.456 0.406, std 0.229 0.224 0.225",
+        "output_stride": str(trained.model.output_stride),
+        "align_corners": json.dumps(trained.model.align_corners),
+    }

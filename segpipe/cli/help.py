@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from segpipe.cli.commands import COMMANDS, Command
-from segpipe.settings.arguments import choices
+from segpipe.settings.compose import choices
 from segpipe.settings.config import GROUPS, SETTINGS
 from segpipe.settings.setting import Setting, shown
 

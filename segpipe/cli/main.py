@@ -12,7 +12,7 @@ from segpipe import __version__, plugins
 from segpipe.cli.commands import COMMANDS, TRUST
 from segpipe.cli.help import overview, page
 from segpipe.errors import ConfigError, Interrupted, SegpipeError
-from segpipe.settings.arguments import parse
+from segpipe.settings.compose import parse
 from segpipe.settings.setting import nearest
 
 HELP = ("-h", "--help")
@@ -56,6 +56,7 @@ def _run(name: str, rest: list[str]) -> int:
         overrides=bool(command.overrides),
     )
     plugins.trust(given.get(TRUST.key, []))
-    if command.overrides and not command.keys:
-        given = given["overrides"]
-    return int(import_module(f"segpipe.cli.{name.replace('-', '_')}").main(given))
+    module, _, function = (
+        command.starts or f"{name.replace('-', '_')}.main"
+    ).partition(".")
+    return int(getattr(import_module(f"segpipe.cli.{module}"), function)(given))

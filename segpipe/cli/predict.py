@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from segpipe.cli.commands import COMMANDS
 from segpipe.determinism import flags
 from segpipe.distributed.group import choose_device
@@ -17,8 +15,8 @@ from segpipe.predict.inference import inference
 from segpipe.predict.job import Predictions, PredictJob, find
 from segpipe.predict.outputs import Outputs, unwritable
 from segpipe.predict.predictor import Predictor, of_exported, of_network
-from segpipe.run.console import progress
-from segpipe.settings.arguments import with_settings
+from segpipe.run.console import ERRORS, progress
+from segpipe.settings.compose import with_settings
 from segpipe.settings.groups import ComputeConfig
 from segpipe.train.checkpoint import load_network
 
@@ -29,7 +27,6 @@ ONLY = {
         "tile": "an exported file takes images of its size",
         "overlap": "an exported file takes images of its size",
         "tta": "an exported file gives class ids, and no probabilities that could be averaged",
-        "ids": "an exported folder does not know the raw ids of the data set",
         "compute.device": "an exported file runs on the device of provider=",
     },
     "artifact": {"provider": "a run uses compute.device="},
@@ -55,15 +52,14 @@ def main(given: dict[str, Any]) -> int:
         predictor(given),
         given["overlay"],
         given["alpha"],
-        given["legend"],
         given["frames"],
-        given["exif"] == "apply",
     )
-    with progress("predict", console=Console(stderr=True)) as show:
+    with progress("predict", console=ERRORS) as show:
         job = PredictJob(
             sources,
             outputs,
             batch=given["batch"],
+            seconds=given["seconds"],
             replace=given["exists"] == "replace",
             progress=show,
         )
@@ -107,12 +103,13 @@ def predictor(given: dict[str, Any]) -> Predictor:
     config = with_settings(trained.config, given)
     flags.apply(config.compute.threads)
     device = choose_device(config.compute.device, 0)
-    return of_network(trained, device, how, raw=given["ids"] == "raw")
+    return of_network(trained, device, how)
 
 
 def summary(done: Predictions, outputs: Outputs) -> dict[str, Any]:
     """The line that the command prints."""
-    model, shares = outputs.predictor.model, outputs.shares(done.pixels)
+    model = outputs.predictor.model
+    shares = outputs.shares(done.pixels) if done.entries else {}
     speed = done.answered / done.seconds if done.seconds else 0.0
     return {
         "out": str(outputs.out),

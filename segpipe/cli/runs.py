@@ -1,4 +1,4 @@
-"""`segpipe runs`: compares runs in one table, on the terminal, as JSON or as a page with their curves."""
+"""`segpipe runs` and `segpipe compare`: runs side by side, and where two of them part."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, SegpipeError
+from segpipe.ledger.divergence import Comparison, compare, not_comparable
+from segpipe.ledger.reader import read_run
+from segpipe.run.console import CONSOLE, ERRORS, progress
 from segpipe.run.overview import (
     RecipeGroup,
     Row,
@@ -23,9 +27,11 @@ from segpipe.run.overview import (
 from segpipe.settings.config import FREE_KEYS, SETTINGS
 from segpipe.settings.setting import nearest
 
+COLORS = {"differs": "red", "equal": "green", "not recorded": "dim"}
+
 
 def main(given: dict[str, Any]) -> int:
-    """Exit code."""
+    """Exit code of `segpipe runs`."""
     by = given["group"]
     recipe = [key for key in SETTINGS if key not in FREE_KEYS]
     if by and by not in recipe:
@@ -38,20 +44,15 @@ def main(given: dict[str, Any]) -> int:
     if given["out"]:
         write_overview(Path(given["out"]), rows, groups, by)
         print(f"written: {given['out']}")
-        return 0
-    if given["json"]:
+    elif given["json"]:
         print(json.dumps([_plain(item) for item in (groups if by else rows)]))
-        return 0
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = 10**4  # a table is as wide as it needs
-    if by:
-        console.print(group_table(groups, console.width))
-        return 0
-    console.print(run_table(rows, console.width))
-    for row in rows:
-        if row.reason:
-            console.print(f"{row.name} {row.state}: {row.reason}", soft_wrap=True)
+    elif by:
+        CONSOLE.print(group_table(groups))
+    else:
+        CONSOLE.print(run_table(rows))
+        for row in rows:
+            if row.reason:
+                CONSOLE.print(f"{row.name} {row.state}: {row.reason}")
     return 0
 
 
@@ -67,3 +68,52 @@ def _plain(item: Row | RecipeGroup) -> dict[str, Any]:
         "runs": [row.name for row in item.rows],
         "settings": item.settings,
     }
+
+
+def compare_main(given: dict[str, Any]) -> int:
+    """Exit code of `segpipe compare`."""
+    found = compared(given)
+    if given["json"]:
+        print(json.dumps(found.to_json()))
+    else:
+        _show(found)
+    return found.exit_code
+
+
+def compared(given: dict[str, Any]) -> Comparison:
+    """The comparison that the command shows; with `replay` both are trained again up to the first difference."""
+    a, b = Path(given["a"]), Path(given["b"])
+    try:
+        if not given["replay"]:
+            return compare(read_run(a), read_run(b))
+        # It imports torch, which a comparison without replay does not need.
+        from segpipe.audit.replay import compare_again
+
+        with progress("training again", console=ERRORS) as show:
+            return compare_again(a, b, show)
+    except SegpipeError as error:
+        return not_comparable(str(error))
+
+
+def _show(found: Comparison) -> None:
+    """Print the comparison as sentences, and a table of the first step that differs."""
+    lines = [found.sentence]
+    if found.processes:
+        lines.append(f"processes: {found.processes[0]} in A, {found.processes[1]} in B")
+    changed = (("environment", found.fingerprint), ("setting", found.recipe))
+    for title, values in changed:
+        for name, (here, there) in values.items():
+            lines.append(f"{title} {name}: {here} in A, {there} in B")
+    lines += [found.inputs, *(f"note: {note}" for note in found.notes), found.replay]
+    for line in filter(None, lines):
+        CONSOLE.print(line)
+    if found.verdict == "diverged":
+        table = Table(
+            "stage", "field", "", title=f"step {found.step}", title_justify="left"
+        )
+        for cell in found.fields:
+            state = Text(cell["state"], COLORS[cell["state"]])
+            table.add_row(cell["stage"], cell["field"], state)
+        CONSOLE.print(table)
+    if found.advice:
+        CONSOLE.print(found.advice)

@@ -98,6 +98,8 @@ def apply(threads: int, mode: str = "elastic") -> None:
     torch.backends.cudnn.deterministic = exact
     torch.backends.cuda.matmul.allow_tf32 = not exact
     torch.backends.cudnn.allow_tf32 = not exact
+    # Gradients arrive in the thread that calls backward, on a GPU as on a CPU.
+    torch.autograd.set_multithreading_enabled(False)
 
 
 def switches() -> dict[str, Any]:

@@ -15,18 +15,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from segpipe.disk import append, patiently
 from segpipe.files import not_written, plain, write_atomically
-from segpipe.run.report import LivePage, live_pictures, scores_of
+from segpipe.run.console import ERRORS
+from segpipe.run.report import LivePage, live_pictures
 from segpipe.run.trackers import tracker_classes
 from segpipe.run.tracking import FILE_NAME, RESERVED, read_metrics
 from segpipe.settings.config import Config
 
 if TYPE_CHECKING:
+    from segpipe.data.catalog import ClassTable
+    from segpipe.train.metrics import Validation
     from segpipe.train.training import Run
-    from segpipe.train.validate import Validation
 
 
 class Tracker:
@@ -36,9 +36,7 @@ class Tracker:
         self,
         path: Path | None,
         callbacks: Mapping[str, Any] | None = None,
-        *,
         kept: Sequence[Mapping[str, Any]] = (),
-        ends_later: bool = False,
     ) -> None:
         self._path, self._file = path, None
         if path:
@@ -49,7 +47,6 @@ class Tracker:
         self._start = time.monotonic() - earlier_s
         self._callbacks = dict(callbacks or {})
         self._thread = ThreadPoolExecutor(1, "callbacks")
-        self._ends_later = ends_later
 
     def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Append one line {"step", "kind", "time_s", **values}; NaN and infinities become null.
@@ -75,7 +72,7 @@ class Tracker:
         """Pass a validation on with pictures, which are predicted here once more."""
         step = run.state.step
         if self._callbacks and (step, "validation") not in self._kept:
-            scores = scores_of(found, run.val_samples.classes)
+            scores = _scores(found, run.val_samples.classes)
             self.call("on_validation", step, scores, live_pictures(run, found))
 
     def call(self, method: str, *given: Any) -> None:
@@ -91,20 +88,18 @@ class Tracker:
                     getattr(callback, method)(*given)
             except Exception as error:
                 del self._callbacks[name]
-                Console(stderr=True, emoji=False).print(
+                ERRORS.print(
                     f"{name} stopped: {type(error).__name__}: {error}. Training "
                     f"continues; {FILE_NAME} has every value.",
                     style="yellow",
-                    markup=False,
-                    highlight=False,
                 )
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the file, and wait for the callbacks. They end too, unless the run succeeded and `end` may follow."""
+        """Close the file, and wait for the callbacks; those of a run that failed end, others with `end`."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
-        if exit_code or not self._ends_later:
+        if exit_code:
             self._end({"exit_code": exit_code})
         elif self._callbacks:  # a page must not come after the final one
             self._thread.submit(int).result()
@@ -127,17 +122,12 @@ class Tracker:
 
 
 def open_tracker(
-    config: Config,
-    run_dir: Path,
-    resume_step: int | None,
-    *,
-    rank: int,
-    ends_later: bool = False,
+    config: Config, run_dir: Path, resume_step: int | None, *, rank: int
 ) -> Tracker:
     """Tracker of this process; on ranks above 0 it does nothing.
 
     resume_step=None starts an empty metrics.jsonl. A number keeps the lines up to that step; later ones will be written
-    again. ends_later: `Tracker.end` will be called after the training.
+    again.
     """
     if rank != 0:
         return Tracker(None)
@@ -152,9 +142,21 @@ def open_tracker(
         callbacks["report.html"] = LivePage()
     for name, kind in tracker_classes(config).items():
         callbacks[name] = kind()
-    tracker = Tracker(path, callbacks, kept=kept, ends_later=ends_later)
+    tracker = Tracker(path, callbacks, kept)
     tracker.call("on_start", config, resume_step or 0)
     return tracker
+
+
+def _scores(found: Validation, classes: ClassTable) -> dict[str, Any]:
+    """Figures of a validation: those of `metrics.summary`, `confusion`, `names` and `palette`."""
+    from segpipe.train.metrics import summary
+
+    return {
+        **summary(found.total, classes.names),
+        "confusion": found.total.numpy(),
+        "names": classes.names,
+        "palette": classes.palette,
+    }
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:

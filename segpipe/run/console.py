@@ -1,12 +1,13 @@
 """Terminal output: progress bars, and the tables of rank 0 when a run is done.
 
-Names of runs and classes are shown as they are; rich would read brackets in them as markup.
+Names of runs and classes are shown as they are: rich would read brackets in them as markup.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,15 @@ from rich.text import Text
 if TYPE_CHECKING:
     from segpipe.data.catalog import ClassTable
 
-CONSOLE = Console(highlight=False, soft_wrap=True, emoji=False)
+WIDE = 10_000  # outside a terminal, a table is as wide as it needs
+LOOKS: dict[str, Any] = {
+    "highlight": False,
+    "soft_wrap": True,
+    "emoji": False,
+    "markup": False,
+}
+CONSOLE = Console(width=None if sys.stdout.isatty() else WIDE, **LOOKS)
+ERRORS = Console(stderr=True, width=None if sys.stderr.isatty() else WIDE, **LOOKS)
 PLAIN_EVERY_S = 15.0  # between progress lines in a log file
 COLUMNS = {
     "boundary_iou": "boundary IoU",
@@ -51,6 +60,14 @@ def progress(
             bar.update(task, completed=done, total=total, description=what)
 
         yield show
+
+
+def print_problems(found: Sequence[str], lines: int) -> None:
+    """Print the first `lines` problems and how many more there are; 0: all."""
+    for problem in found[: lines or None]:
+        CONSOLE.print(problem)
+    if len(found) > lines > 0:
+        CONSOLE.print(f"... and {len(found) - lines} more; lines=0 prints all")
 
 
 class TrainView:
@@ -105,34 +122,34 @@ class TrainView:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def iou_table(summary: dict[str, Any], shares: Sequence[float]) -> Table:
+def iou_table(summary: Mapping[str, Any], shares: Sequence[float]) -> Table:
     """Per-class IoU of a validation; `shares` are the classes' fractions of the labelled pixels.
 
-    The keys of `COLUMNS` and `interval_95` that `summary` has get a column; without an interval there is room for bars.
+    The keys of `COLUMNS` and `interval_95` that `summary` has get a column.
     """
-    interval = summary.get("interval_95") or {}
+    interval = summary.get("interval_95")
     keys = [key for key in COLUMNS if key in summary]
+    ranges = ["95 % range"] if interval else []
     table = Table(title="IoU per class, in %", title_justify="left")
     table.add_column("class")
-    table.add_column("IoU", justify="right")
-    if interval:
-        table.add_column("95 % range", justify="right")
-    else:
-        table.add_column()
-    for title in (*(COLUMNS[key] for key in keys), "pixels"):
+    for title in ("IoU", *ranges, *(COLUMNS[key] for key in keys), "pixels"):
         table.add_column(title, justify="right")
+
+    def add(
+        name: str, iou: str, pair: Any, figures: Mapping[str, Any], share: str
+    ) -> None:
+        beside = [percent_range(pair)] if interval else []
+        cells = (percent(figures[key]) for key in keys)
+        table.add_row(Text(name), iou, *beside, *cells, share)
+
     for (name, iou), share in zip(summary["iou"].items(), shares, strict=True):
-        cells = ["absent", "not in the mean", *[""] * len(keys)]
-        if iou is not None:
-            beside = "█" * round(20 * iou)
-            if interval:
-                beside = percent_range(interval["iou"][name])
-            cells = [percent(iou), beside, *(percent(summary[k][name]) for k in keys)]
-        table.add_row(Text(name), *cells, percent(share, 2))
+        pair = interval["iou"][name] if interval else None
+        own = {key: summary[key][name] for key in keys}
+        shown = "absent" if iou is None else percent(iou)
+        add(name, shown, pair, own, percent(share, 2))
     table.add_section()
-    means = [percent(summary["mean"][key]) for key in keys]
-    miou, beside = percent(summary["miou"], 2), percent_range(interval.get("miou"))
-    table.add_row("mean", miou, beside, *means, "", style="bold")
+    pair = interval["miou"] if interval else None
+    add("mean", percent(summary["miou"], 2), pair, summary.get("mean", {}), "")
     return table
 
 
@@ -141,12 +158,14 @@ def share_table(classes: ClassTable, pixels: Mapping[str, Any]) -> Table:
     titles = [f"{split}, % of pixels" for split in pixels]
     table = Table("id", "class", *titles, title=f"classes of {classes.name}")
     for train, name in enumerate(classes.names):
-        color = "#{:02x}{:02x}{:02x}".format(*classes.palette[train])
-        shares = [
-            percent(count[train] / count.sum(), 2) if count[train] else "[red]absent[/]"
-            for count in pixels.values()
-        ]
-        table.add_row(str(train), f"[{color}]■[/] {name}", *shares)
+        cells = [Text(str(train)), Text(f"■ {name}")]
+        cells[1].stylize("rgb({},{},{})".format(*classes.palette[train]), 0, 1)
+        for count in pixels.values():
+            share = Text("absent", "red")
+            if count[train]:
+                share = Text(percent(count[train] / count.sum(), 2))
+            cells.append(share)
+        table.add_row(*cells)
     return table
 
 
@@ -166,13 +185,13 @@ def sequence_table(sequences: Mapping[str, Mapping[str, Any]]) -> Table:
     """mIoU of the sequences of a validation, the lowest first; of many, the 20 lowest."""
     table = Table(title="mIoU by sequence, in %", title_justify="left")
     table.add_column("sequence")
-    table.add_column("images", justify="right")
-    table.add_column("mIoU", justify="right")
-    table.add_column("in training")
+    for title in ("images", "mIoU", "in training"):
+        table.add_column(title, justify="right")
     rows = lowest_first(sequences)
     for name, found in rows[:MOST_ROWS]:
         seen = {None: "unknown", True: "yes", False: "no"}[found["in_training"]]
-        table.add_row(Text(name), str(found["images"]), percent(found["miou"]), seen)
+        cells = (str(found["images"]), percent(found["miou"]), seen)
+        table.add_row(Text(name), *cells)
     if len(rows) > MOST_ROWS:
         table.caption = f"and {len(rows) - MOST_ROWS} more with a higher mIoU"
     return table
@@ -185,9 +204,8 @@ def lowest_first(
 
     def place(item: tuple[str, Mapping[str, Any]]) -> tuple[bool, float, str]:
         name, score = item[0], item[1]["miou"]
-        if score is None or math.isnan(score):
-            return True, 0.0, name
-        return False, score, name
+        unknown = score is None or math.isnan(score)
+        return unknown, 0.0 if unknown else score, name
 
     return sorted(sequences.items(), key=place)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from segpipe.errors import ConfigError, SegpipeError
+from segpipe.files import read_json
 from segpipe.run import lock
 from segpipe.run.report import PAGE, is_live
 from segpipe.run.tracking import FAILURE, FILE_NAME, failure, read_metrics
@@ -57,10 +57,8 @@ def owned(config: Config) -> Iterator[None]:
     with lock.held(config.run_dir) as taken_over:
         if taken_over:
             print(taken_over, file=sys.stderr)
-        _check_earlier_run(
-            config
-        )  # again: another job may have trained here since it was claimed
-        lock.remove_leftovers(config.run_dir)
+        # Again: another job may have trained here since it was claimed.
+        _check_earlier_run(config)
         (config.run_dir / FAILURE).unlink(missing_ok=True)
         yield
 
@@ -74,15 +72,28 @@ def _check_earlier_run(config: Config) -> None:
         )
     if config.run.exists == "resume" and (changed := _changed_recipe(config)):
         raise ConfigError(f"{folder} {changed}")
-    if (
-        config.run.exists == "resume"
-        and not _has_checkpoint(folder)
-        and (progress := _progress_without(config))
-    ):
+    if config.run.exists == "resume" and (lost := _lost_progress(config)):
         raise ConfigError(
-            f"run.exists = resume, but {folder} holds no checkpoint, although {progress}. Put a copy of last.pt or of "
+            f"run.exists = resume, but {folder} holds no checkpoint, although {lost}. Put a copy of last.pt or of "
             f"a step_*.pt back, or start again at step 0 with run.exists=replace."
         )
+
+
+def _lost_progress(config: Config) -> str:
+    """What shows that a checkpoint was there and is lost; empty if the run may as well start at step 0.
+
+    A run that was killed before its first checkpoint starts again, as a cluster's next attempt must.
+    """
+    if _has_checkpoint(config.run_dir):
+        return ""
+    if (config.run_dir / "result.json").exists():
+        return "it has a result.json"
+    checkpoint, train = config.checkpoint, config.train
+    every = (checkpoint.every, checkpoint.keep_every, train.validate_every, train.steps)
+    entries = read_metrics(config.run_dir / FILE_NAME)
+    reached = max((entry["step"] for entry in entries), default=0)
+    is_lost = reached > min(step for step in every if step)
+    return f"{FILE_NAME} reaches step {reached}" if is_lost else ""
 
 
 def _changed_recipe(config: Config) -> str:
@@ -126,7 +137,7 @@ def finished(config: Config) -> dict[str, Any] | None:
     if config.run.exists != "resume" or not whole:
         return None
     try:
-        result = dict(json.loads((folder / "result.json").read_bytes()))
+        result = dict(read_json(folder / "result.json"))
         done = int(result.get("steps", 0)) >= config.train.steps
     except (OSError, ValueError, TypeError):
         return None
@@ -155,22 +166,3 @@ def _progress(folder: Path) -> str:
         if found
         else "a run without a readable checkpoint"
     )
-
-
-def _progress_without(config: Config) -> str:
-    """What shows that a checkpoint was there and is lost; empty if the run may as well start at step 0.
-
-    A run that was killed before its first checkpoint starts again, as a cluster's next attempt must.
-    """
-    if (config.run_dir / "result.json").exists():
-        return "it has a result.json"
-    every = (
-        config.checkpoint.every,
-        config.checkpoint.keep_every,
-        config.train.validate_every,
-        config.train.steps,
-    )
-    entries = read_metrics(config.run_dir / FILE_NAME)
-    reached = max((entry["step"] for entry in entries), default=0)
-    is_lost = reached > min(step for step in every if step)
-    return f"{FILE_NAME} reaches step {reached}" if is_lost else ""

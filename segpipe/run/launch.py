@@ -10,18 +10,23 @@ import logging
 import math
 import multiprocessing
 import os
+import platform
+import shlex
+import shutil
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+import segpipe
 from segpipe import plugins
 from segpipe.determinism import flags
 from segpipe.disk import DISK_ERRORS
@@ -34,27 +39,41 @@ from segpipe.errors import (
     NumericsError,
     SegpipeError,
 )
-from segpipe.files import not_written
+from segpipe.files import not_written, sha256_of
 from segpipe.run import lock
 from segpipe.run.callbacks import Tracker, open_tracker
-from segpipe.run.console import TrainView
+from segpipe.run.console import (
+    ERRORS,
+    TrainView,
+    iou_table,
+    never_predicted,
+    sequence_table,
+)
 from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
+from segpipe.run.report import (
+    PAGE,
+    latency_ms,
+    page_data,
+    run_predictor,
+    write_report,
+)
 from segpipe.run.trackers import check_tracking
-from segpipe.run.tracking import failure, note_failure, note_lost
-from segpipe.settings.check import check
-from segpipe.settings.config import Config, config_hash
+from segpipe.run.tracking import (
+    FILE_NAME,
+    failure,
+    note_failure,
+    note_lost,
+    read_metrics,
+)
+from segpipe.settings.config import Config, check, config_hash
 from segpipe.train.start import check_pins, pin_weights
 from segpipe.train.stop import Stopped, interrupts_deferred_by_children, stops_raised
 
 if TYPE_CHECKING:
     from segpipe.data.samples import Splits
     from segpipe.distributed.group import Group
+    from segpipe.train.metrics import Validation
     from segpipe.train.training import Run
-    from segpipe.train.validate import Validation
-
-# What rank 0 does after the training, such as segpipe.run.finish.finish. Spawned processes unpickle it by its name, so
-# it must be a module-level function.
-Finish = Callable[["Run", "Validation", dict[str, Any], Console], None]
 
 # Raised on all ranks at once, so that rank 0 alone reports them.
 COMMON_ERRORS = (
@@ -66,13 +85,13 @@ COMMON_ERRORS = (
 )
 
 
-def launch(config: Config, *, finish: Finish | None = None) -> int:
+def launch(config: Config) -> int:
     """Train with this configuration; returns the exit code of the command.
 
-    `finish` runs on rank 0 after the training. Raises SegpipeError when the run is refused before its processes start.
+    Raises SegpipeError when the run is refused before its processes start.
     """
     if environment.under_launcher():
-        return work(config, finish=finish)
+        return work(config)
     try:
         environment.check_tasks()
         check(config, world_size=1)  # what takes no import of torch comes first
@@ -83,17 +102,17 @@ def launch(config: Config, *, finish: Finish | None = None) -> int:
         print("stopped before the first step; nothing was written.", file=sys.stderr)
         return Interrupted.exit_code
     if world_size == 1:
-        return work(config, finish=finish, prepared=True, splits=splits)
-    return _spawn(config, world_size, finish)
+        return work(config, prepared=True, splits=splits)
+    return _spawn(config, world_size)
 
 
-def launch_apart(config: Config, *, finish: Finish | None = None) -> int:
+def launch_apart(config: Config) -> int:
     """Train in child processes, also when there is only one, so that the runs of a sweep share no state.
 
     Returns the exit code. Raises SegpipeError when the run is refused before its processes start.
     """
     config, world_size, _ = _prepared(config)
-    return _spawn(config, world_size, finish)
+    return _spawn(config, world_size)
 
 
 def _prepared(config: Config) -> tuple[Config, int, Splits]:
@@ -119,9 +138,8 @@ def _world_size(config: Config) -> int:
         return 1 if number == "auto" else int(number)
     import torch
 
-    gpus = (
-        torch.cuda.device_count()
-    )  # counts through NVML, without a CUDA context in the parent
+    # Counts through NVML, without a CUDA context in the parent.
+    gpus = torch.cuda.device_count()
     if device == "cuda" and gpus == 0:
         raise ConfigError(
             "compute.device = cuda, but torch sees no GPU. Set compute.device=cpu, or check the driver."
@@ -179,8 +197,8 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
 
         check_plugins(config)
     splits = splits or open_splits(config)
+    check_data(config)  # first: what is not the same twice has no sizes and classes
     check_splits(config, splits)
-    check_data(config)
     check_network(config, splits.train.classes)
     for problem in worker_problems(config, splits.train):
         raise ConfigError(problem)
@@ -193,7 +211,7 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
     return splits
 
 
-def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
+def _spawn(config: Config, world_size: int) -> int:
     """Run `world_size` child processes on this machine; this process never touches the GPU."""
     from torch.multiprocessing import (  # type: ignore[attr-defined]
         ProcessExitedException,
@@ -213,7 +231,7 @@ def _spawn(config: Config, world_size: int, finish: Finish | None) -> int:
             _environment_of_children(config, world_size),
         ):
             try:
-                given = (config, finish, world_size, store.port)
+                given = (config, world_size, store.port)
                 children = spawn(  # type: ignore[no-untyped-call]
                     _child, given, nprocs=world_size, join=False
                 )
@@ -253,19 +271,16 @@ def _pass_on(number: int, children: set[BaseProcess], patience_s: float) -> None
 @contextlib.contextmanager
 def _environment_of_children(config: Config, world_size: int) -> Iterator[None]:
     """Set variables that the children need before their own code runs, and remove them for the next job of a sweep."""
-    before = set(os.environ)
+    before = dict(os.environ)
     flags.set_environment(world_size * config.compute.threads, config.compute.mode)
-    added = os.environ.keys() - before
     try:
         yield
     finally:
-        for name in added:
-            os.environ.pop(name, None)
+        os.environ.clear()
+        os.environ.update(before)
 
 
-def _child(
-    rank: int, config: Config, finish: Finish | None, world_size: int, port: int
-) -> None:
+def _child(rank: int, config: Config, world_size: int, port: int) -> None:
     from segpipe.train import engine  # noqa: F401  (torch and all else, before Ctrl-C may interrupt)
 
     environment.enter_rank(rank, world_size, port)
@@ -273,7 +288,7 @@ def _child(
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, {signal.SIGINT}
         )  # one that came meanwhile is raised here
-        code = work(config, finish=finish, prepared=True)
+        code = work(config, prepared=True)
     except KeyboardInterrupt:
         code = Interrupted.exit_code
     except Exception:
@@ -283,20 +298,16 @@ def _child(
 
 
 def work(
-    config: Config,
-    *,
-    finish: Finish | None = None,
-    prepared: bool = False,
-    splits: Splits | None = None,
+    config: Config, *, prepared: bool = False, splits: Splits | None = None
 ) -> int:
-    """Train as one process of the run, and on rank 0 call `finish`; returns the exit code.
+    """Train as one process of the run, and on rank 0 report and export; returns the exit code.
 
     `prepared`: `prepare` was called already, here, with what it returned as `splits`, or in a parent process.
     """
     # The user of this process's parent named them.
     plugins.trust(path for _, path in config.import_paths)
     try:
-        return _work(config, finish, prepared, splits)
+        return _work(config, prepared, splits)
     except SegpipeError as error:
         return _report(error, rank=environment.rank())
     except KeyboardInterrupt:
@@ -308,12 +319,14 @@ def work(
     except RuntimeError as error:
         if not _lost_another_rank(error):
             raise
-        return _outlive(error)
+        from segpipe.distributed.contract import lost_rank
+
+        number = environment.rank()
+        where = f"rank {number} on {platform.node()}"
+        return _report(lost_rank(error, where))
 
 
-def _work(
-    config: Config, finish: Finish | None, prepared: bool, splits: Splits | None
-) -> int:
+def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
     threads, mode = config.compute.threads, config.compute.mode
     if not prepared:
         check(config, world_size=1)  # what takes no import of torch comes first
@@ -324,7 +337,8 @@ def _work(
         splits = _opened_for_steps(config)
         config = with_steps(config, splits)
     flags.apply(threads, mode)  # before the group: NCCL reads its variables there
-    group = processes.join(config.compute, {"configuration": config_hash(config)})
+    same = {"segpipe": _version(), "configuration": config_hash(config)}
+    group = processes.join(config.compute, same)
     try:
         # The folder is owned to the end of what rank 0 does after the training.
         with contextlib.ExitStack() as held:
@@ -333,9 +347,16 @@ def _work(
                     splits = _prepare_together(config, group, splits)
                 group.together(lambda: _own(config, group, held))
             with _failure_told(group, config):
-                return _train(config, group, finish, splits)
+                return _train(config, group, splits)
     finally:
         processes.leave(group)
+
+
+def _version() -> str:
+    """What ranks compare of segpipe itself: its version, and a hash of its modules, which differ between checkouts."""
+    folder = Path(segpipe.__file__).parent
+    modules = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
+    return f"{segpipe.__version__} (modules {sha256_of(modules)[:12]})"
 
 
 def _prepare_together(
@@ -412,34 +433,13 @@ def _lost_another_rank(error: Exception) -> bool:
     )
 
 
-def _outlive(error: RuntimeError) -> int:
-    """Report in one line, then wait to be ended: the launcher reports the rank that it sees end first."""
-    reason = str(error).strip().splitlines()[0]
-    print(
-        f"rank {environment.rank()}: a collective failed, because another rank ended: {reason}",
-        file=sys.stderr,
-    )
-    environment.wait_to_be_ended()
-    return 1
-
-
-def _train(
-    config: Config, group: Group, finish: Finish | None, splits: Splits | None
-) -> int:
+def _train(config: Config, group: Group, splits: Splits | None) -> int:
     from segpipe.distributed import group as processes
 
     console = Console(emoji=False)  # a path may hold :car:
-    git = _commit() if group.is_main else None
-    run, validation, result = train(
-        config,
-        group,
-        console,
-        splits=splits,
-        git=git,
-        ends_later=finish is not None,
-    )
+    run, validation, result = train(config, group, console, splits=splits)
     processes.leave(group)  # the other ranks need not wait for what rank 0 does next
-    if group.is_main and finish is not None:
+    if group.is_main:
         assert isinstance(run.log, Tracker)
         exit_code = 1
         try:
@@ -450,55 +450,120 @@ def _train(
     return 0
 
 
-def train(
-    config: Config,
-    group: Group,
-    console: Console,
-    *,
-    splits: Splits | None = None,
-    git: dict[str, Any] | None = None,
-    ends_later: bool = False,
-) -> tuple[Run, Validation, dict[str, Any]]:
-    """`segpipe.train.engine.train`, reporting to the terminal and to metrics.jsonl.
+def finish(
+    run: Run, found: Validation, result: dict[str, Any], console: Console
+) -> None:
+    """Print the results and write the report, then export. Raises ExportMismatch if an exported file differs.
 
-    ends_later: the caller ends `run.log`, with what it makes of the run.
+    The export comes last, so that a refused one hides nothing of the finished training.
     """
+    from segpipe.train.metrics import flattering
+
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    shares = found.total.sum(1).double() / found.total.sum().clamp_min(1)
+    console.print(iou_table(result, shares.tolist()))
+    if len(result["sequences"]) > 1:
+        console.print(sequence_table(result["sequences"]))
+    for note in (flattering(result["sequences"]), never_predicted(result)):
+        if note:
+            say(note)
+    config = run.config
+    predict = run_predictor(run)
+    write_report(
+        run.folder / PAGE,
+        page_data(
+            config,
+            run.val_samples,
+            found,
+            {
+                **result,
+                "device": str(run.group.device),
+                "date": time.strftime("%Y-%m-%d %H:%M"),
+                "latency_ms": latency_ms(predict, run.val_samples),
+            },
+            predict,
+            read_metrics(run.folder / FILE_NAME),
+            ["config.json", "result.json", FILE_NAME]
+            + ["export/"] * (config.export.enabled and not config.export.dir),
+        ),
+    )
+    images = f"{config.data.split} images"
+    if config.data.hold_out:
+        images = f"images of {config.data.hold_out}, held out"
+    say(f"mIoU {100 * result['miou']:.2f} % on {len(run.val_samples)} {images}")
+    say(f"run {run.folder}  (open {PAGE}; curves in {FILE_NAME})")
+    say(f"next {_next_command(run.folder)}")
+    if config.export.enabled:
+        _export(run, console)
+
+
+def _export(run: Run, console: Console) -> None:
+    """Export the checkpoint that was just written, in the same way as the export command."""
+    from segpipe.export.dataset import spread
+    from segpipe.export.publish import export_checkpoint
+    from segpipe.train.checkpoint import load_network
+
+    started = time.perf_counter()
+    settings = run.config.export
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    say(
+        f"exporting to {' and '.join(settings.formats)} and comparing the files with "
+        f"the trained network on up to {settings.quality_images} images (export=off "
+        f"leaves this out) ..."
+    )
+    done = export_checkpoint(
+        run.folder,
+        "last",
+        load_network(run.folder, "last"),
+        run.config,
+        validation=run.val_samples,
+        training=spread(run.train_samples),
+    )
+    console.print(done.table())
+    say(f"{done.line('EXPORT')} ({time.perf_counter() - started:.0f} s)")
+
+
+def _next_command(folder: Path) -> str:
+    """Command that evaluates the checkpoint, ready to paste: of a `segpipe` that is on the path, or of this Python."""
+    words = ["segpipe"]
+    if shutil.which("segpipe") != sys.argv[0]:
+        python, here = Path(sys.executable), Path.cwd()
+        # Links stay: the interpreter of a virtual environment is one.
+        near = python.relative_to(here) if python.is_relative_to(here) else python
+        words = [str(near), "-m", "segpipe"]
+    return shlex.join([*words, "evaluate", f"run={folder}"])
+
+
+def train(
+    config: Config, group: Group, console: Console, *, splits: Splits | None = None
+) -> tuple[Run, Validation, dict[str, Any]]:
+    """`segpipe.train.engine.train`, reporting to the terminal and to metrics.jsonl; the caller ends `run.log`."""
+    from segpipe.files import ROOT, git_state
     from segpipe.train import engine
 
     def open_outputs(step: int | None) -> tuple[TrainView, Tracker]:
         if group.is_main and step is None:
             clear_folder(config)
-        total = config.train.steps
-        enabled = group.is_main and config.train.progress
         view = TrainView(
-            console, name=config.run.name, done=step or 0, total=total, enabled=enabled
+            console,
+            name=config.run.name,
+            done=step or 0,
+            total=config.train.steps,
+            enabled=group.is_main and config.train.progress,
         )
-        return view, open_tracker(
-            config, config.run_dir, step, rank=group.rank, ends_later=ends_later
-        )
+        return view, open_tracker(config, config.run_dir, step, rank=group.rank)
 
+    # Of this checkout, read at the start: it may change during the training.
+    state = git_state(ROOT) if group.is_main else None
+    git = state and {"commit": state["commit"], "dirty": state["dirty"]}
     return engine.train(config, group, open_outputs, splits=splits, git=git)
-
-
-def _commit() -> dict[str, Any] | None:
-    """Commit of this checkout, for result.json. Read at the start: the checkout may change during the training."""
-    from segpipe.export.artifact.origin import ROOT, git_state
-
-    state = git_state(ROOT)
-    return state and {"commit": state["commit"], "dirty": state["dirty"]}
 
 
 def _report(error: SegpipeError, *, rank: int = 0) -> int:
     """Exit code of an error. One rank prints it; the others wait to be ended, so that the launcher blames that one."""
     if _speaks(error, rank):
         where = f"rank {rank}: " if rank else ""
-        Console(stderr=True, emoji=False).print(
-            f"{where}{error}",
-            style="bold red",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        ERRORS.print(f"{where}{error}", style="bold red")
     else:
         environment.wait_to_be_ended()
     return error.exit_code

@@ -1,8 +1,10 @@
 """The lock of a run's folder: one process at a time trains into it, also on a file system that machines share.
 
 The lock is a file that its owner creates with O_EXCL, touches every BEAT_S, and deletes at the end. An owner on this
-machine lives as long as its process; another one until it was silent for SILENT_S. That does not rely on flock, which
-network file systems may ignore, nor on the clocks of the machines: ages are differences of the file system's own times.
+machine lives as long as its process; another one until it was silent for SILENT_S, or until a newer attempt of its own
+job takes over: a scheduler has ended the attempt before. That does not rely on flock, which network file systems may
+ignore, nor on the clocks of the machines: ages are differences of the file system's own times. An owner that lives on
+after all, on a machine that was cut off, sees the other's lock at its next touch and ends without saving.
 """
 
 from __future__ import annotations
@@ -13,16 +15,17 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError
-from segpipe.processes import process_start, rounds, this_host
+from segpipe.processes import before_end, end_process, process_start, rounds, this_host
 
 NAME = "run.lock"
 BEAT_S = 15.0
-SILENT_S = 600.0  # after which an owner on another machine counts as dead
+SILENT_S = 60.0  # after which an owner on another machine counts as dead
 REMOVAL_S = 60.0  # the removal of a dead owner's lock takes milliseconds
 
 
@@ -36,14 +39,6 @@ def remove_dead(folder: Path) -> None:
     with contextlib.suppress(ConfigError, OSError):
         if (dead := _dead_lock(folder / NAME)) is not None:
             _remove(folder / NAME, dead)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Delete old temporary files of a folder that is owned: those of processes that were killed on other machines."""
-    with contextlib.suppress(OSError):
-        for path in folder.glob(".*.tmp"):
-            if _silent_s(path) > SILENT_S:
-                path.unlink()
 
 
 @contextlib.contextmanager
@@ -60,9 +55,11 @@ def held(folder: Path) -> Iterator[str]:
             f"{lock.path} could not be written: {error.strerror or error}."
         ) from error
     rounds.add(lock.look)
+    before_end.append(lock.release)
     try:
         yield taken_over
     finally:
+        before_end.remove(lock.release)
         lock.release()
 
 
@@ -79,9 +76,9 @@ class _Lock:
             this_host(),
             self._pid,
             process_start(self._pid) or "",
-            os.path.realpath(path.parent),
             f"process {self._pid} on {this_host().rpartition('-')[0]} since {since}",
             uuid.uuid4().hex,
+            *environment.job_attempt(),
         )
         self._content = json.dumps(owner._asdict()).encode()
 
@@ -136,7 +133,7 @@ class _Lock:
             # This process was suspended for so long that it counted as dead.
             lost = f"{self.path.parent} was taken over by {_owner(content).name}, so this run ends without saving."
             print(lost, file=sys.stderr, flush=True)
-            os._exit(ConfigError.exit_code)
+            end_process(ConfigError.exit_code)
 
     def release(self) -> None:
         """Delete the file, unless this is a forked child or another job has taken over."""
@@ -154,9 +151,10 @@ class Owner(NamedTuple):
     host: str
     pid: int
     started: str
-    folder: str
     name: str
     id: str  # of this lock
+    job: str = ""  # of a scheduler or launcher; empty without one
+    attempt: Sequence[int] = ()  # to run it, greater for a later one
 
 
 def _owner(content: bytes) -> Owner:
@@ -165,7 +163,7 @@ def _owner(content: bytes) -> Owner:
         return Owner(**json.loads(content))
     except (ValueError, TypeError):
         name = "an unknown process (its lock is not readable)"
-        return Owner("", 0, "", "", name, "")
+        return Owner("", 0, "", name, "")
 
 
 def _dead_lock(path: Path) -> bytes | None:
@@ -183,16 +181,15 @@ def _dead_lock(path: Path) -> bytes | None:
         alive = process_start(owner.pid) in ("", owner.started)
         advice = f"stop it (kill {owner.pid})"
     else:
-        alive = silent_s < SILENT_S
+        job, attempt = environment.job_attempt()
+        newer = bool(job) and owner.job == job and list(owner.attempt) < attempt
+        alive = silent_s < SILENT_S and not newer
         advice = f"stop it there (if that machine is down: its lock ends {SILENT_S:.0f} s after the last sign of life)"
     if not alive:
         return content
-    copied = ""
-    if owner.folder not in ("", os.path.realpath(path.parent)):
-        copied = f" If this folder is a copy of {owner.folder}, and not that folder moved, delete {path}."
     raise ConfigError(
         f"{path.parent} is in use by {owner.name}; last sign of life {silent_s:.0f} s ago. "
-        f"Wait for its end or {advice}, or choose another run.name.{copied}"
+        f"Wait for its end or {advice}, or choose another run.name. In a copy of a folder, delete {path}."
     )
 
 

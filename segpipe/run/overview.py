@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from glob import glob
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from urllib.parse import quote
 
-from rich.cells import cell_len
 from rich.table import Table
+from rich.text import Text
 
 from segpipe.errors import ConfigError, Interrupted
+from segpipe.files import read_json
 from segpipe.run.console import percent
-from segpipe.run.pages import COLORS, Chart, Curve, points_of, write_page
+from segpipe.run.pages import COLORS, chart, points_of, write_page
 from segpipe.run.tracking import FILE_NAME, failure, read_metrics
 from segpipe.settings.config import FREE_KEYS, flat, saved_config
 from segpipe.settings.setting import shown
 
 DESCENDING = ("date", "miou", "steps")
 SETTINGS_SHOWN = 6  # columns of a table; the page and --json have all
-_FIGURES = (
-    ("validation", "miou", "Validation mIoU, %"),
-    ("train", "loss", "Training loss"),
-)
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Row:
     steps: int | None = None
     digest: str | None = None  # of the averaged weights
     date: str | None = None  # last change, local time
+    seconds: float | None = None  # of training
+    iou: dict[str, float | None] = field(default_factory=dict)  # by class
     state: str = "finished"
     reason: str = ""  # why the last session failed or stopped, on one line
     # Of the recipe, by dotted key; empty without a readable file.
@@ -51,7 +53,7 @@ class RecipeGroup:
     """Runs of one recipe, one for each value of the setting `by`."""
 
     settings: dict[str, Any]
-    rows: Sequence[Row]
+    rows: list[Row]
     by: str = ""
 
     @property
@@ -70,76 +72,67 @@ def find_runs(root: Path, patterns: Sequence[str] = ()) -> list[Row]:
 
     Raises ConfigError if root is not a folder, or a pattern matches nothing.
     """
-    if not patterns:
-        if not root.is_dir():
-            raise ConfigError(
-                f"root = {root} is not a folder. Set root to the folder that holds the runs."
-            )
-        return [read_row(each, str(each.relative_to(root))) for each in _folders(root)]
-    rows: dict[Path, Row] = {}
-    for pattern in patterns:
-        path = Path(pattern)
-        anchor = Path(path.anchor or ".")
-        matches = [path]
-        if not path.is_dir():
-            matches = sorted(anchor.glob(str(path.relative_to(path.anchor))))
-        folders = [folder for match in matches for folder in _folders(match)]
-        if not folders:
+    if not patterns and not root.is_dir():
+        raise ConfigError(
+            f"root = {root} is not a folder. Set root to the folder that holds the runs."
+        )
+    folders: dict[Path, str] = {}
+    for pattern in patterns or [str(root)]:
+        matches = [Path(match) for match in sorted(glob(pattern))]
+        found = [file.parent for top in matches for file in top.rglob("config.json")]
+        if patterns and not found:
             raise ConfigError(
                 f"runs = {pattern}: no run is there. Name run folders, or match them: 'runs=[runs/lr*]'."
             )
-        rows |= {folder: read_row(folder, str(folder)) for folder in folders}
-    return list(rows.values())
-
-
-def _folders(top: Path) -> Iterator[Path]:
-    return (path.parent for path in sorted(top.rglob("config.json")))
+        for folder in sorted(found):
+            name = folder if patterns else folder.relative_to(root)
+            folders[folder] = str(name)
+    return [read_row(folder, name) for folder, name in folders.items()]
 
 
 def read_row(folder: Path, name: str) -> Row:
     """The run in `folder`; a file that cannot be read is named in `state`."""
-    known: dict[str, Any] = {}
-    total: Any = None
-    damaged = ""
+    row = Row(name, folder, date=_date(folder))
     try:
         config = saved_config(folder)
-        settings = {k: v for k, v in flat(config).items() if k not in FREE_KEYS}
-        known |= {"model": config.model.name, "data": config.data.name}
-        known["settings"] = settings
-        total = config.train.steps
     except ConfigError:
-        damaged = "config.json is damaged"
+        return replace(row, state="config.json is damaged")
+    row = replace(
+        row,
+        model=config.model.name,
+        data=config.data.name,
+        settings={k: v for k, v in flat(config).items() if k not in FREE_KEYS},
+    )
     try:
-        result = json.loads((folder / "result.json").read_bytes())
+        result = read_json(folder / "result.json")
         score = result["miou"]
-        known |= {
-            "miou": None if score is None else float(score),
-            "steps": int(result["steps"]),
-            "digest": str(result["ema_digest"]),
-        }
+        row = replace(
+            row,
+            miou=None if score is None else float(score),
+            steps=int(result["steps"]),
+            digest=str(result["ema_digest"]),
+            seconds=result.get("train_seconds"),
+            iou=result.get("iou", {}),
+        )
     except FileNotFoundError:
-        pass
-    except (OSError, ValueError, TypeError, LookupError):
-        damaged = damaged or "result.json is damaged"
-    if "digest" not in known:
         metrics = read_metrics(folder / FILE_NAME)
-        known["steps"] = metrics[-1]["step"] if metrics else 0
-        known["state"] = f"unfinished, step {known['steps']} of {total}"
+        steps = metrics[-1]["step"] if metrics else 0
+        state = f"unfinished, step {steps} of {config.train.steps}"
+        row = replace(row, steps=steps, state=state)
+    except (OSError, ValueError, TypeError, LookupError):
+        row = replace(row, state="result.json is damaged")
     code, reason = failure(folder)
     if reason:
-        stopped = code == Interrupted.exit_code
-        known["state"] = "interrupted" if stopped else "failed"
-    if damaged:
-        known["state"] = damaged
-    return Row(name, folder, date=_date(folder), reason=reason, **known)
+        state = "interrupted" if code == Interrupted.exit_code else "failed"
+        row = replace(row, state=state, reason=reason)
+    return row
 
 
 def _date(folder: Path) -> str:
     """When a file of the run's progress last changed."""
-    paths = [folder / name for name in ("result.json", FILE_NAME, "config.json")]
-    newest = next(path for path in paths if path.exists())
-    changed = datetime.fromtimestamp(newest.stat().st_mtime)
-    return changed.strftime("%Y-%m-%d %H:%M")
+    paths = (folder / name for name in ("config.json", "result.json", FILE_NAME))
+    newest = max(path.stat().st_mtime for path in paths if path.exists())
+    return datetime.fromtimestamp(newest).strftime("%Y-%m-%d %H:%M")
 
 
 def ordered(rows: Sequence[Row], column: str) -> list[Row]:
@@ -167,10 +160,9 @@ def grouped(rows: Sequence[Row], by: str) -> list[RecipeGroup]:
             rest = {key: value for key, value in row.settings.items() if key != by}
             group = groups.setdefault(_text(rest), RecipeGroup(rest, [], by))
             if all(row.settings[by] != other.settings[by] for other in group.rows):
-                members = sorted(
-                    [*group.rows, row], key=lambda row: _text(row.settings[by])
-                )
-                groups[_text(rest)] = RecipeGroup(rest, members, by)
+                group.rows.append(row)
+    for group in groups.values():
+        group.rows.sort(key=lambda row: _text(row.settings[by]))
     return sorted(groups.values(), key=lambda group: -(group.mean or -1.0))
 
 
@@ -178,25 +170,22 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def run_table(rows: Sequence[Row], width: int) -> Table:
-    """A line for each run, with the settings in which they differ as far as `width` characters reach."""
+def run_table(rows: Sequence[Row]) -> Table:
+    """A line for each run, with settings in which they differ."""
     columns: dict[str, list[Any]] = {
         "name": [row.name for row in rows],
         "mIoU %": [_percent(row.miou) for row in rows],
         "steps": [row.steps for row in rows],
         "state": [row.state for row in rows],
     }
-    keys = differing([row.settings for row in rows])
-    for key in keys:
-        columns[key] = [
-            shown(row.settings[key]) if row.settings else None for row in rows
-        ]
-    columns["date"] = [row.date for row in rows]
-    columns["digest"] = [row.digest and row.digest[:12] for row in rows]
-    return _table(columns, 4, keys, width)
+    more = {
+        "date": [row.date for row in rows],
+        "digest": [row.digest and row.digest[:12] for row in rows],
+    }
+    return _table(columns, [row.settings for row in rows], more)
 
 
-def group_table(groups: Sequence[RecipeGroup], width: int) -> Table:
+def group_table(groups: Sequence[RecipeGroup]) -> Table:
     """A line for each recipe: mean and range over its runs."""
     columns: dict[str, list[Any]] = {
         groups[0].by if groups else "": [
@@ -208,10 +197,7 @@ def group_table(groups: Sequence[RecipeGroup], width: int) -> Table:
         "lowest": [_percent(min(group.scores, default=None)) for group in groups],
         "highest": [_percent(max(group.scores, default=None)) for group in groups],
     }
-    keys = differing([group.settings for group in groups])
-    for key in keys:
-        columns[key] = [shown(group.settings[key]) for group in groups]
-    return _table(columns, 5, keys, width)
+    return _table(columns, [group.settings for group in groups], {})
 
 
 def _percent(value: float | None) -> str | None:
@@ -219,30 +205,33 @@ def _percent(value: float | None) -> str | None:
 
 
 def _table(
-    columns: Mapping[str, Sequence[Any]], needed: int, keys: Sequence[str], width: int
+    columns: Mapping[str, Sequence[Any]],
+    recipes: Sequence[Mapping[str, Any]],
+    more: Mapping[str, Sequence[Any]],
 ) -> Table:
-    """A table of the first `needed` columns and of the others that fit; the first one folds."""
+    """A table of columns by their titles, with up to SETTINGS_SHOWN settings in which the recipes differ."""
+    keys = differing(recipes)
+    settings = {
+        key: [shown(recipe[key]) if recipe else None for recipe in recipes]
+        for key in keys[:SETTINGS_SHOWN]
+    }
     table = Table(caption_justify="left")
-    chosen: list[list[str]] = []
-    left = width - 1
-    settings = 0
-    for title, values in columns.items():
-        cells = ["-" if value is None else str(value) for value in values]
-        room = 3 + max(map(cell_len, [title, *cells]))
-        if not chosen:
-            room = min(room, max(24, width // 3))
-        is_many = title in keys and settings >= SETTINGS_SHOWN
-        if len(chosen) < needed or (room <= left and not is_many):
-            table.add_column(title, no_wrap=bool(chosen), overflow="fold")
-            chosen.append(cells)
-            settings += title in keys
-            left -= room
-    for row in zip(*chosen, strict=True):
-        table.add_row(*row)
-    titles = [column.header for column in table.columns]
-    if rest := [key for key in keys if key not in titles]:
+    whole = {**columns, **settings, **more}
+    for place, title in enumerate(whole):
+        is_short = place > 0 and title not in settings
+        table.add_column(title, overflow="fold", no_wrap=is_short)
+    for cells in zip(*whole.values(), strict=True):
+        table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells))
+    if rest := keys[SETTINGS_SHOWN:]:
         table.caption = f"They also differ in: {', '.join(rest)}."
     return table
+
+
+def _link(row: Row, page: Path) -> str:
+    """The report of a run as a link from the page; empty if there is none."""
+    report = row.folder / "report.html"
+    here = page.resolve().parent
+    return quote(os.path.relpath(report.resolve(), here)) if report.exists() else ""
 
 
 def write_overview(
@@ -253,38 +242,33 @@ def write_overview(
         groups = [RecipeGroup(row.settings, [row]) for row in rows]
     recipes = [group.settings for group in groups if group.settings]
     keys = differing(recipes)
-    styles = [(color, dashed) for dashed in (False, True) for color in COLORS]
-    styles = styles[: len(groups)]
     shared = recipes[0] if recipes else {}
+    drawn = groups[: len(COLORS)]
+    histories = [
+        [read_metrics(row.folder / FILE_NAME) for row in group.rows] for group in drawn
+    ]
+    charts = []
+    for kind, key, title in (
+        ("validation", "miou", "Validation mIoU, %"),
+        ("train", "loss", "Training loss"),
+    ):
+        lines = [
+            (points_of(history, kind, key), color)
+            for color, group in zip(COLORS, histories, strict=False)
+            for history in group
+        ]
+        charts.append(chart(title, lines, marked=key == "miou"))
+    classes = dict.fromkeys(name for row in rows for name in row.iou)
     return write_page(
         "overview.html.j2",
         path,
+        classes=list(classes),
+        links={row.folder: _link(row, path) for row in rows},
         number=len(rows),
         by=by,
         keys=keys,
         groups=groups,
-        styles=styles,
-        charts=_charts(groups, styles),
+        colors=COLORS,
+        charts=[picture for picture in charts if picture],
         same={key: value for key, value in shared.items() if key not in keys},
     )
-
-
-def _charts(
-    groups: Sequence[RecipeGroup], styles: Sequence[tuple[str, bool]]
-) -> list[Chart]:
-    """Charts with a line for each run."""
-    histories = [
-        (style, read_metrics(row.folder / FILE_NAME))
-        for group, style in zip(groups, styles, strict=False)
-        for row in group.rows
-    ]
-    charts = []
-    for kind, key, title in _FIGURES:
-        lines = [
-            Curve(points, *style)
-            for style, history in histories
-            if (points := points_of(history, kind, key))
-        ]
-        if lines:
-            charts.append(Chart(title, lines, key == "miou", width=540, height=300))
-    return charts

@@ -1,17 +1,18 @@
 """The one writer of HTML pages: the report of a run, the doctor's page, the comparison of runs.
 
-Everything is inside the file: pictures as data: URLs, curves as SVG, styles as CSS. A content security policy in its
-head forbids the browser to load anything else, so a page can be mailed or archived as it is.
+Everything is inside the file: pictures and curves as data: URLs, styles as CSS. A content security policy in its head
+forbids the browser to load anything else, so a page can be mailed or archived as it is.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from segpipe.files import write_atomically
 from segpipe.run.console import percent, percent_range
 from segpipe.settings.setting import shown
 
-# Readable on white and on black; more lines than these repeat the colors with dashes.
+# Readable on white and on black.
 COLORS = (
     "#3b82f6",
     "#f59e0b",
@@ -34,7 +35,15 @@ COLORS = (
     "#14b8a6",
     "#a3a3a3",
 )
-POINTS = 240  # of a long curve; the screen shows no more
+GREY = "#808895"
+STYLE = {
+    "svg.hashsalt": "segpipe",  # equal curves give equal bytes
+    "text.color": GREY,
+    "axes.edgecolor": GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "font.size": 9,
+}
 
 Points = Sequence[tuple[float, float]]
 
@@ -72,6 +81,11 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
+def _csp_hash(script: str) -> str:
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
@@ -80,11 +94,6 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}" if math.isfinite(value) else "n/a"
     return "none" if value in ("", None) else str(value)
-
-
-def _csp_hash(script: str) -> str:
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def duration(seconds: float) -> str:
@@ -101,81 +110,47 @@ def jpeg_url(image: NDArray[np.uint8], quality: int = 85) -> str:
     settings = [cv2.IMWRITE_JPEG_QUALITY, quality]
     done, encoded = cv2.imencode(".jpg", image[..., ::-1], settings)
     assert done
-    return "data:image/jpeg;base64," + base64.b64encode(encoded.tobytes()).decode()
+    return _data_url("jpeg", encoded.tobytes())
 
 
-@dataclass(frozen=True)
-class PlotAxis:
-    """Values from `low` to `high`, drawn from `start` to `end`."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def at(self, value: float) -> float:
-        """Where a value is drawn."""
-        share = (value - self.low) / ((self.high - self.low) or 1.0)
-        return round(self.start + share * (self.end - self.start), 1)
-
-    def ticks(self, *, whole: bool = False) -> list[tuple[float, str]]:
-        """Place and text of about four round values, of `whole` numbers only if asked."""
-        rough = (self.high - self.low) / 4 or 1.0
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = min((1, 2, 5, 10), key=lambda n: abs(n * power - rough)) * power
-        step = max(step, 1.0) if whole else step
-        numbers = range(math.ceil(self.low / step), math.floor(self.high / step) + 1)
-        return [(self.at(n * step), f"{n * step:.6g}") for n in numbers]
+def _data_url(kind: str, content: bytes) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A curve of a chart."""
+def chart(
+    title: str,
+    lines: Sequence[tuple[Points, str]],
+    *,
+    marked: bool = False,
+    labels: Sequence[str] = (),
+) -> str:
+    """`data:` URL of curves with their colors, y over x, at least down to 0; empty if there is no point.
 
-    points: Points
-    color: str = COLORS[0]
-    dashed: bool = False
+    marked: a dot at each point. labels: of the lines, for a legend.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-
-@dataclass(frozen=True)
-class Chart:
-    """Curves of y over x, at least down to 0; `chart` of macros.html.j2 draws it."""
-
-    label: str
-    lines: Sequence[Curve]
-    dots: bool = False  # at every point
-    marks: Sequence[float] = ()  # at the x axis
-    width: int = 440
-    height: int = 230
-
-    @cached_property
-    def x(self) -> PlotAxis:
-        """The horizontal axis."""
-        values = [x for line in self.lines for x, _ in line.points]
-        return PlotAxis(min(values), max(values), 56, self.width - 10)
-
-    @cached_property
-    def y(self) -> PlotAxis:
-        """The vertical axis."""
-        values = [y for line in self.lines for _, y in line.points]
-        return PlotAxis(min(0.0, *values), max(0.0, *values), self.height - 24, 8)
-
-    def drawn(self, line: Curve) -> list[tuple[float, float]]:
-        """Places of the points of a curve."""
-        x, y = self.x, self.y
-        return [(x.at(step), y.at(value)) for step, value in thin(line.points, POINTS)]
-
-
-def thin(points: Points, most: int) -> list[tuple[float, float]]:
-    """The lowest and the highest of each group of consecutive points, so that at most about `most` are left."""
-    if len(points) <= most:
-        return list(points)
-    size = math.ceil(2 * len(points) / most)
-    thinned = []
-    for start in range(0, len(points), size):
-        by_value = sorted(points[start : start + size], key=lambda point: point[1])
-        thinned += sorted({by_value[0], by_value[-1]})
-    return thinned
+    named = zip_longest(lines, labels)
+    drawn = [(*line, label) for line, label in named if line[0]]
+    if not drawn:
+        return ""
+    content = io.BytesIO()
+    with rc_context(STYLE):
+        figure = Figure(figsize=(4.8, 2.6), layout="constrained")
+        axes = figure.subplots()
+        for points, color, label in drawn:
+            dot = "." if marked or len(points) == 1 else ""
+            axes.plot(*zip(*points, strict=True), color=color, marker=dot, label=label)
+        if labels:
+            axes.legend(frameon=False)
+        axes.set_title(title)
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        axes.grid(alpha=0.3)
+        # The date would make each file another one.
+        facts = {"Date": None}
+        figure.savefig(content, format="svg", transparent=True, metadata=facts)
+    return _data_url("svg+xml", content.getvalue())
 
 
 def points_of(history: Sequence[Mapping[str, Any]], kind: str, key: str) -> Points:

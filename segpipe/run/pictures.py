@@ -12,7 +12,6 @@ from segpipe import IGNORE_INDEX
 from segpipe.predict.outputs import blend as blend
 
 PANEL_WIDTH = 480  # pixels; 32 panels of a page stay below 2 MB
-_WRONG = (225, 20, 30)
 
 
 @dataclass(frozen=True)
@@ -36,21 +35,39 @@ class Picture:
             "image": image,
             "target": blend(image, target, palette),
             "prediction": blend(image, pred, palette),
-            "errors": errors(image, target, pred),
+            "errors": errors(image, target, pred, palette),
         }
+
+    def taken(self, names: Sequence[str]) -> str:
+        """The two confusions of most pixels: `fence taken for building 4.2 %`; empty if nothing is wrong."""
+        labelled = self.target != IGNORE_INDEX
+        wrong = labelled & (self.target != self.pred)
+        pairs = np.bincount(256 * self.target[wrong].astype(int) + self.pred[wrong])
+        most = [place for place in np.argsort(-pairs)[:2].tolist() if pairs[place]]
+        return ", ".join(
+            f"{names[place // 256]} taken for {names[place % 256]} "
+            f"{pairs[place] / labelled.sum():.1%}"
+            for place in most
+        )
 
 
 def errors(
-    image: NDArray[np.uint8], target: NDArray[np.uint8], pred: NDArray[np.uint8]
+    image: NDArray[np.uint8],
+    target: NDArray[np.uint8],
+    pred: NDArray[np.uint8],
+    palette: Sequence[tuple[int, int, int]],
 ) -> NDArray[np.uint8]:
-    """`image` in pale gray, red where prediction and target differ. Pixels without a label get the hatch of `blend`.
+    """`image` in pale gray; where prediction and target differ, the color of the prediction.
+
+    Pixels without a label get the hatch of `blend`.
 
     Shapes: image uint8 (H, W, 3) RGB, target and pred uint8 (H, W) -> uint8 (H, W, 3).
     """
     gray = (128 + image.mean(2, keepdims=True) / 2).round().astype(np.uint8)
-    wrong = np.where(target == IGNORE_INDEX, target, target != pred).astype(np.uint8)
-    red = blend(gray.repeat(3, axis=2), wrong, ((0, 0, 0), _WRONG), opacity=0.8)
-    return np.where((wrong == 0)[..., None], gray, red)
+    shown = np.where(target == IGNORE_INDEX, target, pred)
+    colored = blend(gray.repeat(3, axis=2), shown, palette, opacity=0.85)
+    right = (shown == target) & (target != IGNORE_INDEX)
+    return np.where(right[..., None], gray, colored)
 
 
 def shrink(image: NDArray[np.uint8], width: int, *, smooth: bool) -> NDArray[np.uint8]:

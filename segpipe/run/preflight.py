@@ -5,6 +5,7 @@ torch and OpenCV are imported inside the functions.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -21,21 +22,22 @@ if TYPE_CHECKING:
     from segpipe.data.samples import Splits
     from segpipe.settings.config import Config
 
-TINY = 10  # times as small as the usual image
+BYTES_PER_PIXEL = 4  # RGB and class id
 
 
 def check_splits(config: Config, splits: Splits) -> None:
     """Raise DataError or ConfigError for the first thing in the data that would spoil a run."""
     from segpipe.data.frequency import check_given_weights
-    from segpipe.data.samples import check_labelled, image_files, sequences
-    from segpipe.datasets.overlap import check_overlap
+    from segpipe.data.samples import check_labelled, sequences
+    from segpipe.datasets.census import check_overlap
     from segpipe.datasets.problems import verify
 
     data, (train, val) = config.data, splits
     verify(data, {"train": train, data.split: val})
     if data.split != "train" and not data.allow_overlap:
-        check_overlap(image_files(train), image_files(val), data.split)
-    for opened in splits:  # scores are told by sequence, after the training
+        check_overlap(train, val, data.split)
+    for opened in splits if data.sequence else ():
+        # Scores are told by sequence, after the training.
         sequences(opened, data.sequence)
     check_crop(config, train)
     check_labelled(train)
@@ -61,28 +63,24 @@ def check_crop(config: Config, samples: DataSet) -> None:
         )
 
 
-def size_warnings(config: Config, samples: DataSet) -> Iterator[str]:
-    """What `check_crop` would refuse, and images that are tiny beside the others."""
-    try:
-        check_crop(config, samples)
-    except ConfigError as error:
-        yield f"training would refuse this: {error}"
-    sides = sorted(min(size) for size in image_sizes(samples).elements())
-    usual = sides[len(sides) // 2]
-    if sides[0] * TINY < usual:
-        count = sum(side * TINY < usual for side in sides)
-        yield (
-            f"{count} of the {len(sides)} training images {'are' if count > 1 else 'is'} tiny: the smallest has a side "
-            f"of {sides[0]} pixels, and half of the images have one of at least {usual}. Remove what is no photo."
-        )
-
-
 def worker_problems(config: Config, samples: DataSet) -> Iterator[str]:
-    """A message for each object that cannot be sent to loader processes; a fork sends none."""
+    """A message for each thing that would stop loader processes; none without them."""
     from segpipe.data.augment import Augmenter
 
-    method = config.data.start_method
-    if not config.data.workers or method == "fork":
+    data, method = config.data, config.data.start_method
+    if not data.workers:
+        return
+    # The kernel ends a process whose shared memory no page backs, without a word.
+    height, width = config.augment.crop_size
+    batch = config.compute.samples_per_shard * height * width * BYTES_PER_PIXEL
+    needed = data.workers * data.prefetch * batch
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        yield (
+            f"data.workers = {data.workers} and data.prefetch = {data.prefetch} need {needed / 2**20:.0f} MiB of "
+            f"shared memory, but this machine has {memory / 2**20:.0f} MiB. Lower one of the two."
+        )
+    if method == "fork":  # which sends no object
         return
     sent = {
         f"data.name = {config.data.name}": samples,

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from segpipe.files import write_atomically
 from segpipe.run.console import lowest_first
-from segpipe.run.pages import Chart, Curve, PlotAxis, points_of, render_page, write_page
+from segpipe.run.detail import (
+    DISTANCE_NAMES,
+    SIZE_NAMES,
+    Detail,
+    detail,
+    examples,
+)
+from segpipe.run.pages import COLORS, GREY, chart, points_of, render_page
 from segpipe.run.pictures import Picture
 from segpipe.run.tracking import FILE_NAME, read_metrics
 from segpipe.settings.config import Config, flat, to_mapping
@@ -23,27 +32,33 @@ from segpipe.settings.config import Config, flat, to_mapping
 if TYPE_CHECKING:
     import torch
 
-    from segpipe.data.catalog import ClassTable
     from segpipe.data.data_set import Samples
+    from segpipe.train.metrics import Validation
     from segpipe.train.training import Run
-    from segpipe.train.validate import Validation
 
 Predict = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
 PAGE = "report.html"
-WORST, BEST = "Worst images", "Best images"
+WORST = "Worst images"
 LATEST = "Latest prediction"
-_NEIGHBORS = 10  # places in its sequence within which images look much alike
-_WEAK = 0.6  # IoU below which a class gets advice
-_RARE = 0.01  # share of the labelled pixels
+WEAKEST = "Examples of weak classes"
+REWRITTEN_S = 60.0  # the live page, between validations
+LAST_LINES = 8  # of metrics.jsonl, on the live page
+NEIGHBORS = 10  # places in the order of the names within which images look much alike
+WEAK = 0.6  # IoU below which a class gets advice
+RARE = 0.01  # share of the labelled pixels
 # Keys of a result that the page shows in tables of their own.
-_IN_TABLES = {
-    *("versions", "iou", "precision", "recall", "f1"),
-    *("boundary_iou", "sequences", "interval_95", "note"),
-}
-_FIGURES = (
-    ("train", "loss", "Loss"),
-    ("train", "lr", "Learning rate"),
-    ("validation", "miou", "Validation mIoU, %"),
+IN_TABLES = (
+    "versions",
+    "iou",
+    "precision",
+    "recall",
+    "f1",
+    "boundary_iou",
+    "sequences",
+    "interval_95",
+    "note",
+    "latency_ms",
+    "date",
 )
 
 
@@ -56,10 +71,13 @@ class ReportData:
     confusion: NDArray[np.int64]  # (C, C), rows target, columns prediction
     names: Sequence[str]
     palette: Sequence[tuple[int, int, int]]
-    data_name: str = ""  # of the class table
     history: Sequence[Mapping[str, Any]] = ()  # lines of metrics.jsonl
     pictures: Mapping[str, Sequence[Picture]] = field(default_factory=dict)  # by title
     live: bool = False  # the run goes on: the page loads itself again
+    # As of `Validation`.
+    calibration: NDArray[np.float64] | None = None
+    detail: Detail | None = None
+    links: Sequence[str] = ()  # files beside the page
 
 
 def predictor(
@@ -82,25 +100,26 @@ def page_data(
     config: Config,
     samples: Samples,
     found: Validation,
-    result: dict[str, Any],
+    result: Mapping[str, Any],
     predict: Predict,
     history: Sequence[Mapping[str, Any]] = (),
+    links: Sequence[str] = (),
 ) -> ReportData:
-    """Input of the report page; predicts the worst and the best images once more."""
-    worst, best = _extremes(config, samples, found)
-    chosen = {WORST: worst, BEST: best}
+    """Input of the report page; predicts some images once more."""
+    names, counts = samples.classes.names, found.total.numpy()
+    worst = _pictures(worst_images(found), samples, found, predict)
+    weak = list(advice(counts, names))
     return ReportData(
         config=to_mapping(config),
         result=result,
-        confusion=found.total.numpy(),
-        names=samples.classes.names,
+        confusion=counts,
+        names=names,
         palette=samples.classes.palette,
-        data_name=samples.classes.name,
         history=history,
-        pictures={
-            title: _pictures(indices, samples, found, predict)
-            for title, indices in chosen.items()
-        },
+        pictures={WORST: worst, WEAKEST: examples(samples, found, weak, predict)},
+        calibration=found.calibration.numpy(),
+        detail=detail(samples, len(names), predict),
+        links=links,
     )
 
 
@@ -114,21 +133,40 @@ def run_predictor(run: Run, precision: str = "fp32") -> Predict:
     return predictor(partial(predict, *parts, precision=precision), device)
 
 
+def latency_ms(predict: Predict, samples: Samples) -> float:
+    """Median time of the first image, from pixels to class ids."""
+    image, _ = samples.read(0)
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        predict(image)
+        times.append(time.perf_counter() - started)
+    return 1000 * median(times)
+
+
 def live_pictures(run: Run, found: Validation) -> list[Picture]:
     """The first image of the split and the three worst ones, predicted once more."""
-    worst, _ = _extremes(run.config, run.val_samples, found)
     predict = run_predictor(run, run.config.train.precision)
-    return _pictures([0, *worst[:3]], run.val_cache, found, predict)
+    shown = [0, *worst_images(found, 3)]
+    return _pictures(shown, run.val_cache, found, predict)
 
 
-def _extremes(
-    config: Config, samples: Samples, found: Validation
-) -> tuple[list[int], list[int]]:
-    from segpipe.data.samples import sequences
+def worst_images(found: Validation, count: int = 4) -> list[int]:
+    """Indices of the images with the lowest mIoU, rising; of neighboring frames only the worst.
+
+    Indices are in the order of the names. An image without a label is left out; ties go by index.
+    """
     from segpipe.train.metrics import miou
 
-    scores = {index: miou(counts) for index, counts in found.per_image.items()}
-    return pick_extremes(scores, sequences(samples, config.data.sequence))
+    scores = {index: miou(counts) for index, counts in sorted(found.per_image.items())}
+    known = [index for index, score in scores.items() if not math.isnan(score)]
+    reach = min(NEIGHBORS, len(known) // 8)
+    chosen: list[int] = []
+    for index in sorted(known, key=lambda index: scores[index]):
+        is_near = any(abs(index - other) <= reach for other in chosen)
+        if len(chosen) < count and not is_near:
+            chosen.append(index)
+    return chosen
 
 
 def _pictures(
@@ -145,49 +183,8 @@ def _pictures(
     return pictures
 
 
-def pick_extremes(
-    scores: Mapping[int, float], sequence_of: Sequence[str], count: int = 4
-) -> tuple[list[int], list[int]]:
-    """Indices of the worst and of the best images, most extreme first; none is in both lists.
-
-    Of neighbors in a sequence only the most extreme one is in a list. `scores` is the mIoU by index; indices are in the
-    order of the names. NaN (nothing labelled) is left out; ties go by index.
-    """
-    lengths = Counter(sequence_of)
-
-    def near(first: int, second: int) -> bool:
-        reach = min(_NEIGHBORS, lengths[sequence_of[first]] // 8)
-        is_same = sequence_of[first] == sequence_of[second]
-        return is_same and abs(first - second) <= reach
-
-    def spread(order: Sequence[int], most: int) -> list[int]:
-        chosen: list[int] = []
-        for index in order:
-            if len(chosen) < most and not any(near(index, other) for other in chosen):
-                chosen.append(index)
-        return chosen
-
-    known = [index for index in sorted(scores) if not math.isnan(scores[index])]
-    rising = sorted(known, key=lambda index: scores[index])
-    worst = spread(rising, min(count, (len(known) + 1) // 2))
-    falling = sorted(known, key=lambda index: -scores[index])
-    return worst, spread([index for index in falling if index not in worst], count)
-
-
-def scores_of(found: Validation, classes: ClassTable) -> dict[str, Any]:
-    """Figures of a validation for a callback: those of `metrics.summary`, `confusion`, `names` and `palette`."""
-    from segpipe.train.metrics import summary
-
-    return {
-        **summary(found.total, classes.names),
-        "confusion": found.total.numpy(),
-        "names": classes.names,
-        "palette": classes.palette,
-    }
-
-
 class LivePage:
-    """report.html of a run that goes on, written whole after each validation."""
+    """report.html of a run that goes on, written whole after each validation, and every minute between."""
 
     def on_start(self, config: Config, step: int) -> None:
         """Keep the configuration."""
@@ -198,16 +195,24 @@ class LivePage:
         self, step: int, scores: dict[str, Any], pictures: Sequence[Picture]
     ) -> None:
         """Write the page."""
-        own = ("confusion", "names", "palette")
         self._data = ReportData(
             config=to_mapping(self._config),
             result={"steps": step},
-            **{key: scores[key] for key in own},
+            confusion=scores["confusion"],
+            names=scores["names"],
+            palette=scores["palette"],
             history=read_metrics(self._config.run_dir / FILE_NAME),
             pictures={LATEST: pictures[:1], WORST: pictures[1:]},
             live=True,
         )
         self._write()
+
+    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the page again, if the last time was a minute ago."""
+        if self._data and time.monotonic() - self._written > REWRITTEN_S:
+            history = read_metrics(self._config.run_dir / FILE_NAME)
+            self._data = replace(self._data, result={"steps": step}, history=history)
+            self._write()
 
     def on_end(self, result: dict[str, Any]) -> None:
         """Stop the page of a run that did not finish; a finished one has its report."""
@@ -217,6 +222,7 @@ class LivePage:
 
     def _write(self) -> None:
         assert self._data is not None
+        self._written = time.monotonic()
         write_report(self._config.run_dir / PAGE, self._data)
 
 
@@ -228,83 +234,96 @@ def is_live(path: Path) -> bool:
 
 def write_report(path: Path, data: ReportData) -> Path:
     """`path`, at which the page is then. Raises CheckpointError when the disk is full."""
-    return write_page("report.html.j2", path, **_facts(data))
+    write_atomically(path, render(data).encode())
+    return path
 
 
 def render(data: ReportData) -> str:
     """The page as text."""
-    return render_page("report.html.j2", **_facts(data))
+    from segpipe.train.metrics import flattering, rates, summary  # torch
 
-
-def _facts(data: ReportData) -> dict[str, Any]:
-    from segpipe.train.metrics import rates, summary  # torch
-    from segpipe.train.scores import flattering
-
-    counts = np.asarray(data.confusion)
-    figures = summary(data.confusion, data.names) | rates(data.confusion, data.names)
+    counts, names, result = np.asarray(data.confusion), data.names, data.result
+    figures = summary(counts, names) | rates(counts, names)
     labelled = counts.sum(axis=1)
-    iou = list(figures["iou"].values())
-    sequences = data.result.get("sequences") or {}
+    # The best first; classes without a pixel last.
+    iou = [-1.0 if value is None else value for value in figures["iou"].values()]
+    sequences = result.get("sequences") or {}
     settings, default = flatten(data.config), flat(Config())
-    record = {key: data.result[key] for key in data.result if key not in _IN_TABLES}
-    return {
-        "name": data.config.get("run", {}).get("name", "run"),
-        "about": _about(data),
-        "data": data,
-        "result": data.result,
-        "progress": _progress(data) if data.live else {},
-        "figures": {**data.result, **figures},
-        "falling": sorted(
-            range(len(iou)), key=lambda k: (iou[k] is None, -(iou[k] or 0.0))
-        ),
-        "advice": advice(counts, data.names),
-        "trends": _trends(data),
-        "shares": (labelled / max(int(labelled.sum()), 1)).tolist(),
-        "predicted": counts.sum(axis=0).tolist(),
-        "confusion": (counts / np.maximum(labelled, 1)[:, None]).tolist(),
-        "sequences": lowest_first(sequences),
-        "note": data.result.get("note") or flattering(sequences),
-        "charts": _charts(data.history),
-        "settings": settings,
-        "default": default,
-        "changed": [key for key in settings if default.get(key) != settings[key]],
-        "records": {
+    record = {key: result[key] for key in result if key not in IN_TABLES}
+    return render_page(
+        "report.html.j2",
+        name=data.config.get("run", {}).get("name", "run"),
+        about=_about(data),
+        data=data,
+        live=data.live,
+        result=result,
+        progress=_progress(data) if data.live else {},
+        figures={**result, **figures},
+        falling=sorted(range(len(names)), key=lambda place: -iou[place]),
+        shares=(labelled / max(int(labelled.sum()), 1)).tolist(),
+        predicted=counts.sum(axis=0).tolist(),
+        confusion=(counts / np.maximum(labelled, 1)[:, None]).tolist(),
+        sequences=lowest_first(sequences),
+        note=result.get("note") or flattering(sequences),
+        protocol=_protocol(data.config),
+        warnings=[
+            f"Step {line['step']}: {line.get('text', '')}"
+            for line in data.history
+            if line.get("kind") == "warning"
+        ],
+        charts=_charts(data),
+        size_names=SIZE_NAMES,
+        distance_names=DISTANCE_NAMES,
+        advice=advice(counts, names),
+        trends=_trends(data),
+        settings=settings,
+        default=default,
+        changed=[key for key in settings if default.get(key) != settings[key]],
+        records={
             "Result": flatten(record),
-            "Versions": flatten(data.result.get("versions", {})),
+            "Versions": flatten(result.get("versions", {})),
         },
-    }
+    )
 
 
 def _about(data: ReportData) -> list[str]:
     """What was trained and where it was measured, in a few words each."""
     config, result = data.config, data.result
     own = config.get("data", {})
-    source, held_out = own.get("name", ""), own.get("hold_out")
-    if data.data_name not in ("", source):
-        source = f"{data.data_name} ({source})"
-    split = result.get("split", own.get("split", ""))
-    where = f"sequence {held_out}, held out" if held_out else f"split {split}"
+    where = f"split {result.get('split', own.get('split', ''))}"
+    if own.get("hold_out"):
+        where = f"sequence {own['hold_out']}, held out"
     images = f"{result['images']} images" if "images" in result else ""
-    model = config.get("model", {}).get("name", "")
+    model, source = config.get("model", {}).get("name", ""), own.get("name", "")
+    git = result.get("git") or {}
+    commit = f"commit {git['commit'][:8]}" if git.get("commit") else ""
     parts = [model, f"data {source}", where, images, f"seed {config.get('seed')}"]
+    parts += [commit, result.get("date", "")]
     return [part for part in parts if part]
 
 
+def _protocol(config: Mapping[str, Any]) -> str:
+    """A sentence on what else than split train was trained on; empty if nothing."""
+    split = config.get("data", {}).get("train_split", "train")
+    if split == "train":
+        return ""
+    return f"Trained on {split}: another protocol than training on train. Compare with results of the same one only."
+
+
 def _progress(data: ReportData) -> dict[str, Any]:
-    """How far a living run is: step, steps, and what the last lines of its metrics say of speed, memory and time."""
+    """How far a living run is, and when it will end at its speed until now."""
+    steps, step = data.config["train"]["steps"], data.result["steps"]
     last = {line["kind"]: line for line in data.history}
     train, memory = last.get("train", {}), last.get("memory", {})
-    steps, step = data.config["train"]["steps"], data.result["steps"]
-    seconds, first = train.get("time_s", 0.0), data.history[0]
-    updates = train.get("step", 0) - first["step"]
-    left_s = None
-    if updates > 0:
-        left_s = (steps - step) * (seconds - first["time_s"]) / updates
     return {
         "step": step,
         "steps": steps,
-        "left_s": left_s,
+        "left_s": (steps - step) * data.history[-1]["time_s"] / step,
         "images_per_second": train.get("images_per_second"),
+        "wall_images_per_second": train.get("wall_images_per_second"),
+        "last": [line for line in data.history if line["kind"] == "train"][
+            -LAST_LINES:
+        ],
         "memory_mib": max(memory.get("peak_mib") or memory.get("rss_mib") or [None]),
     }
 
@@ -315,7 +334,7 @@ def advice(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, str]:
     sentences = {}
     for k, name in enumerate(names):
         hits, target, pred = int(counts[k, k]), int(labelled[k]), int(predicted[k])
-        if not target or hits >= _WEAK * (target + pred - hits):
+        if not target or hits >= WEAK * (target + pred - hits):
             continue
         others = np.arange(len(names)) != k
         if target - hits >= pred - hits:
@@ -329,7 +348,7 @@ def advice(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, str]:
         remedy = (
             "Train longer (train.epochs), or with larger crops (augment.crop_size)."
         )
-        if share < _RARE:
+        if share < RARE:
             remedy = "Try augment.rare_crop=0.5, data.balance=0.5 or loss.class_weights=sqrt."
         elif hits and most > 0.5 * wrong:
             remedy = "Check on the images below that the labels tell the two apart."
@@ -340,19 +359,35 @@ def advice(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, str]:
     return sentences
 
 
-def _charts(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, Chart]]:
-    """Curves of the training, each with a caption."""
-    charts = []
-    validations = [line["step"] for line in history if line.get("kind") == "validation"]
-    for kind, key, title in _FIGURES:
-        points = points_of(history, kind, key)
-        if not points:
-            continue
-        values = [y for _, y in points]
-        is_score = key == "miou"
-        marks = () if is_score else validations
-        caption = f"best {max(values):.3g}" if is_score else f"last {values[-1]:.3g}"
-        charts.append((caption, Chart(title, [Curve(points)], is_score, marks)))
+def _charts(data: ReportData) -> dict[str, str]:
+    """Curves of the training by their titles, and the reliability diagram."""
+    history, charts = data.history, {}
+    loss = points_of(history, "train", "loss")
+    checked = points_of(history, "validation", "loss")
+    keys = {key for line in history for key in line if key.startswith("loss_")}
+    parts = {key: points_of(history, "train", key) for key in sorted(keys)}
+    named = {"loss": loss, "validation cross-entropy": checked}
+    groups = {
+        "Loss": {key: points for key, points in named.items() if points},
+        "Parts of the loss": parts if len(parts) > 1 else {},
+        "Learning rate": {"": points_of(history, "train", "lr")},
+        "Validation mIoU, %": {"": points_of(history, "validation", "miou")},
+    }
+    for title, lines in groups.items():
+        last = [points[-1][1] for points in lines.values() if points]
+        drawn = [*zip(lines.values(), COLORS, strict=False)]
+        labels = list(lines) if len(lines) > 1 else []
+        head = f"{title}: {last[0]:.3g}" if len(last) == 1 else title
+        marked = "mIoU" in title
+        if last:
+            charts[title] = chart(head, drawn, marked=marked, labels=labels)
+    if data.calibration is not None and data.calibration[:, 0].any():
+        pixels, share, right, _ = data.calibration[data.calibration[:, 0] > 0].T
+        off = float(abs(share - right).sum() / pixels.sum())
+        points = [*zip(100 * share / pixels, 100 * right / pixels, strict=True)]
+        title = f"Right pixels by confidence, %: {100 * off:.1f} off"
+        drawn = [([(0, 0), (100, 100)], GREY), (points, COLORS[0])]
+        charts["Reliability"] = chart(title, drawn, marked=True)
     return charts
 
 
@@ -361,15 +396,14 @@ def _trends(data: ReportData) -> dict[str, str]:
     known = [line for line in data.history if isinstance(line.get("iou"), Mapping)]
     if len(known) < 2:
         return {}
-    x = PlotAxis(known[0]["step"], known[-1]["step"], 0, 100)
-    y = PlotAxis(0.0, 1.0, 19, 1)
-    return {
-        name: " ".join(
-            f"{x.at(line['step'])},{y.at(line['iou'].get(name) or 0.0)}"
-            for line in known
-        )
-        for name in data.names
-    }
+    first, last = known[0]["step"], known[-1]["step"]
+    x = [100 * (line["step"] - first) / (last - first) for line in known]
+    trends = {}
+    for name in data.names:
+        y = [19 - 18 * (line["iou"].get(name) or 0.0) for line in known]
+        points = zip(x, y, strict=True)
+        trends[name] = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
+    return trends
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,33 +1,59 @@
-"""The jobs of a --multirun: named, checked together before the first starts, trained one after another, and listed."""
+"""`segpipe train --multirun`: jobs of Hydra's sweepers and launchers, named, checked before they start, and listed."""
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from hydra import version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from segpipe.errors import ConfigError, Interrupted, NumericsError, SegpipeError
+from segpipe import plugins
+from segpipe.distributed.environment import under_launcher
+from segpipe.errors import ConfigError, Interrupted, SegpipeError
 from segpipe.files import sha256_of
+from segpipe.run.console import CONSOLE
 from segpipe.run.folder import finished
-from segpipe.run.overview import group_table, grouped, read_row
+from segpipe.run.overview import (
+    Row,
+    group_table,
+    grouped,
+    ordered,
+    read_row,
+    run_table,
+)
 from segpipe.run.tracking import failure
-from segpipe.settings.config import Config, to_mapping
+from segpipe.settings.compose import CONF, CommandLine, explained, quoted, resolve
+from segpipe.settings.config import Config
+from segpipe.settings.setting import shown
 
-REFUSALS_SHOWN = 8
-# Characters in the name of a job; a longer text ends with a hash of the whole.
-SHORT_VALUE = 24
-SHORT_SUFFIX = 120
-
+# Of sweepers with a direction, what it must be: a job returns its mIoU.
+DIRECTIONS = {
+    "direction": "maximize",
+    "optim.maximize": True,
+    "ax_config.experiment.minimize": False,
+}
 # Runs that differ in nothing else repeat one recipe.
 REPEATS = ("seed", "data.hold_out")
+Check = Callable[[Config], object]  # raises SegpipeError
+SHORT = 120  # characters of a suffix; a longer one ends with a hash of the whole
+
+
+class JobFailedError(Exception):
+    """Tells a search that a job has no result."""
 
 
 @dataclass
@@ -36,230 +62,251 @@ class SweepJob:
 
     config: Config
     swept: str  # its swept overrides, such as "optim.lr=0.1 seed=2"
-    code: int | None = None  # exit code; None: not started
-    result: dict[str, Any] | None = None  # content of result.json
+    overrides: list[str]  # all of them, with its name
+    code: int | None = None  # exit code; None: not started, or not ended
     reason: str = ""  # why it failed, or why it did not train
 
-    @property
-    def miou(self) -> float | None:
-        """The objective, higher is better; None if the job failed or no pixel is labelled."""
-        return None if self.result is None else self.result["miou"]
+    def end(self, returned: Any) -> None:
+        """Note the exit code that a job returned, or the error that it raised."""
+        self.code = 1 if isinstance(returned, Exception) else int(returned)
+        if isinstance(returned, SegpipeError):
+            self.code = returned.exit_code
+        if isinstance(returned, Exception):
+            self.reason = " ".join(str(returned).split())
+
+    def row(self) -> Row:
+        """Its line in the table."""
+        folder, name = self.config.run_dir, self.config.run.name
+        row = Row(name, folder, state="not started")
+        if (folder / "config.json").exists():
+            row = read_row(folder, name)
+        if self.code:
+            noted = failure(folder)[1] or "see the messages above"
+            reason = self.reason or noted
+            state = f"failed, exit code {self.code}"
+            return replace(row, miou=None, state=state, reason=reason)
+        return replace(row, reason=self.reason or row.reason)
 
 
-class Sweep:
-    """Trains batches of jobs; a grid is one batch, a search such as Optuna's asks for one after another.
-
-    train: trains one job in processes of its own, so that jobs share no state; returns the exit code, raises
-    SegpipeError if it is refused. check: checks settings and folder of a job. examine: checks its data and all else.
-    """
+class Jobs:
+    """Stands before a launcher of Hydra: names and checks the jobs of each batch, and returns their mIoU."""
 
     def __init__(
         self,
-        train: Callable[[Config], int],
-        check: Callable[[Config], object],
-        examine: Callable[[Config], object],
+        launcher: Launcher,
+        loader: ConfigLoader,
+        config: DictConfig,
+        check: Check,
+        examine: Check,
     ) -> None:
-        self._train = train
-        self._check = check
-        self._examine = examine
+        self._check_job, self._examine = check, examine
+        self._launcher = launcher
+        self._loader = loader
+        self._config = config
+        sweeper = config.hydra.sweeper
+        # A search chooses jobs batch by batch; a grid is one batch.
+        self._searched = not str(sweeper._target_).endswith(".BasicSweeper")
         self._jobs: dict[Path, SweepJob] = {}
-        self._examined: set[str] = set()
-        self.interrupted = False
-
-    def batch(self, jobs: Sequence[SweepJob], *, searched: bool) -> None:
-        """Check all jobs, then train them. A failed job does not stop the following ones, but Ctrl-C does.
-
-        `searched`: chosen by a search, which may propose a job twice; its first result then counts for both.
-        Raises ConfigError before the first job starts, naming every job that could not.
-        """
-        new: dict[Path, SweepJob] = {}
-        for job in jobs:
-            twin = self._jobs.get(job.config.run_dir) or new.get(job.config.run_dir)
-            if twin and not searched:
+        self._examined: list[Any] = []
+        for key, needed in DIRECTIONS.items():
+            found = OmegaConf.select(sweeper, key)
+            direction = getattr(found, "name", found)  # of an enumeration
+            if found is not None and direction != needed:
                 raise ConfigError(
-                    f"run.name = {job.config.run.name} is the name of two jobs. Give each value once, or include the "
-                    f"swept settings: 'run.name=NAME-${{optim.lr}}'."
+                    f"hydra.sweeper.{key} = {direction}, but jobs return their mIoU, "
+                    f"higher is better. Set hydra.sweeper.{key}={shown(needed)}."
                 )
-            new.setdefault(job.config.run_dir, twin or job)
-        self._check_all([job for job in new.values() if job.code is None])
-        self._jobs |= new
+
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> list[JobReturn]:
+        """What a sweeper reads of each job. A job that was there before is not trained again.
+
+        Raises ConfigError before the first job starts if one could not.
+        """
+        batch = self._composed(job_overrides, initial_job_idx)
+        new: dict[Path, SweepJob] = {}
+        for job in batch:
+            folder = job.config.run_dir
+            twin = self._jobs.get(folder) or new.setdefault(folder, job)
+            if twin.config != job.config:
+                raise ConfigError(
+                    f"run.name = {job.config.run.name} is the name of two jobs. Include the swept settings: "
+                    f"'run.name=NAME-${{optim.lr}}'."
+                )
         for job in new.values():
-            if not self.interrupted:
-                self._run(job)
-        for job in jobs:
-            twin = self._jobs[job.config.run_dir]
-            job.code, job.result, job.reason = twin.code, twin.result, twin.reason
-
-    def _check_all(self, jobs: Sequence[SweepJob]) -> None:
-        refused: dict[str, list[str]] = {}
-        codes = []
-        for job in jobs:
-            try:
-                self._check(job.config)
-                _recall(job)
-                self._examine_once(job.config)
-            except SegpipeError as error:
-                named = refused.setdefault(str(error), [])
-                named.append(job.swept or job.config.run.name)
-                codes.append(error.exit_code)
-        if refused:
-            refusal = ConfigError(_refusals(refused, len(jobs)))
-            refusal.exit_code = codes[0]
-            raise refusal
-
-    def _examine_once(self, config: Config) -> None:
-        """Jobs often share data and augmentation, and reading a large data set takes minutes."""
-        values = to_mapping(config)
-        names = ("data", "model", "loss", "augment", "track", "export")
-        parts = [*map(values.get, names), config.optim.lr_scale, config.compute.mode]
-        key = json.dumps(parts, sort_keys=True)
-        if key not in self._examined:
-            self._examine(config)
-            self._examined.add(key)
-
-    def _run(self, job: SweepJob) -> None:
-        if job.code is not None:
-            return
-        number = list(self._jobs.values()).index(job) + 1
-        print(f"job {number} of {len(self._jobs)}: {job.config.run_dir}", flush=True)
+            self._check(job)
+        self._jobs |= new
+        todo = [job for job in new.values() if job.code is None]
         try:
-            job.code = self._train(job.config)
+            overrides = [job.overrides for job in todo]
+            returned = self._launcher.launch(overrides, initial_job_idx) if todo else ()
+        except Exception as error:
+            raise ConfigError(f"hydra/launcher: {plugins.located(error)}.") from error
+        for job, each in zip(todo, returned, strict=True):
+            job.end(each._return_value)
+        pairs = zip(batch, job_overrides, strict=True)
+        return [self._returned(job, overrides) for job, overrides in pairs]
+
+    def _check(self, job: SweepJob) -> None:
+        """Settings, folder and data of a job; one that run.exists=resume finds finished is done."""
+        config = job.config
+        # Jobs often share these, and reading a large data set takes minutes.
+        parts: list[Any] = [
+            config.data,
+            config.model,
+            config.loss,
+            config.augment,
+            config.track,
+        ]
+        parts += [config.export, config.optim.lr_scale, config.compute.mode]
+        try:
+            self._check_job(config)
+            if finished(config):
+                job.code, job.reason = 0, "was finished already"
+            if parts not in self._examined:
+                self._examine(config)
+                self._examined.append(parts)
         except SegpipeError as error:
-            print(error, file=sys.stderr)
-            job.code = error.exit_code
-            job.reason = " ".join(str(error).split())
-        except KeyboardInterrupt:
-            job.code = Interrupted.exit_code
-        if job.code == Interrupted.exit_code:
-            self.interrupted = True
-            job.reason = "interrupted"
-        elif job.code:
-            job.reason = (
-                job.reason or failure(job.config.run_dir)[1] or "see the messages above"
-            )
-        else:
-            job.result = json.loads((job.config.run_dir / "result.json").read_bytes())
+            name = job.swept or config.run.name
+            refusal = ConfigError(f"{name}: {error}\nNo job was started.")
+            refusal.exit_code = error.exit_code
+            raise refusal from error
 
-    def finish(self) -> int:
-        """Print a table of all jobs, the best one, and means over seeds; returns the first exit code that is not 0."""
-        jobs = list(self._jobs.values())
-        if not jobs:
-            return 0
-        console = Console(markup=False, highlight=False, emoji=False)
-        if not console.is_terminal:
-            console.width = 10**4  # a table is as wide as it needs
-        console.print(_table(jobs))
-        for job in jobs:
-            if job.reason:
-                console.print(f"{job.config.run.name}: {job.reason}", soft_wrap=True)
-        scored = [job for job in jobs if job.miou is not None]
-        if len(scored) > 1:
-            best = max(scored, key=lambda job: job.miou or 0.0)
-            console.print(
-                f"best: {best.config.run_dir}  mIoU {100 * (best.miou or 0.0):.2f} %  {best.swept}"
-            )
-        rows = [read_row(job.config.run_dir, job.config.run.name) for job in scored]
+    def _composed(
+        self, job_overrides: Sequence[Sequence[str]], first: int
+    ) -> list[SweepJob]:
+        """Jobs with names that differ."""
+        parser = OverridesParser.create()
+        typed = parser.parse_overrides(list(self._config.hydra.overrides.task))
+        fixed = {each.key_or_group for each in typed if not each.is_sweep_override()}
+        composed, swept, names = [], [], []
+        for place, overrides in enumerate(job_overrides, start=first):
+            config = self._loader.load_sweep_config(self._config, list(overrides))
+            with open_dict(config):
+                config.hydra.job.id = config.hydra.job.num = place
+            HydraConfig.instance().set_config(config)  # for ${hydra:job.num}
+            composed.append(config)
+            names.append(str(config.run.name))
+            pairs = [text.lstrip("+").partition("=") for text in overrides]
+            swept.append({key: value for key, _, value in pairs if key not in fixed})
+        if self._searched or len(set(names)) < len(names):
+            names = [named(*pair) for pair in zip(names, swept, strict=True)]
+        jobs = []
+        for place, config in enumerate(composed):
+            HydraConfig.instance().set_config(config)
+            with read_write(config), open_dict(config):
+                config.run.name = names[place]
+                del config["hydra"]
+            changes = " ".join(f"{key}={text}" for key, text in swept[place].items())
+            given = [*job_overrides[place], f"run.name={quoted(names[place])}"]
+            jobs.append(SweepJob(resolve(config), changes, given))
+        return jobs
+
+    def _returned(self, job: SweepJob, overrides: Sequence[str]) -> JobReturn:
+        """What a sweeper reads. A grid must not end at a failed job, which Hydra's own sweeper would."""
+        row = self._jobs[job.config.run_dir].row()
+        value: Any = row.miou
+        status = JobStatus.COMPLETED
+        if self._searched and row.miou is None:
+            value = JobFailedError(row.reason or "no labelled pixel")
+            status = JobStatus.FAILED
+        return JobReturn(overrides=list(overrides), status=status, _return_value=value)
+
+    def summarize(self) -> int:
+        """Print all jobs, the best first, and means over seeds; returns the first exit code that is not 0."""
+        rows = ordered([job.row() for job in self._jobs.values()], "miou")
+        if rows:
+            CONSOLE.print(run_table(rows))
+        for row in rows:
+            if row.reason:
+                CONSOLE.print(f"{row.name}: {row.reason}")
+        scored = [row for row in rows if row.miou is not None]
         for by in REPEATS:
-            groups = [group for group in grouped(rows, by) if len(group.scores) > 1]
+            groups = [group for group in grouped(scored, by) if len(group.scores) > 1]
             if groups:
-                console.print(group_table(groups, console.width))
-        if self.interrupted:
-            print(
-                "the sweep was interrupted. The same command with run.exists=resume continues it.",
-                file=sys.stderr,
-            )
-        return next((job.code for job in jobs if job.code), 0)
+                CONSOLE.print(group_table(groups))
+        return next((job.code for job in self._jobs.values() if job.code), 0)
 
 
-def _recall(job: SweepJob) -> None:
-    """Take over what an earlier sweep left under run.exists=resume: a result, or a loss that was not finite.
+def named(name: str, swept: Mapping[str, str]) -> str:
+    """A run's name with the swept settings that it does not show: `NAME-lr0.1-schedule_cosine`.
 
-    The same job would compute the same loss again; run.exists=replace trains it all the same.
+    Only characters that every file system and shell takes.
     """
-    code, reason = failure(job.config.run_dir)
-    if (result := finished(job.config)) is not None:
-        job.code = 0
-        job.result = result
-        job.reason = "was finished already"
-    elif job.config.run.exists == "resume" and code == NumericsError.exit_code:
-        job.code = code
-        job.reason = f"failed before: {reason}"
+    parts = [name]
+    for key, text in swept.items():
+        leaf, value = key.rpartition(".")[2], _plain(text)
+        is_number = value[0].isdigit()
+        part = f"{leaf}{value}" if is_number else f"{leaf}_{value}"
+        is_there = part in name or (not is_number and len(value) > 3 and value in name)
+        if key != "run.name" and not is_there:
+            parts.append(part)
+    whole = "-".join(parts)
+    if len(whole) > len(name) + SHORT:
+        digest = sha256_of(whole.encode())[:8]
+        whole = f"{whole[: len(name) + SHORT - 9]}_{digest}"
+    return whole
 
 
-def _refusals(refused: dict[str, list[str]], number: int) -> str:
-    """One line for each message, with the jobs that it is about."""
-    if number == 1:
-        return next(iter(refused))
-    lines = []
-    for message, jobs in list(refused.items())[:REFUSALS_SHOWN]:
-        about = "; ".join(jobs[:4]) + (" ..." if len(jobs) > 4 else "")
-        lines.append(f"{'all jobs' if len(jobs) == number else about}: {message}")
-    if len(refused) > REFUSALS_SHOWN:
-        lines.append(f"and {len(refused) - REFUSALS_SHOWN} messages more")
-    return "\n".join([*lines, "No job was started."])
-
-
-def _table(jobs: Sequence[SweepJob]) -> Table:
-    table = Table(title=f"sweep in {jobs[0].config.run.root}", title_justify="left")
-    for title in ("run", "overrides"):
-        table.add_column(title, overflow="fold")
-    for title in ("mIoU %", "exit code"):
-        table.add_column(title, no_wrap=True)
-    for job in jobs:
-        score = "-" if job.miou is None else f"{100 * job.miou:.2f}"
-        code = "not started" if job.code is None else str(job.code)
-        table.add_row(job.config.run.name, job.swept, score, code)
-    return table
-
-
-def distinct(
-    names: Sequence[str],
-    templates: Sequence[str],
-    swept: Sequence[Mapping[str, str]],
-    *,
-    always: bool,
-) -> list[str]:
-    """The run names of all jobs: as they are if they differ, else each with the swept settings that it does not show.
-
-    names: run.name of each job. templates: the same before `${...}` is resolved. swept: its swept overrides, by key.
-    `always` is for sweepers that choose jobs batch by batch: a name must not depend on which jobs share a batch.
-    """
-    if not always and len(set(names)) == len(names):
-        return list(names)
-    keys = {key for overrides in swept for key in overrides}
-    named = []
-    for name, template, overrides in zip(names, templates, swept, strict=True):
-        hidden = {
-            key: text for key, text in overrides.items() if not _shows(template, key)
-        }
-        named.append(f"{name}-{_suffix(hidden, keys)}" if hidden else name)
-    return named
-
-
-def _shows(template: str, key: str) -> bool:
-    """Whether a run name contains a setting, or the name of the file that a group such as `model` was set to."""
-    shown = ("${hydra:job", f"${{{key}}}", f"${{{key}.name}}")
-    return key == "run.name" or any(part in template for part in shown)
-
-
-def _suffix(overrides: Mapping[str, str], keys: Collection[str]) -> str:
-    """`lr0.1-schedule_cosine`: short keys, and characters that every file system and shell takes."""
-    leaves = Counter(key.rpartition(".")[2] for key in keys)
-    parts = []
-    for key, text in overrides.items():
-        leaf = key.rpartition(".")[2]
-        shown = _in_a_name(leaf if leaves[leaf] == 1 else key)
-        value = _shortened(_in_a_name(text), text, SHORT_VALUE)
-        parts.append(f"{shown}{'' if value[:1].isdigit() else '_'}{value}")
-    suffix = "-".join(parts)
-    return _shortened(suffix, suffix, SHORT_SUFFIX)
-
-
-def _in_a_name(text: str) -> str:
+def _plain(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.+-]+", "_", text).strip("_") or "empty"
 
 
-def _shortened(shown: str, text: str, length: int) -> str:
-    if len(shown) <= length:
-        return shown
-    return f"{shown[: length - 9]}_{sha256_of(text.encode())[:8]}"
+def sweep(
+    line: CommandLine,
+    train: Callable[[DictConfig], int],
+    check: Check,
+    examine: Check,
+) -> int:
+    """Train all jobs of a sweep; returns the first exit code that is not 0.
+
+    train: trains one job in processes of its own and returns its exit code; a launcher of Hydra calls it. check: checks
+    settings and folder of a job. examine: checks its data and all else.
+    """
+    if under_launcher():
+        raise ConfigError(
+            "--multirun under torchrun would run the whole sweep once per rank. "
+            "Use: segpipe train --multirun compute.nproc=N key=1,2,3"
+        )
+    version.setbase("1.3")
+    GlobalHydra.instance().clear()
+    app = Hydra.create_main_hydra2("segpipe", create_config_search_path(str(CONF)))
+    started: list[Jobs] = []
+    hydra_plugins = Plugins.instance()
+    instantiate = hydra_plugins.instantiate_launcher
+
+    def instantiate_jobs(**given: Any) -> Jobs:
+        loader = given["hydra_context"].config_loader
+        started.append(
+            Jobs(instantiate(**given), loader, given["config"], check, examine)
+        )
+        return started[-1]
+
+    hydra_plugins.instantiate_launcher = instantiate_jobs  # type: ignore[assignment,method-assign]
+    try:
+        with explained(line.added):
+            app.multirun("config", train, line.overrides + line.search_path)
+    except OSError as error:
+        if not error.filename:
+            raise
+        raise ConfigError(
+            f"{error.filename}: {error.strerror}. A sweep writes into hydra.sweep.dir, "
+            f"which is run.root unless it is set."
+        ) from error
+    except KeyboardInterrupt:
+        code = started[0].summarize() if started else 0
+        print(
+            "the sweep was interrupted. The same command with run.exists=resume continues it.",
+            file=sys.stderr,
+        )
+        return code or Interrupted.exit_code
+    except JobFailedError:
+        pass  # the search gave up: the table says so
+    except SegpipeError:  # a later batch was refused
+        for jobs in started:
+            jobs.summarize()
+        raise
+    finally:
+        hydra_plugins.instantiate_launcher = instantiate  # type: ignore[method-assign]
+    return started[0].summarize()

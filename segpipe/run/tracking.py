@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from segpipe.errors import CollectiveError, SegpipeError
-from segpipe.files import to_json, write_atomically
+from segpipe.files import read_json, to_json, write_atomically
 from segpipe.settings.config import Config
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def note_failure(config: Config, code: int, reason: str) -> None:
 def failure(folder: Path) -> tuple[int, str]:
     """Exit code and reason, on one line, of the run's last session; (0, "") if it did not fail, or nobody knows."""
     try:
-        noted = json.loads((folder / FAILURE).read_bytes())
+        noted = read_json(folder / FAILURE)
         return int(noted["exit_code"]), " ".join(str(noted["reason"]).split())
     except (OSError, ValueError, TypeError, LookupError):
         return 0, ""

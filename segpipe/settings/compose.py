@@ -1,17 +1,21 @@
-"""From what was typed to a Config, by Hydra."""
+"""From what was typed, `key=value` or options with dashes, to values with types: of a command's keys, or a Config."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -22,10 +26,27 @@ from omegaconf.errors import (
 from yaml import YAMLError
 
 from segpipe import plugins
-from segpipe.errors import ConfigError
-from segpipe.settings.arguments import CONF, CommandLine, command_line
-from segpipe.settings.config import SETTINGS, Config, from_mapping, no_setting
+from segpipe.errors import ConfigError, refuse
+from segpipe.settings.config import (
+    GROUPS,
+    MAPPINGS,
+    SETTINGS,
+    Config,
+    check,
+    from_mapping,
+    no_setting,
+    to_mapping,
+)
+from segpipe.settings.setting import Setting, converted, nearest, problems_of, shown
 
+PACKAGE = Path(__file__).resolve().parents[1]
+# In a clone the folder lies beside the package, in an installed wheel inside it.
+CONF = next(
+    path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if path.is_dir()
+)
+MULTIRUN = ("-m", "--multirun")
+CONFIG_DIR = ("-cd", "--config-dir")
+SHOW = ("-c", "--cfg")
 # Below OmegaConf's messages; names only its classes.
 OMEGACONF_LINE = re.compile(r"\s*(full_key: |reference_type=|object_type=)")
 
@@ -33,6 +54,282 @@ ConfigStore.instance().store(name="schema", node=Config)
 OmegaConf.register_new_resolver(
     "label", lambda name: str(name).rpartition(":")[2], replace=True
 )
+
+
+@dataclass
+class CommandLine:
+    """What was typed for a training."""
+
+    overrides: list[str] = field(default_factory=list)  # as Hydra needs them
+    added: list[Path] = field(default_factory=list)  # folders with further files
+    sweeps: bool = False
+    shows: bool = False  # prints the configuration instead of training
+
+    @property
+    def search_path(self) -> list[str]:
+        """The added folders, as an override of Hydra."""
+        listed = ",".join(f"'file://{folder}'" for folder in self.added)
+        return [f"hydra.searchpath=[{listed}]"] if listed else []
+
+
+def command_line(arguments: Sequence[str]) -> CommandLine:
+    """The arguments, checked. Folders are relative to the current one.
+
+    Raises ConfigError with a line for each key, file of conf/ or value that is not valid.
+    """
+    line = CommandLine()
+    typed: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        option, equals, value = argument.partition("=")
+        if not option.startswith("-"):
+            typed.append(argument)
+        elif option in MULTIRUN:
+            line.sweeps = True
+        elif option in (*CONFIG_DIR, *SHOW):
+            if not equals:
+                value = waiting.pop(0) if waiting else ""
+            if option in SHOW:
+                line.shows = True
+            elif not value or not Path(value).is_dir():
+                raise ConfigError(
+                    f"{option} = {value} is not a folder in {Path.cwd()}."
+                )
+            else:
+                line.added.append(Path(value).resolve())
+        else:
+            raise ConfigError(
+                f"{option} is no option of segpipe. Settings are written without dashes, "
+                f"as KEY=VALUE.{nearest(option.strip('-'), [*SETTINGS, *GROUPS])}"
+            )
+
+    line.sweeps = line.sweeps or any(_is_sweep(text, line.added) for text in typed)
+    problems = []
+    for text in typed:
+        try:
+            line.overrides.append(_override(text, line))
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems and not line.sweeps:
+        problems.append(_wrong_beside(line))
+    refuse(problems)
+    return line
+
+
+def _wrong_beside(line: CommandLine) -> str:
+    """What is wrong with the overrides that can be read, so that one attempt tells all; empty if nothing is."""
+    try:
+        check(composed(line), world_size=1)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def choices(group: str, added: Sequence[Path] = ()) -> list[str]:
+    """Names of the files of a group."""
+    names = set()
+    for folder in (CONF, *added):
+        for path in (folder / group).rglob("*.yaml"):
+            names.add(path.relative_to(folder / group).with_suffix("").as_posix())
+    return sorted(names)
+
+
+def _is_sweep(text: str, added: Sequence[Path]) -> bool:
+    """Whether an override chooses an experiment that is a sweep."""
+    group, _, name = text.partition("=")
+    if group != "experiment":
+        return False
+    paths = [folder / "experiment" / f"{name}.yaml" for folder in (CONF, *added)]
+    texts = [path.read_bytes() for path in paths if path.is_file()]
+    return any(b"mode: MULTIRUN" in content for content in texts)
+
+
+def _override(text: str, line: CommandLine) -> str:
+    """`text` as Hydra needs it: text in quotes, and entries of a mapping added.
+
+    Raises ConfigError for a key, a file of conf/ or a value that is not valid. The values of a sweep are checked with
+    its jobs.
+    """
+    key, equals, value = text.partition("=")
+    key = key.lstrip("+")
+    if key.startswith("hydra"):
+        return text
+    if not equals or not key:
+        raise ConfigError(
+            f"{text!r} is not of the form key=value.{nearest(key, [*SETTINGS, *GROUPS])}"
+        )
+
+    is_entry = f"{key}.".startswith(tuple(f"{mapping}." for mapping in MAPPINGS))
+    if key not in SETTINGS and key not in GROUPS and not is_entry:
+        raise ConfigError(no_setting(key))
+    if line.sweeps:
+        return f"++{key}={value}" if is_entry else text
+    if key in GROUPS:
+        valid = choices(key, line.added)
+        if value not in valid:
+            raise ConfigError(
+                f"{key} = {value} is not one of {', '.join(valid)}.{nearest(value, valid)}"
+            )
+        return text
+    if is_entry:
+        _parsed(key, value, "{name: value}")
+        return f"++{key}={value}"
+    entry = SETTINGS[key]
+    if "${" not in value and value != "???":
+        read(entry, value)
+    return f"{key}={quoted(value) if entry.is_text else value}"
+
+
+def _parsed(key: str, text: str, example: str) -> Override:
+    """An override in Hydra's grammar. Raises ConfigError for one that cannot be read."""
+    try:
+        return OverridesParser.create().parse_override(f"{key}={text}")
+    except HydraException:
+        raise ConfigError(
+            f"'{key}={text}' cannot be read. Write it like {key}={example}."
+        ) from None
+
+
+def _unquoted(text: str) -> str:
+    is_quoted = len(text) > 1 and text[0] in "'\"" and text[0] == text[-1]
+    return text[1:-1] if is_quoted else text
+
+
+def quoted(text: str) -> str:
+    """Text as Hydra's grammar takes it: backslashes before a quote are doubled, and an inner quote gets one more."""
+    inner = re.sub(r'(\\+)("|$)', r"\1\1\2", _unquoted(text)).replace('"', '\\"')
+    return f'"{inner}"'
+
+
+def read(entry: Setting, text: str) -> Any:
+    """Value of `text` with the type of the setting: text as it was typed, all else in Hydra's grammar.
+
+    Raises ConfigError if it does not fit.
+    """
+    value = entry.convert(_value(entry, text))
+    refuse([entry.problem(value)])
+    return value
+
+
+def _value(entry: Setting, text: str) -> Any:
+    if entry.is_text:
+        return _unquoted(text)
+    parsed = _parsed(entry.key, text, shown(entry.default))
+    if parsed.is_sweep_override():
+        raise ConfigError(
+            f"'{entry.key}={text}' has several values. A list: {entry.key}=[{text}]. "
+            f"One training for each: add --multirun."
+        )
+    return parsed.value()
+
+
+def parse(
+    arguments: Sequence[str],
+    keys: Sequence[Setting],
+    settings: Sequence[str] = (),
+    positional: Sequence[str] = (),
+    *,
+    overrides: bool = False,
+) -> dict[str, Any]:
+    """Values of all `keys`, and of those of a run's `settings` that are given.
+
+    Keys in `positional` may be given without their name, in this order. With `overrides`, all other arguments are those
+    of a training, and come under this name. Raises ConfigError for unknown and missing keys and for values that do not
+    fit.
+    """
+    known = _known(keys, settings)
+    rest: list[str] = []
+    typed = dict(_pairs(arguments, known, positional, rest))
+    if not overrides:
+        refuse([_unknown(text, known) for text in rest])
+    values = {name: _value(known[name], text) for name, text in typed.items()}
+    given = complete(values, keys, settings)
+    return given | {"overrides": rest} if overrides else given
+
+
+def complete(
+    values: Mapping[str, Any], keys: Sequence[Setting], settings: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The values with their types, and the defaults of the keys that are not given. Raises as `parse` does."""
+    known = _known(keys, settings)
+    refuse([_unknown(name, known) for name in values if name not in known])
+    given = converted(known, values)
+    missing = [
+        f"{key.key} is missing ({key.doc}). Set {key.key}={key.default}."
+        for key in keys
+        if key.required and not given.get(key.key)
+    ]
+    refuse([*problems_of(known, given), *missing])
+    for key in keys:
+        given.setdefault(key.key, key.default)
+    return given
+
+
+def _known(keys: Sequence[Setting], settings: Sequence[str]) -> dict[str, Setting]:
+    return {key.key: key for key in keys} | {name: SETTINGS[name] for name in settings}
+
+
+def _unknown(argument: str, known: Mapping[str, Setting]) -> str:
+    hint = nearest(argument.lstrip("-").partition("=")[0], known)
+    if "run" in known and ("/" in argument or Path(argument).exists()):
+        hint = f" Did you mean run={argument}?"
+    return (
+        f"{argument!r} is not an argument of this command, which takes KEY=VALUE with "
+        f"the keys {', '.join(known)}.{hint}"
+    )
+
+
+def _pairs(
+    arguments: Sequence[str],
+    known: Mapping[str, Setting],
+    positional: Sequence[str],
+    others: list[str],
+) -> Iterator[tuple[str, str]]:
+    """Key and text of each argument; unknown ones go to `others`."""
+    rest = list(arguments)
+    nameless = list(positional)
+    while rest:
+        argument = rest.pop(0)
+        is_option = argument.startswith("--")
+        name, equals, text = argument.removeprefix("--").partition("=")
+        if name in known and (equals or is_option):
+            if name in nameless:
+                nameless.remove(name)
+            yield name, text if equals else _text_of_option(known[name].default, rest)
+        elif nameless and not is_option:
+            yield nameless.pop(0), argument
+        else:
+            others.append(argument)
+
+
+def _text_of_option(default: Any, rest: list[str]) -> str:
+    """What follows `--key`, taken from the other arguments: one value, all for a list, none for a switch."""
+    if isinstance(default, bool):
+        return "true"
+    is_list = isinstance(default, list)
+    values: list[str] = []
+    while rest and not rest[0].startswith("--") and (is_list or not values):
+        values.append(rest.pop(0))
+    return f"[{','.join(values)}]" if is_list else "".join(values)
+
+
+def with_settings(config: Config, given: Mapping[str, Any]) -> Config:
+    """`config` with the settings in `given`, as text or value, replaced; keys without a dot are no settings.
+
+    A `loss.backend` that needs a certain machine becomes auto: the network may have been trained on another one.
+    """
+    values = to_mapping(config)
+    if values["loss"]["backend"] != "plain":
+        values["loss"]["backend"] = "auto"
+    for key, value in given.items():
+        group, _, name = key.rpartition(".")
+        if group:
+            is_text = isinstance(value, str)
+            values[group][name] = read(SETTINGS[key], value) if is_text else value
+    changed = from_mapping(values)
+    check(changed, world_size=1)
+    return changed
 
 
 def compose(arguments: Sequence[str]) -> Config:
@@ -80,8 +377,10 @@ def explained(added: Sequence[Path]) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         paths = [path for folder in folders for path in folder.rglob("*.yaml")]
-        wrong = ", ".join(str(path) for path in paths if not _is_utf8(path))
-        raise ConfigError(f"{wrong} is not UTF-8 text. Save it as UTF-8.") from error
+        wrong = [str(path) for path in paths if error.object in path.read_bytes()]
+        raise ConfigError(
+            f"{', '.join(wrong)} is not UTF-8 text. Save it as UTF-8."
+        ) from error
     except RecursionError as error:
         raise ConfigError(
             f"The defaults of a file in {' and '.join(map(str, folders))} lead back to "
@@ -96,14 +395,6 @@ def explained(added: Sequence[Path]) -> Iterator[None]:
         raise ConfigError(_explanation(error)) from error
 
 
-def _is_utf8(path: Path) -> bool:
-    try:
-        path.read_text(encoding="utf8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
 def _explanation(error: Exception) -> str:
     """What is wrong with a setting that Hydra or OmegaConf refused, on one line."""
     errors = [each for each in (error, error.__cause__) if each]
@@ -111,10 +402,8 @@ def _explanation(error: Exception) -> str:
     text = " ".join(line.strip() for line in lines if not OMEGACONF_LINE.match(line))
     keys = [getattr(each, "full_key", None) for each in (*errors, error.__context__)]
     key = str(next(filter(None, keys), ""))
-    if any(
-        isinstance(each, InterpolationResolutionError | MissingMandatoryValue)
-        for each in errors
-    ):
+    unresolved = (InterpolationResolutionError, MissingMandatoryValue)
+    if any(isinstance(each, unresolved) for each in errors):
         return (
             f"{key}: {text}. Give it a value, or name what exists, a setting or a "
             f"variable; \\${{ stands for ${{."

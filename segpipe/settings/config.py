@@ -1,4 +1,4 @@
-"""The configuration of a run: all groups of settings, and conversion from and to plain mappings.
+"""The configuration of a run: all groups of settings, conversion from and to plain mappings, and their checks.
 
 Imports no torch and builds nothing, so that `segpipe train --help` and a wrong key answer at once.
 """
@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from segpipe.errors import ConfigError, refuse
+from segpipe.files import read_json
 from segpipe.settings.groups import (
+    FILE_SETS,
+    STEPS,
     AugmentConfig,
     CheckpointConfig,
     ComputeConfig,
@@ -28,7 +32,14 @@ from segpipe.settings.groups import (
     TrackConfig,
     TrainConfig,
 )
-from segpipe.settings.setting import declared, group, nearest, setting
+from segpipe.settings.setting import (
+    Setting,
+    converted,
+    declared,
+    group,
+    nearest,
+    setting,
+)
 
 
 @dataclass
@@ -80,6 +91,19 @@ MAPPINGS = tuple(
     key for key, entry in SETTINGS.items() if isinstance(entry.default, dict)
 )
 
+# Of an entry of data.mix.
+MIX = {
+    entry.key: entry
+    for entry in (
+        Setting("root", "", "folder"),
+        replace(SETTINGS["data.name"], key="name"),
+        Setting("weight", 1.0, "share of the samples", low=1e-9),
+        Setting("map", {}, "{class of this set: class of the shared table}"),
+        Setting("classes", "", "class table"),
+        Setting("split", "", "split that validation reads"),
+    )
+}
+
 # Settings that may change when a run is resumed, because they cannot reach the numbers.
 FREE_KEYS = frozenset(key for key, entry in SETTINGS.items() if entry.free)
 
@@ -89,30 +113,21 @@ def from_mapping(values: Mapping[str, Any]) -> Config:
 
     Raises ConfigError with a line for each unknown key, with the nearest valid one, and each value of the wrong type.
     """
-    problems: list[str] = []
-    built = _build(Config, values, "", problems)
-    refuse(problems)
-    assert isinstance(built, Config)
-    return built
-
-
-def _build(
-    kind: type, values: Mapping[str, Any], prefix: str, problems: list[str]
-) -> Any:
-    built = kind()
+    config = Config()
+    given: dict[str, Any] = {}
     for name, value in values.items():
-        key = f"{prefix}{name}"
-        default = vars(built).get(name)
-        if key in SETTINGS:
-            try:
-                setattr(built, name, SETTINGS[key].convert(value))
-            except ConfigError as error:
-                problems.append(str(error))
-        elif is_dataclass(default) and isinstance(value, Mapping):
-            setattr(built, name, _build(type(default), value, f"{key}.", problems))
+        is_group = is_dataclass(vars(config).get(name))
+        if is_group and isinstance(value, Mapping):
+            given |= {f"{name}.{key}": each for key, each in value.items()}
         else:
-            problems.append(no_setting(key))
-    return built
+            given[str(name)] = value
+
+    unknown = [no_setting(key) for key in given if key not in SETTINGS]
+    known = {key: value for key, value in given.items() if key in SETTINGS}
+    for key, value in converted(SETTINGS, known, unknown).items():
+        group, _, name = key.rpartition(".")
+        setattr(getattr(config, group) if group else config, name, value)
+    return config
 
 
 def no_setting(key: str) -> str:
@@ -127,7 +142,7 @@ def saved_config(folder: Path) -> Config:
     """The configuration of a run, from config.json. Raises ConfigError when that is missing, damaged or foreign."""
     path = folder / "config.json"
     try:
-        return from_mapping(json.loads(path.read_bytes()))
+        return from_mapping(read_json(path))
     except (OSError, ValueError, TypeError, AttributeError, ConfigError) as error:
         raise ConfigError(
             f"{path} is not the configuration of a run: {error}"
@@ -200,3 +215,234 @@ def config_hash(config: Config | Mapping[str, Any]) -> str:
         to_mapping(config) if isinstance(config, Config) else config, sort_keys=True
     )
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def check(config: Config, *, world_size: int) -> None:
+    """Raise ConfigError with a line for each setting that a run could not work with. Reads no files."""
+    values = flat(config)
+    wrong = {key: SETTINGS[key].problem(value) for key, value in values.items()}
+    wrong = {key: problem for key, problem in wrong.items() if problem}
+    # What follows needs sound values, and says nothing of those that are not.
+    defaults = {key: SETTINGS[key].default for key in wrong}
+    config = from_mapping(values | defaults) if wrong else config
+    found = [
+        *_mixture(config.data),
+        *_data(config),
+        *_augment(config.augment),
+        *_network_and_loss(config),
+        *_length(config),
+        *_processes(config, world_size),
+        *export_problems(config.export),
+    ]
+    about_others = [each for each in found if not any(key in each for key in wrong)]
+    refuse([*wrong.values(), *about_others])
+
+
+def _data(config: Config) -> Iterator[str]:
+    data, name = config.data, config.run.name
+    parts = Path(name).parts
+    if not parts or {"..", "/"} & set(parts) or not name.isprintable():
+        yield f"run.name = {name!r} must name a folder below run.root = {config.run.root}."
+
+    in_files = data.name in FILE_SETS
+    if in_files and not data.root and not data.mix:
+        yield f"data.root is empty, but data={data.name} reads files. Set data.root=FOLDER."
+    for key in ("images", "masks"):
+        if getattr(data, key) and not in_files:
+            yield f"data.{key} is set, but only data in files reads it. Remove it, or set data=folder."
+    if data.pack != "off" and not (in_files or data.mix):
+        yield (
+            f"data.pack = {data.pack}, but the samples of data={data.name} do not lie in files. Set data.pack=off; "
+            f"data.cache_mib keeps them in memory."
+        )
+    if not data.pack:
+        yield "data.pack is empty, but off, auto or a folder was needed."
+    try:
+        re.compile(data.sequence)
+    except re.error as error:
+        yield f"data.sequence = {data.sequence!r} is not a regular expression: {error}."
+    if data.balance_by == "sequence" and data.balance:
+        yield f"data.balance = {data.balance} counts classes, but data.balance_by = sequence. Set data.balance=0."
+    if data.train_split != "train" and (data.mix or not in_files):
+        yield (
+            f"data.train_split = {data.train_split}, but only one data set in files reads it; an entry of data.mix has "
+            f"its own `split`. Set data.train_split=train."
+        )
+    if data.hold_out and (data.mix or not in_files):
+        yield (
+            f"data.hold_out = {data.hold_out}, but only data=folder and other data in files can leave a sequence out, "
+            f"a mixture cannot. Leave it empty."
+        )
+
+
+def _augment(augment: AugmentConfig) -> Iterator[str]:
+    ranges = {"scale": augment.scale, "gamma": augment.gamma}
+    if isinstance(augment.contrast, list):
+        ranges["contrast"] = augment.contrast
+    for name, values in ranges.items():
+        if len(values) != 2 or values[0] > values[1]:
+            yield f"augment.{name} = {values}, but [smallest, largest] was needed."
+    if augment.color_on == "device" and augment.extra:
+        yield (
+            f"augment.color_on = device, but augment.extra = {augment.extra} comes after color and needs the "
+            f"colored pixels in the loader process. Set augment.color_on=worker, or augment.extra=[]."
+        )
+
+
+def _mixture(data: DataConfig) -> Iterator[str]:
+    """What is wrong with the entries of data.mix, as far as no file is needed to tell."""
+    for number, entry in enumerate(data.mix):
+        key = f"data.mix[{number}]"
+        for name, value in entry.items():
+            place = f"{key}.{name}"
+            if name in MIX:
+                yield _entry_problem(replace(MIX[name], key=place), value)
+            else:
+                yield f"{place} is not one of {', '.join(MIX)}.{nearest(name, MIX)}"
+        is_drawn = entry.get("name") == "synthetic"
+        inherits = data.root and "name" not in entry
+        if not (entry.get("root") or is_drawn or inherits):
+            yield f"{key} has no root. Set root to the folder of this data set, such as {{root: FOLDER}}."
+    if 0 < sum("weight" in entry for entry in data.mix) < len(data.mix):
+        yield (
+            "data.mix gives some sets a weight and others none. Give all a weight, or none: then each set counts by "
+            "its number of images."
+        )
+
+
+def _entry_problem(kind: Setting, value: Any) -> str:
+    texts = list(value.values()) if isinstance(value, dict) else [value]
+    is_text = all(isinstance(text, str) and text for text in texts)
+    if not is_text and not isinstance(kind.default, float):
+        return f"{kind.key} = {value!r}, but text was needed."
+    try:
+        return kind.problem(kind.convert(value))
+    except ConfigError as error:
+        return str(error)
+
+
+def _network_and_loss(config: Config) -> Iterator[str]:
+    model, loss, device = config.model, config.loss, config.compute.device
+    if model.weights_sha256 and not re.fullmatch("[0-9a-f]{64}", model.weights_sha256):
+        yield f"model.weights_sha256 = {model.weights_sha256!r}, but 64 digits 0-9a-f were needed, as sha256sum prints."
+    for name in ("weights_sha256", "weights_partial"):
+        if getattr(model, name) and not model.weights:
+            yield f"model.{name} is set, but model.weights is empty. Set model.weights=FILE."
+    pretrained = model.args.get("pretrained")
+    if model.weights and model.name == "timm" and pretrained:
+        yield (
+            f"model.weights = {model.weights} and model.args.pretrained = true, but a run starts from one of them. Set "
+            f"model.args.pretrained=false."
+        )
+    if model.freeze and not (model.weights or pretrained or ":" in model.name):
+        yield (
+            f"model.freeze = {model.freeze}, but without model.weights these parameters would stay at their random "
+            f"initial values. Set model.weights=FILE."
+        )
+
+    for name, part in (("loss", loss), ("data", config.data)):
+        if part.args and ":" not in part.name:
+            yield f"{name}.args = {part.args}, but {part.name} takes none: only plug-ins (package.module:Name) do."
+    own = ":" in loss.name
+    if own and loss.label_smoothing:
+        yield (
+            f"loss.label_smoothing = {loss.label_smoothing}, but {loss.name} is your own loss. Smooth there, and "
+            f"set loss.label_smoothing=0."
+        )
+    if own and loss.backend not in ("auto", "plain"):
+        yield f"loss.backend = {loss.backend}, but {loss.name} takes logits at full resolution. Set loss.backend=auto."
+    if (loss.backend, device) in (("native", "cuda"), ("triton", "cpu")):
+        yield (
+            f"loss.backend = {loss.backend}, but compute.device = {device}: native runs on CPUs, triton on CUDA. Set "
+            f"loss.backend=auto."
+        )
+
+
+def _length(config: Config) -> Iterator[str]:
+    train, schedule_steps = config.train, config.optim.schedule_steps
+    if train.epochs and train.steps not in (0, STEPS):
+        yield (
+            f"train.steps = {train.steps} and train.epochs = {train.epochs}. Set one of them; if an experiment sets "
+            f"train.steps, train.steps=0 leaves it to train.epochs."
+        )
+    if train.patience and not train.validate_every:
+        yield (
+            f"train.patience = {train.patience}, but train.validate_every = 0: there is no validation before the end. "
+            f"Set train.validate_every to a number of updates."
+        )
+    if train.epochs:  # the number of updates is not known yet
+        return
+    if not train.steps:
+        yield "train.steps = 0, but a number of updates was needed. Set it, or train.epochs."
+    earliest = (train.patience + 1) * train.validate_every
+    if train.patience and earliest >= train.steps:
+        yield (
+            f"train.patience = {train.patience} and train.validate_every = {train.validate_every}: training could stop "
+            f"after {earliest} updates at the earliest, but ends after train.steps = {train.steps}. Lower one of them."
+        )
+    if 0 < schedule_steps < train.steps:
+        yield (
+            f"optim.schedule_steps = {schedule_steps}, but the run has train.steps = {train.steps} updates: the "
+            f"last ones would have a learning rate of 0. Set optim.schedule_steps=0, or at least train.steps."
+        )
+
+
+def _processes(config: Config, world_size: int) -> Iterator[str]:
+    compute = config.compute
+    count = compute.nproc
+    if count != "auto" and not (count.isdecimal() and int(count) > 0):
+        yield f"compute.nproc = {count!r}, but auto or at least 1 was needed."
+    if compute.shards < world_size:
+        yield (
+            f"compute.shards = {compute.shards}, but there are {world_size} processes and each needs a shard. Start at "
+            f"most {compute.shards} processes, or set compute.shards={world_size} (another global batch)."
+        )
+    by_torch = compute.mode in ("off", "ddp")
+    if by_torch and compute.shards % world_size:
+        yield (
+            f"compute.shards = {compute.shards} cannot be divided among {world_size} processes, and compute.mode = "
+            f"{compute.mode} gives all of them equal batches. Use compute.mode=elastic, which takes any number of "
+            f"processes up to {compute.shards}, or a number that divides it."
+        )
+    for name in ("compile", "cuda_graph"):
+        if getattr(compute, name) and compute.mode != "elastic":
+            yield (
+                f"compute.{name} = true, but compute.mode = {compute.mode}: DDP needs the gradients one by one, and an "
+                f"audit the layers. Set compute.mode=elastic or compute.{name}=false."
+            )
+    if compute.compile and compute.cuda_graph:
+        yield "compute.compile = true and compute.cuda_graph = true: set one of them to false."
+    if config.model.norm == "sync" and not by_torch:
+        yield (
+            f"model.norm = sync, but compute.mode = {compute.mode} promises the same bits for any number of processes, "
+            f"which is impossible with statistics over all ranks. Set compute.mode=ddp or model.norm=batch."
+        )
+
+
+def export_problems(export: ExportConfig) -> Iterator[str]:
+    """Contradictions between export settings, one sentence each."""
+    precision = f"export.precision = {export.precision}"
+    if "fp32" not in export.precision:
+        yield f"{precision} lacks fp32, from which the others are made. Add it."
+    if "onnx" not in export.formats:
+        formats = f"export.formats = {export.formats}"
+        if set(export.precision) - {"fp32"}:
+            yield f"{precision}, but only ONNX files come in fp16 or int8 and {formats}. Add onnx."
+        if export.engines:
+            yield f"export.engines = {export.engines}, but only ONNX files run there and {formats}. Add onnx."
+    if "int8" in export.precision and export.profile == "isaac":
+        yield (
+            "export.profile = isaac, but int8 is calibrated on a graph that takes bytes. Set export.profile=robot, or "
+            "remove int8 from export.precision: TensorRT quantizes the model itself."
+        )
+    if bool(export.height) != bool(export.width):
+        yield f"export.height = {export.height} and export.width = {export.width}. Set both or neither."
+
+
+def check_critical_classes(chosen: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ConfigError for a name in `export.critical_classes` that is no class of the data set."""
+    if unknown := [name for name in chosen if name not in names]:
+        raise ConfigError(
+            f"export.critical_classes = {list(chosen)}, but {unknown[0]} is no class: {', '.join(names)}."
+            f"{nearest(unknown[0], names)}"
+        )

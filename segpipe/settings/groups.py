@@ -89,6 +89,14 @@ class DataConfig:
         low=0,
         high=1,
     )
+    balance_by: str = setting(
+        "class",
+        "what data.balance counts; sequence: every sequence (drive) comes equally often, without data.balance",
+        choices=("class", "sequence"),
+    )
+    train_split: str = setting(
+        "train", "split that training reads; train+val joins two, another protocol"
+    )
     split: str = setting("val", "split that validation reads")
     sequence: str = setting(
         "",
@@ -165,12 +173,6 @@ class DataConfig:
         "keep decoded samples of files in a pack, see docs/data.md; auto: below data.root; or its FOLDER",
         free=True,
     )
-    pack_images: str = setting(
-        "raw",
-        "images in a pack: pixels, or their files as they are (JPEG: a fraction of the size, but decoded each time)",
-        choices=("raw", "file"),
-        free=True,
-    )
     prefetch: int = setting(
         4,
         "shard batches that each loader process prepares ahead",
@@ -182,7 +184,6 @@ class DataConfig:
         300.0,
         "seconds without an answer from a loader process before the run stops",
         low=1,
-        high=10**9,
         free=True,
     )
 
@@ -209,7 +210,20 @@ class AugmentConfig:
     brightness: float = setting(
         0.2, "largest relative change of brightness", low=0, high=1
     )
-    contrast: float = setting(0.2, "largest relative change of contrast", low=0, high=1)
+    contrast: Any = setting(
+        0.2,
+        "largest relative change of contrast, or [smallest, largest] change",
+        numbers=True,
+        low=-1,
+        high=1,
+    )
+    gamma: list[float] = setting(
+        [1.0, 1.0],
+        "[smallest, largest] exponent of the values, before the other colors; above 1: darker, as at dusk",
+        length=2,
+        low=0.1,
+        high=10,
+    )
     saturation: float = setting(
         0.2, "largest relative change of saturation", low=0, high=1
     )
@@ -262,7 +276,6 @@ class LossConfig:
         family=("log1.10", r"log1\.(?=0*[1-9])\d{1,4}|log2(\.0{1,4})?"),
         numbers=True,
         low=0,
-        high=1e6,
     )
     label_smoothing: float = setting(
         0.0,
@@ -278,9 +291,7 @@ class LossConfig:
         choices=("auto", "native", "triton", "plain"),
         free=True,
     )
-    aux_weight: float = setting(
-        0.4, "weight of each auxiliary class head", low=0, high=1e6
-    )
+    aux_weight: float = setting(0.4, "weight of each auxiliary class head", low=0)
     stride: int = setting(
         1,
         "the main head's loss reads every n-th row and column of the target",
@@ -294,13 +305,11 @@ class LossConfig:
         0.0,
         "weight of a soft Dice loss on the main head, in which all classes count equally",
         low=0,
-        high=1e6,
     )
     lovasz_weight: float = setting(
         0.0,
         "weight of Lovasz-softmax, which follows the IoU, on the main head; it holds logits at full resolution",
         low=0,
-        high=1e6,
     )
     teacher: str = setting(
         "",
@@ -312,16 +321,15 @@ class LossConfig:
         "SHA-256 that the checkpoint of loss.teacher must have; filled in at the start",
     )
     teacher_weight: float = setting(
-        1.0, "weight of the divergence from the teacher", low=0, high=1e6
+        1.0, "weight of the divergence from the teacher", low=0
     )
     temperature: float = setting(
         1.0,
         "divides logits of network and teacher in that divergence",
         low=0.01,
-        high=1e3,
     )
     boundary_weight: float = setting(
-        20.0, "weight of the boundary head, if the network has one", low=0, high=1e6
+        20.0, "weight of the boundary head, if the network has one", low=0
     )
     boundary: str = setting(
         "band",
@@ -333,7 +341,6 @@ class LossConfig:
         2.0,
         "focal: exponent of 1 - the probability of the correct class",
         low=0,
-        high=100,
     )
     ohem_threshold: float = setting(
         0.7,
@@ -359,24 +366,21 @@ class OptimConfig:
         high=1 - 1e-9,
     )
     weight_decay: float = setting(
-        5e-4, "weight decay; not applied to norms and biases", low=0, high=1000
+        5e-4, "weight decay; not applied to norms and biases", low=0
     )
     schedule: str = setting(
         "poly", "decay of the learning rate", choices=("poly", "cosine")
     )
-    power: float = setting(0.9, "poly: exponent", low=0, high=100)
+    power: float = setting(0.9, "poly: exponent", low=0)
     schedule_steps: int = setting(
         0, "updates after which the learning rate reaches 0; 0: train.steps", low=0
     )
     warmup_steps: int = setting(20, "updates of linear warm-up", low=0)
-    clip_norm: float = setting(
-        0.0, "largest gradient norm; 0: no clipping", low=0, high=1e30
-    )
+    clip_norm: float = setting(0.0, "largest gradient norm; 0: no clipping", low=0)
     lr_scale: dict[str, Any] = setting(
         {},
         "{pattern of parameter names: factor of their learning rate}",
         low=1e-9,
-        high=1e9,
     )
 
 
@@ -389,20 +393,24 @@ class EmaConfig:
 
 @dataclass
 class TrainConfig:
-    steps: int = setting(
-        STEPS, "number of updates; 0: left to train.epochs", low=0, high=10**9
-    )
+    steps: int = setting(STEPS, "number of updates; 0: left to train.epochs", low=0)
     epochs: int = setting(
         0, "passes over the training images instead of train.steps; 0: none", low=0
     )
     precision: str = setting(
         "fp32",
-        "autocast type of the network; the loss is always fp32",
-        choices=("fp32", "bf16", "fp16"),
+        "precision of the network; the loss is always fp32, or with tf32 and without Triton nearly",
+        choices=("fp32", "tf32", "bf16", "fp16"),
     )
     channels_last: bool = setting(True, "memory format NHWC")
     log_every: int = setting(
         10, "updates between lines of metrics.jsonl", low=1, free=True
+    )
+    log_every_s: float = setting(
+        2.0,
+        "on a GPU, seconds between these lines at least: it is waited for at each",
+        low=0,
+        free=True,
     )
     validate_every: int = setting(
         0, "updates between validations; 0: only at the end", low=0, free=True
@@ -451,7 +459,7 @@ class ComputeConfig:
         free=True,
     )
     timeout_s: float = setting(
-        600.0, "timeout of a collective in seconds", low=1, high=10**9, free=True
+        600.0, "timeout of a collective in seconds", low=1, free=True
     )
 
 
@@ -459,6 +467,9 @@ class ComputeConfig:
 class CheckpointConfig:
     every: int = setting(
         100, "updates between writes of last.pt; 0: only at the end", low=0
+    )
+    every_s: float = setting(
+        30.0, "on a GPU, seconds between these writes at least", low=0
     )
     keep_every: int = setting(
         0,
@@ -507,12 +518,12 @@ class ExportConfig:
     formats: list[str] = setting(
         ["onnx", "torchscript"],
         "model files to write",
-        choices=("onnx", "torchscript", "pt2"),
+        choices=("onnx", "torchscript"),
     )
     profile: str = setting(
         "robot",
         "inputs and outputs of the model, see docs/export.md",
-        choices=("robot", "isaac", "logits"),
+        choices=("robot", "isaac"),
     )
     precision: list[str] = setting(
         ["fp32"], "precisions of the ONNX files", choices=("fp32", "fp16", "int8")
@@ -520,7 +531,7 @@ class ExportConfig:
     engines: list[str] = setting(
         [],
         "engines besides onnxruntime in which every ONNX file must pass the gates",
-        choices=("openvino",),
+        choices=("openvino", "openvino_bf16"),
     )
     mask_stride: int = setting(
         1,

@@ -6,14 +6,14 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from segpipe.errors import ConfigError, did_you_mean
+from segpipe.errors import ConfigError, did_you_mean, refuse
 
 # What a value of a type may be given as, and how a message calls it.
 KINDS: dict[type, tuple[Any, str]] = {
@@ -22,6 +22,8 @@ KINDS: dict[type, tuple[Any, str]] = {
     float: (int | float, "a number"),
     str: (str | int | float, "text"),
 }
+
+MOST = 1e9  # of a number without a limit of its own
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Setting:
     doc: str
     choices: tuple[str, ...] = ()  # valid values, or valid items of a list
     low: float = -math.inf  # smallest valid number
-    high: float = math.inf
+    high: float = MOST
     length: int = 0  # items that a list must have; 0 means any number
     free: bool = False  # cannot reach the numbers: may change when a run is resumed
     required: bool = False  # has no default; `default` is then an example
@@ -62,7 +64,7 @@ class Setting:
             return text
         if math.isinf(self.low):
             return ""
-        if math.isinf(self.high):
+        if self.high == MOST:
             return f"at least {self.low}"
         return f"{self.low} to {self.high}"
 
@@ -80,25 +82,23 @@ class Setting:
         """
         default = self.default
         if isinstance(default, dict):
-            if isinstance(value, Mapping) and all(
-                isinstance(key, str) for key in value
+            if not isinstance(value, Mapping) or any(
+                not isinstance(name, str) for name in value
             ):
-                return {key: self._entry(key, each) for key, each in value.items()}
-            raise self._unfit(value, "a mapping such as {name: value}")
-        if isinstance(default, list) or self.numbers or self.several:
-            item: Any = 1.0 if self.numbers else {} if self.mappings else ""
-            if isinstance(default, list) and default:
-                item = default[0]
-            if isinstance(value, list | tuple) and (value or default == []):
-                one = replace(
-                    self, default=item, numbers=False, several=False, choices=()
-                )
-                return [
-                    replace(one, key=f"{self.key}[{place}]").convert(each)
-                    for place, each in enumerate(value)
-                ]
-        if isinstance(default, list):
-            raise self._unfit(value, f"a list such as {default or [item or 'name']}")
+                raise self._unfit(value, "a mapping such as {name: value}")
+            if math.isinf(self.low):
+                return dict(value)
+            return {name: self._item(f".{name}", value[name]) for name in value}
+
+        is_list = isinstance(default, list)
+        takes_list = is_list or self.numbers or self.several
+        if takes_list and isinstance(value, list | tuple) and (value or default == []):
+            numbered = enumerate(value)
+            return [self._item(f"[{place}]", each) for place, each in numbered]
+        if is_list:
+            example = default or [self._example or "name"]
+            raise self._unfit(value, f"a list such as {example}")
+
         accepted, name = KINDS[type(default)]
         fits = isinstance(value, accepted)
         if isinstance(value, bool) != isinstance(default, bool):
@@ -111,11 +111,19 @@ class Setting:
             raise self._unfit(value, name + of, example)
         return type(default)(value)
 
-    def _entry(self, name: str, value: Any) -> Any:
-        """A value of a mapping: a number where the range is limited."""
-        if math.isinf(self.low):
-            return value
-        return replace(self, key=f"{self.key}.{name}", default=1.0).convert(value)
+    @property
+    def _example(self) -> Any:
+        """A value of the type that the items of a list, or of a mapping, have."""
+        if self.numbers or isinstance(self.default, dict):
+            return 1.0
+        if self.mappings:
+            return {}
+        return self.default[0] if self.default and not self.several else ""
+
+    def _item(self, place: str, value: Any) -> Any:
+        """An item of a list or mapping, converted."""
+        kind = Setting(f"{self.key}{place}", self._example, "", (), self.low, self.high)
+        return kind.convert(value)
 
     def _unfit(self, value: Any, needed: str, example: str = "") -> ConfigError:
         return ConfigError(
@@ -141,7 +149,8 @@ class Setting:
                     )
             elif not self.mappings and not self.low <= item <= self.high:
                 return f"{self.key} = {brief(value)}, but a value of {self.valid} was needed."
-        if items and isinstance(items[0], str) and len(set(items)) < len(items):
+        names = [item for item in items if isinstance(item, str) and not item.isdigit()]
+        if len(set(names)) < len(names):
             return f"{self.key} = {value} names one twice. Give each name once."
         return ""
 
@@ -149,6 +158,33 @@ class Setting:
         if not self.choices or name in self.choices or (self.plugin and ":" in name):
             return True
         return bool(re.fullmatch(self.family[1], name))
+
+
+def problems_of(
+    settings: Mapping[str, Setting], values: Mapping[str, Any]
+) -> list[str]:
+    """What is wrong with values by key, each of the right type; empty when all are valid."""
+    found = [settings[key].problem(value) for key, value in values.items()]
+    return [problem for problem in found if problem]
+
+
+def converted(
+    settings: Mapping[str, Setting],
+    values: Mapping[str, Any],
+    problems: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The values by key with their types.
+
+    Raises ConfigError with a line for each of the `problems` found before, and for each value that does not fit.
+    """
+    found, problems = {}, list(problems)
+    for key, value in values.items():
+        try:
+            found[key] = settings[key].convert(value)
+        except ConfigError as error:
+            problems.append(str(error))
+    refuse(problems)
+    return found
 
 
 def setting(default: Any, doc: str, **properties: Any) -> Any:

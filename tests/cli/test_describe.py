@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runs import torch_restored
-from segpipe.cli import describe
+from segpipe.cli import speed
 from segpipe.cli.main import main
 
 
@@ -40,7 +40,7 @@ def test_peak_memory_counts_what_is_alive_at_once() -> None:
         del one
         return two * 2
 
-    assert describe._peak(call) == 2 * 4000
+    assert speed._peak(call) == 2 * 4000
 
 
 @pytest.mark.parametrize("size", ["64", "64x", "16x64"])

@@ -16,8 +16,7 @@ from benchmarks import gpu
 from runs import torch_restored
 from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
-from segpipe.settings.check import check
-from segpipe.settings.config import Config
+from segpipe.settings.config import Config, check
 
 pytestmark = pytest.mark.slow
 

@@ -4,6 +4,7 @@ import os
 import runpy
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -81,9 +82,10 @@ def test_help_of_train_shows_meaning_default_and_choices_of_all_settings(
 
 
 def test_commands_declare_what_exists() -> None:
-    modules = {path.stem for path in (ROOT / "segpipe" / "cli").glob("*.py")}
     for name, command in COMMANDS.items():
-        assert name.replace("-", "_") in modules
+        starts = command.starts or f"{name.replace('-', '_')}.main"
+        module, _, function = starts.partition(".")
+        assert hasattr(import_module(f"segpipe.cli.{module}"), function)
         assert SETTINGS.keys() >= set(command.settings)
         assert {entry.key for entry in command.keys} >= set(command.positional)
         assert command.overrides or command.keys
@@ -111,6 +113,7 @@ def test_overview_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["evaluate", "run=nowhere"], "nowhere"),
         (["compare", "a"], "b is missing"),
+        (["weights", "run=nowhere", "out=x.pt"], "ends in .safetensors"),
         (["runs", "sort=miuo"], "Did you mean miou?"),
         (["runs", "root=/nowhere"], "root = /nowhere is not a folder"),
         (["gpu-check", "--device", "cpu", "--only", "nothing"], "only = nothing"),

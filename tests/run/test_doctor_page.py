@@ -8,12 +8,10 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from PIL import Image
 
 from segpipe.cli.main import main as segpipe
 from segpipe.data.samples import open_samples
-from segpipe.datasets.census import take
-from segpipe.datasets.overlap import UNKNOWN_LOOK, look, near_duplicates
+from segpipe.datasets.census import UNKNOWN_LOOK, look, near_duplicates, take
 from segpipe.settings.groups import DataConfig
 
 SIZE = (96, 128)
@@ -71,19 +69,16 @@ def tile(text: str, label: str) -> str:
 
 def test_a_sound_set_shows_no_fault(tmp_path: Path) -> None:
     root = sound(tmp_path)
-    assert tile(page(root, 'data.sequence="_(.+)"')[1], "shared sequences") == "1"
+    assert tile(page(root, 'data.sequence="_(.+)"')[1], "warnings") == "1"
     code, text = page(root)
     assert code == 0
     for label in (
         "problems",
+        "warnings",
         "near-duplicates",
-        "shared sequences",
         "without a label",
-        "equal images in train and val",
     ):
         assert tile(text, label) == "none", label
-    assert "<dt>warnings" not in text
-    assert tile(text, "loader").strip() == "fine"
     assert "A batch as training sees it" in text
     assert text.count("data:image/jpeg") == 2 * (
         4 + 2 + 4
@@ -96,7 +91,7 @@ def test_a_sound_set_shows_no_fault(tmp_path: Path) -> None:
     assert "<script" not in text
 
 
-def test_images_that_training_would_refuse_or_that_are_tiny_are_warned_of(
+def test_images_that_training_would_refuse_are_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = sound(tmp_path)
@@ -104,44 +99,10 @@ def test_images_that_training_would_refuse_or_that_are_tiny_are_warned_of(
     refused = "augment.crop_size = [512, 512], but the training images have at most 96x128 pixels (height x width)"
     said = capsys.readouterr().out
     assert code == 0
-    for shown in (text, " ".join(said.split())):
-        assert refused in shown
-        assert "tiny" not in shown
+    assert refused in text
+    assert refused in said
     assert tile(text, "problems") == "none"
     assert tile(text, "warnings") == "1"
-    write(root / "images/train/dot.png", np.zeros((1, 1, 3), np.uint8))
-    write(root / "masks/train/dot.png", np.zeros((1, 1), np.uint8))
-    code, text = page(root)
-    said = capsys.readouterr().out
-    assert code == 0
-    for shown in (text, " ".join(said.split())):
-        assert (
-            "1 of the 5 training images is tiny: the smallest has a side of 1 pixels"
-            in shown
-        )
-        assert "augment.crop_size = " not in shown
-
-
-def test_all_values_are_counted_and_sizes_are_those_of_the_images(
-    tmp_path: Path,
-) -> None:
-    root = sound(tmp_path)
-    write(
-        root / "masks/train/drive0_001.png",
-        np.arange(2 * 64 * 64, dtype=np.uint16).reshape(64, 128) % 400,
-    )
-    code, text = page(root)
-    assert code == 2
-    assert "<summary>400 ids or colors" in text
-    assert text.count("not in the class table") == 300 - 3
-    assert "<p>... and 100 more</p>" in text
-    assert '<td class="left">96x128 (4)</td>' in text
-    (root / "masks/train/drive0_001.png").write_bytes(
-        (root / "masks/train/drive1_001.png").read_bytes()
-    )
-    text = page(root)[1]
-    assert "<summary>3 ids or colors" in text
-    assert " more</p>" not in text
 
 
 def test_every_planted_fault_is_on_the_page(
@@ -158,14 +119,14 @@ def test_every_planted_fault_is_on_the_page(
     (root / "masks/val/drive5_001.png").rename(root / "masks/val/drive0_002.png")
     code, text = page(root)
     assert code == 2
-    assert "byte for byte" in capsys.readouterr().err
-    assert tile(text, "problems") == "none"
+    assert "byte for byte" in capsys.readouterr().out
+    assert tile(text, "problems") == "1"
+    assert tile(text, "warnings") == "2"  # and a mask without a label
+    assert "1 sequence in both training and validation: drive0" in text
     assert tile(text, "near-duplicates") == "2 of 2"
-    assert tile(text, "shared sequences") == "1"
     assert tile(text, "without a label") == "1"
-    assert tile(text, "equal images in train and val") == "1"
     assert "drive3_001.png = " in text
-    assert "train: drive1_001" in text
+    assert ">drive1_001<" in text
 
 
 def test_a_set_with_broken_files_has_a_page_too(tmp_path: Path) -> None:
@@ -185,7 +146,6 @@ def test_a_set_with_broken_files_has_a_page_too(tmp_path: Path) -> None:
         "drive2_001.png has no mask",
     ):
         assert part in text
-    assert "not in the class table" in text
     assert tile(text, "without a label") == "none"  # what id 9 is, nobody knows yet
     assert "A batch as training sees it" not in text
     for path in root.glob("masks/*/*.png"):
@@ -223,21 +183,6 @@ def test_a_mixture_has_a_page(tmp_path: Path) -> None:
     assert "a/drive0_001" in text
 
 
-def test_indices_and_colors_that_contradict_each_other_are_told(tmp_path: Path) -> None:
-    root = sound(tmp_path)
-    image = Image.fromarray(
-        np.where(np.arange(96)[:, None] < 20, 7, 0).astype(np.uint8).repeat(128, 1), "P"
-    )
-    image.putpalette([0, 200, 0] + 18 * [9] + [200, 0, 0])
-    image.save(root / "masks/train/drive0_001.png")
-    code, text = page(root)
-    assert code == 0
-    assert (
-        "index 0 is floor as an id, but its color in the palette is that of shelf"
-        in text
-    )
-
-
 def test_a_census_counts_colors_and_samples_of_any_kind(tmp_path: Path) -> None:
     root = sound(tmp_path)
     (root / "classes.yaml").write_text(
@@ -245,8 +190,7 @@ def test_a_census_counts_colors_and_samples_of_any_kind(tmp_path: Path) -> None:
     )
     opened = open_samples(DataConfig(name="folder", root=str(root)), "train", 0)
     colors = take("train", opened)
-    white = [row.content.values[255, 255, 255] for row in colors.rows]
-    assert white == [128] * 4
+    assert colors.table[:, -2].tolist() == [128] * 4  # white
     assert colors.table[:, 1].tolist() == [10 * number * 128 for number in (1, 2, 3, 4)]
     scenes = open_samples(DataConfig(size=[64, 96], num_train=3), "train", 0)
     painted = take("train", scenes)

@@ -77,7 +77,6 @@ def write_lock(folder: Path, /, *, silent_s: float = 0.0, **changes: Any) -> Pat
         "host": "far-1",
         "pid": 77,
         "started": "5",
-        "folder": str(folder),
         "name": "process 77 on far since 2026-01-01",
         "id": "x",
         **changes,
@@ -101,7 +100,7 @@ def taken(folder: Path) -> str:
 def test_a_second_job_of_one_name_is_refused_and_a_killed_one_is_continued(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, changes = tmp_path / "run", (*LONG, "train.steps=40")
+    folder, changes = tmp_path / "run", (*LONG, "train.steps=16", "compute.shards=1")
     first = start("train.py", *settings(folder, *changes))
     try:
         wait_for(lambda: (folder / "last.pt").exists(), first)
@@ -380,15 +379,12 @@ def test_a_copy_of_a_folder_in_use_names_the_file_to_delete(tmp_path: Path) -> N
     folder.mkdir()
     process = hold(folder)
     near = Path(shutil.copytree(folder, tmp_path / "near"))
-    with pytest.raises(ConfigError, match=f"in use by process {process.pid}") as own:
+    with pytest.raises(ConfigError, match=f"in use by process {process.pid}"):
         taken(folder)
-    assert "is a copy" not in str(own.value)
     kill(process)
     write_lock(folder)
     far = Path(shutil.copytree(folder, tmp_path / "far"))
-    with pytest.raises(
-        ConfigError, match=f"copy of {folder}, .* delete {far / lock.NAME}"
-    ):
+    with pytest.raises(ConfigError, match=f"copy of .* delete {far / lock.NAME}"):
         taken(far)
     (far / lock.NAME).unlink()  # as the message says
     assert taken(far) == ""
@@ -601,17 +597,6 @@ def test_temporary_files_of_living_processes_and_other_machines_stay(
     kill(sleeper)
     write_atomically(tmp_path / "last.pt", b"whole")
     assert sorted(tmp_path.iterdir()) == sorted([far, other, tmp_path / "last.pt"])
-
-
-def test_old_temporary_files_of_other_machines_are_removed_by_the_next_owner(
-    tmp_path: Path,
-) -> None:
-    old, new = tmp_path / ".last.pt.far-1.7.tmp", tmp_path / ".best.pt.far-1.7.tmp"
-    for path in (old, new):
-        path.write_bytes(b"half")
-    os.utime(old, (0, 0))
-    lock.remove_leftovers(tmp_path)
-    assert list(tmp_path.iterdir()) == [new]
 
 
 @pytest.mark.parametrize(

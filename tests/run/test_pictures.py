@@ -1,4 +1,4 @@
-"""Pictures that a page holds: what is blended, and what is thinned."""
+"""Pictures that a page holds: what is blended, shrunk and drawn."""
 
 import base64
 
@@ -6,8 +6,8 @@ import cv2
 import numpy as np
 import pytest
 
-from segpipe.run.pages import Chart, Curve, PlotAxis, jpeg_url, thin
-from segpipe.run.pictures import blend, errors, shrink
+from segpipe.run.pages import chart, jpeg_url
+from segpipe.run.pictures import Picture, blend, errors, shrink
 
 PALETTE = ((255, 0, 0), (0, 0, 255))
 
@@ -23,17 +23,20 @@ def test_blend_mixes_the_class_color_and_hatches_what_is_ignored() -> None:
     assert set(np.unique(mixed[:, 16:])) == {24, 96}
 
 
-def test_errors_are_red_and_what_has_no_label_is_hatched() -> None:
+def test_errors_have_the_color_of_the_prediction_and_no_label_is_hatched() -> None:
     image = np.full((24, 24, 3), (0, 100, 200), np.uint8)
     target, pred = np.zeros((24, 24), np.uint8), np.zeros((24, 24), np.uint8)
     pred[:, 8:] = 1
     target[:, 16:] = 255
-    shown = errors(image, target, pred)
+    shown = errors(image, target, pred, ((0, 0, 0), (250, 20, 20)))
     assert shown[0, 0].tolist() == [178, 178, 178]  # half of the mean, and 128
     red, green, blue = shown[0, 10].tolist()
     assert red > 200
     assert max(green, blue) < 70
     assert set(np.unique(shown[:, 16:])) == {24, 96}
+    taken = Picture("a", 0.5, image, target, pred).taken(("road", "sky"))
+    assert taken == "road taken for sky 50.0%"
+    assert Picture("a", 1.0, image, target, target).taken(("road", "sky")) == ""
 
 
 def test_jpeg_keeps_red_red() -> None:
@@ -58,42 +61,13 @@ def test_shrinking_ids_makes_no_new_ones() -> None:
     assert shrink(ids, 200, smooth=False) is ids
 
 
-def test_a_long_curve_is_thinned_but_keeps_its_extremes() -> None:
-    points = [(float(step), 1.0) for step in range(5000)]
-    points[2500] = (2500.0, 9.0)
-    points[3333] = (3333.0, -4.0)
-    thinned = thin(points, 240)
-    assert len(thinned) <= 240
-    assert {(2500.0, 9.0), (3333.0, -4.0)} <= set(thinned)
-    assert thinned == sorted(thinned)
-    assert thin(points[:9], 240) == points[:9]
-
-
-@pytest.mark.parametrize(
-    "points", [[(5.0, 0.0)], [(1.0, 2.0), (1.0, 2.0)], [(1.0, -3.0), (2.0, -3.0)]]
-)
-def test_flat_and_single_curves_lie_inside_the_chart(
+@pytest.mark.parametrize("points", [[(5.0, 0.0)], [(1.0, -3.0), (2.0, -3.0)]])
+def test_flat_and_single_curves_are_drawn_the_same_each_time(
     points: list[tuple[float, float]],
 ) -> None:
-    chart = Chart("x", [Curve(points)])
-    for x, y in chart.drawn(chart.lines[0]):
-        assert 0 <= x <= chart.width
-        assert 0 <= y <= chart.height
-    assert chart.y.ticks()
-    assert chart.x.ticks(whole=True)
-
-
-def test_ticks_are_round_and_inside() -> None:
-    axis = PlotAxis(0.0, 0.083, 100.0, 0.0)
-    assert axis.ticks() == [
-        (100.0, "0"),
-        (75.9, "0.02"),
-        (51.8, "0.04"),
-        (27.7, "0.06"),
-        (3.6, "0.08"),
-    ]
-    assert [text for _, text in PlotAxis(1, 3, 0, 9).ticks(whole=True)] == [
-        "1",
-        "2",
-        "3",
-    ]
+    url = chart("loss", [(points, "#3b82f6")])
+    assert url.startswith("data:image/svg+xml;base64,")
+    drawn = base64.b64decode(url.partition(",")[2])
+    assert b"#3b82f6" in drawn
+    assert chart("loss", [(points, "#3b82f6")]) == url
+    assert chart("loss", [([], "#3b82f6")]) == ""

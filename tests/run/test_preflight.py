@@ -12,7 +12,7 @@ import pytest
 
 from runs import TINY, torch_restored
 from segpipe.cli.main import main as segpipe
-from segpipe.cli.tune_loader import choose
+from segpipe.cli.speed import choose
 from segpipe.data.catalog import STREET, ClassTable
 from segpipe.data.data_set import DataSet
 from segpipe.data.loader import Pixels
@@ -130,9 +130,8 @@ def test_tune_loader_prints_what_to_paste(capsys: pytest.CaptureFixture[str]) ->
             segpipe(["tune-loader", *TINY, "seconds=0.05", "compute.nproc=1000"]) == 0
         )
     text = capsys.readouterr().out
-    assert "data:\n  workers: 1\n  prefetch: 4\n" in text
+    assert "data.workers=1 for each of 1000 processes" in text
     assert "bottleneck" in text
-    assert "1000 ranks share the cores" in text
 
 
 def test_the_samples_of_a_set_in_files_travel(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,14 @@ from segpipe.run import pages
 from segpipe.run.folder import finished
 from segpipe.run.pictures import Picture
 from segpipe.run.report import (
-    BEST,
+    LATEST,
     WORST,
     LivePage,
     ReportData,
     advice,
     is_live,
-    pick_extremes,
     render,
+    worst_images,
     write_report,
 )
 from segpipe.settings.compose import compose
@@ -120,13 +121,19 @@ def make(name: str = "street_seed0", **changes: Any) -> ReportData:
         history=history,
         pictures={
             WORST: [overlay("worst_one", 0.125)],
-            BEST: [overlay("best_one", 0.875)],
+            LATEST: [overlay("best_one", 0.875)],
         },
     )  # fmt: skip
     return replace(data, **changes)
 
 
 def assert_self_contained(text: str) -> None:
+    """One file, whose only script is named by its hash in the head: no other may run."""
+    if "<script>" in text:
+        script = text.split("<script>")[1].split("</script>")[0]
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"script-src 'sha256-{digest}'" in html.unescape(text)
+        text = text.replace(f"<script>{script}</script>", "")
     page = Page(text)
     assert not {tag for tag, _ in page.tags} & {
         "script",
@@ -139,8 +146,10 @@ def assert_self_contained(text: str) -> None:
     }
     for _, attributes in page.tags:
         assert not [name for name in attributes if name.startswith("on")]
-        for name in ("src", "href", "xlink:href", "srcset", "action", "data"):
+        for name in ("src", "xlink:href", "srcset", "action", "data"):
             assert (attributes.get(name) or "data:").startswith(("data:", "#"))
+        # A file beside the page.
+        assert re.fullmatch(r"[\w.-]*/?", attributes.get("href") or "")
     assert not re.search(
         r"https?:|url\(|@import|//\w", re.sub(r'"data:[^"]*"', "", text)
     )
@@ -203,11 +212,12 @@ def test_absent_classes_are_said_and_left_out() -> None:
 
 def test_both_kinds_of_overlays_and_the_legend_are_there() -> None:
     page = Page(render(make()))
-    pictures = [attributes for tag, attributes in page.tags if tag == "img"]
+    images = [attributes for tag, attributes in page.tags if tag == "img"]
+    pictures = [image for image in images if ": " in (image["alt"] or "")]
     assert [picture["alt"] for picture in pictures] == [
         f"{name}: {kind}"
         for name in ("worst_one", "best_one")
-        for kind in ("image", "target", "prediction", "errors")
+        for kind in ("image", "prediction", "target", "errors")
     ]
     assert (
         len({picture["src"] for picture in pictures}) == 4
@@ -291,7 +301,7 @@ def test_hostile_text_is_shown_not_run(place: str) -> None:
         },
         {"history": [{"step": 1, "kind": "train", "time_s": 0.0, "loss": 1.0}]},
         {"pictures": {}},
-        {"pictures": {WORST: [overlay("one")], BEST: []}},
+        {"pictures": {WORST: [overlay("one")], LATEST: []}},
         {"result": {}},
         {
             "result": {
@@ -335,37 +345,8 @@ def test_large_images_stay_small_on_the_page() -> None:
         pred=np.tile(big.pred, (34, 34)),
     )
     assert (
-        len(render(make(pictures={WORST: [big] * 4, BEST: [big] * 4}))) < 6_000_000
+        len(render(make(pictures={WORST: [big] * 4, LATEST: [big] * 4}))) < 6_000_000
     )  # noise, which JPEG cannot compress
-
-
-def test_extremes_go_by_value_then_index_and_do_not_overlap() -> None:
-    values = [0.5, 0.9, math.nan, 0.1, 0.9, 0.5, 0.1, 0.7, 0.3, 0.2]
-    scores, names = dict(enumerate(values)), [str(index) for index in range(10)]
-    assert pick_extremes(scores, names) == ([3, 6, 9, 8], [1, 4, 7, 0])
-    assert pick_extremes(dict(reversed(scores.items())), names) == (
-        [3, 6, 9, 8],
-        [1, 4, 7, 0],
-    )
-    assert pick_extremes(dict(enumerate(values[:4])), names) == ([3, 0], [1])
-    assert pick_extremes({0: math.nan}, names) == ([], [])
-
-
-def test_of_neighboring_frames_only_the_worst_is_shown() -> None:
-    scores = {index: 0.5 + 0.001 * index for index in range(80)} | {
-        100 + index: 0.9 for index in range(3)
-    }
-    scores |= {40: 0.1, 41: 0.11, 43: 0.12, 52: 0.13}
-    names = ["drive"] * 100 + ["other"] * 3
-    assert pick_extremes(scores, names, count=3) == (
-        [40, 52, 0],
-        [100, 101, 102],
-    )  # 10 places apart; 3 are few
-    assert pick_extremes(scores, [str(index) for index in range(103)], count=3)[0] == [
-        40,
-        41,
-        43,
-    ]  # the control
 
 
 def test_importing_the_module_is_cheap() -> None:
@@ -390,13 +371,12 @@ def test_sequences_interval_and_warning_are_on_the_page() -> None:
         },
         "boundary_iou": {"road": 0.456},
     }
-    shown = render(make(result=result, data_name="warehouse"))
+    shown = render(make(result=result))
     text = Page(shown).text
     for wanted in (
         "61.0-64.0",
         "70.0-72.0",
         "45.6",
-        "warehouse",
         "30 images",
         "20 of 30 images are from sequences",
     ):
@@ -407,14 +387,6 @@ def test_sequences_interval_and_warning_are_on_the_page() -> None:
         "sequences": {"clear": {"images": 10, "miou": 0.75, "in_training": False}}
     }
     assert "flatter" not in render(make(result=unseen)).split("<h2>Sequences</h2>")[0]
-
-
-def test_validations_are_marks_of_the_other_curves() -> None:
-    text = render(make())
-    assert text.count('class="mark"') == 4  # two, of loss and learning rate
-    assert 'class="mark"' not in render(
-        make(history=[line for line in make().history if line["kind"] == "train"])
-    )
 
 
 def test_a_weak_class_gets_one_sentence_with_evidence() -> None:
@@ -440,6 +412,17 @@ def test_a_weak_class_gets_one_sentence_with_evidence() -> None:
     )
 
 
+def test_only_the_worst_of_neighboring_frames_is_shown() -> None:
+    def counts(right: int) -> np.ndarray:
+        return np.array([[right, 100 - right], [0, 0]])
+
+    right = dict.fromkeys(range(80), 50) | {40: 5, 41: 7, 43: 9, 55: 11}
+    found = SimpleNamespace(per_image={k: counts(v) for k, v in right.items()})
+    assert worst_images(found, 3) == [40, 55, 0]  # type: ignore[arg-type]
+    found.per_image = {0: np.zeros((2, 2), int), 1: counts(3), 2: counts(1)}
+    assert worst_images(found) == [2, 1]  # type: ignore[arg-type]
+
+
 def test_a_living_page_loads_itself_again_and_nothing_else() -> None:
     history = [
         {"step": step, "kind": kind, "time_s": float(step), **figures}
@@ -452,16 +435,15 @@ def test_a_living_page_loads_itself_again_and_nothing_else() -> None:
     ]
     data = make(result={"steps": 20}, history=history, live=True)
     text = render(data)
-    script = text.split("<script>")[1].split("</script>")[0]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"script-src 'sha256-{digest}'" in html.unescape(text)  # no other may run
-    assert_self_contained(text.replace(f"<script>{script}</script>", ""))
+    assert_self_contained(text)
+    assert "location.reload" in text
     shown = Page(text).text
     steps = to_mapping(Config())["train"]["steps"]
     for wanted in (f"20 of {steps:,}", "12.5", "900 MiB", "over time"):
         assert wanted in shown
     final = render(replace(data, live=False))
-    assert "<script" not in final
+    assert "location.reload" not in final
+    assert "<script" not in render(replace(data, live=False, pictures={}))
     assert "data-live" not in final
 
 
@@ -476,7 +458,7 @@ def test_the_page_of_a_run_that_stops_does_not_wait_for_more(tmp_path: Path) -> 
     pictures = [overlay("first"), overlay("second")]
     page.on_validation(5, scores, pictures)
     assert is_live(path)
-    assert path.read_text().count("first:") == 4
+    assert path.read_text().count('alt="first:') == 4
     result = {"steps": config.train.steps, "miou": 0.5}
     (tmp_path / "r" / "result.json").write_text(json.dumps(result))
     config.export.enabled = False

@@ -27,12 +27,12 @@ from segpipe.run.callbacks import open_tracker
 from segpipe.run.pictures import Picture
 from segpipe.run.trackers import check_tracking, run_id
 from segpipe.run.tracking import read_metrics
-from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 from segpipe.settings.config import (
     FREE_KEYS,
     SETTINGS,
     Config,
+    check,
     from_mapping,
     to_mapping,
 )
@@ -379,7 +379,7 @@ def test_a_tracker_of_your_own_is_a_class_with_four_methods(
     check(config, world_size=1)
     assert config.import_paths == [], "it cannot reach the numbers"
     check_tracking(config)
-    tracker = open_tracker(config, config.run_dir, 4, rank=0, ends_later=True)
+    tracker = open_tracker(config, config.run_dir, 4, rank=0)
     values = {
         "loss": 1.5,
         "lr": math.nan,
@@ -406,7 +406,7 @@ def test_a_run_that_failed_ends_its_trackers_at_once(
 ) -> None:
     project("mine.py", OWN)
     config = tracked(finished, "mine:Lines")
-    tracker = open_tracker(config, config.run_dir, None, rank=0, ends_later=True)
+    tracker = open_tracker(config, config.run_dir, None, rank=0)
     tracker.close(6)
     told = (config.run_dir / "own.txt").read_text()
     assert told.splitlines() == ["from step 0", "exit 6 []"]
@@ -421,7 +421,7 @@ def test_a_tracker_that_breaks_is_told_once_and_training_goes_on(
 ) -> None:
     project("mine.py", OWN.replace("METHOD", method))
     config = tracked(finished, "mine:Broken", "mine:Lines")
-    tracker = open_tracker(config, config.run_dir, None, rank=0, ends_later=True)
+    tracker = open_tracker(config, config.run_dir, None, rank=0)
     for step in (1, 2, 3):
         tracker.log(step, "train", {"loss": 1.0})
         tracker.call("on_validation", step, SCORES, [PICTURE])
@@ -518,7 +518,7 @@ def test_a_real_run_is_in_wandb_and_tensorboard_with_pictures(
         for each in records
         for item in each.history.item
     }
-    assert {"pictures", "worst images", "confusion_table", "classes"} <= logged
+    assert {"pictures", "confusion_table"} <= logged
     assert {"train/loss", "validation/miou"} <= logged
     artifacts = {
         each.artifact.type: [entry.path for entry in each.artifact.manifest.contents]
@@ -559,7 +559,7 @@ def test_mlflow_gets_settings_figures_and_files_and_a_resumed_run_continues(
     tracker.log(1, "train", {"loss": 1.5})
     tracker.close(1)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker.test")
-    tracker = open_tracker(config, config.run_dir, 1, rank=0, ends_later=True)
+    tracker = open_tracker(config, config.run_dir, 1, rank=0)
     tracker.call("on_validation", 7, SCORES, [PICTURE])
     tracker.close()
     tracker.end(config, RESULT)

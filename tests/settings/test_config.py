@@ -9,13 +9,13 @@ import pytest
 
 from segpipe.errors import ConfigError
 from segpipe.models import MODELS
-from segpipe.settings.check import check
 from segpipe.settings.compose import compose
 from segpipe.settings.config import (
     FREE_KEYS,
     SETTINGS,
     Config,
     changed_course,
+    check,
     config_hash,
     course,
     from_mapping,
@@ -127,8 +127,8 @@ def test_wrong_types_are_refused_by_name(key: str) -> None:
     default = value_of(Config(), key)
     for value in WRONG[kind]:
         if value == [] == default or (
-            value == ["a"] and (SETTINGS[key].numbers or SETTINGS[key].several)
-        ):  # there, refused as no number or choice
+            value in (["a"], [1.0]) and (SETTINGS[key].numbers or SETTINGS[key].several)
+        ):  # there, refused as no number or choice, or for its length
             continue
         with pytest.raises(ConfigError, match=f"^{key}"):
             with_value(key, value)
@@ -180,6 +180,8 @@ def test_numbers_become_the_declared_type() -> None:
             "augment.scale",
             ([1.0], [2.0, 1.0], [0.0, 1.0], [0.5, 11.0], [1.0, 1.0, 1.0]),
         ),
+        ("augment.gamma", ([1.0], [2.0, 1.0], [0.0, 1.0])),
+        ("augment.contrast", (1.1, [0.2], [0.2, -0.2], [-1.1, 0.0])),
         ("augment.flip", (-0.1, 1.1)),
         ("augment.hue", (0.6,)),
         ("optim.lr", (-0.1, 1e308)),
@@ -273,7 +275,7 @@ def test_the_recipe_of_a_mixture_holds_all_but_its_folders() -> None:
     [
         ([{"root": "a", "wieght": 2}], "wieght is not one of root, name, weight, map, classes, split. Did you mean"),
         ([MIX, {"root": "b"}], "gives some sets a weight and others none"),
-        ([{"root": "a", "weight": 0}], "weight = 0.0, but a value of 1e-09 to 1000000000.0 was needed"),
+        ([{"root": "a", "weight": 0}], "weight = 0.0, but a value of at least 1e-09 was needed"),
         ([{"root": "a", "weight": float("nan")}], "weight = nan, but a number"),
         ([{"root": "a", "weight": True}], "weight = True, but a number"),
         ([{"root": "a", "map": {"x": 3}}], "map = {'x': 3}, but"),
@@ -397,10 +399,12 @@ FREE = {
     "loss.teacher",
     "run.name", "run.root", "run.exists", "run.allow_fingerprint_change", "data.root", "data.classes", "data.verify",
     "data.allow_overlap", "data.hash", "data.workers", "data.start_method", "data.prefetch", "data.timeout_s",
-    "data.cache_mib", "data.max_pixels", "data.pack", "data.pack_images",
+    "data.cache_mib", "data.max_pixels", "data.pack",
     "loss.backend",
-    "augment.check", "augment.canary", "train.log_every", "train.validate_every", "train.progress", "compute.nproc",
-    "compute.timeout_s", "compute.ledger", "checkpoint.every", "checkpoint.keep_every", "checkpoint.keep_last",
+    "augment.check", "augment.canary", "train.log_every", "train.log_every_s", "train.validate_every", "train.progress",
+    "compute.nproc",
+    "compute.timeout_s", "compute.ledger", "checkpoint.every", "checkpoint.every_s", "checkpoint.keep_every",
+    "checkpoint.keep_last",
     "track.name", "track.project", "track.entity", "track.mode", "model.weights",
     "track.group", "track.job_type", "track.tags", "track.notes",
 }  # fmt: skip

@@ -1,0 +1,104 @@
+"""`segpipe check-augment` and `check-plugin`: contracts of augmentation, networks, losses and data sets, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from segpipe.checks.clause import Clause
+from segpipe.checks.data_contract import (
+    DataContract,
+    augment_clauses,
+)
+from segpipe.checks.loss_contract import CLASSES, LossContract
+from segpipe.checks.network_contract import NetworkContract
+from segpipe.data.samples import open_samples
+from segpipe.determinism import flags
+from segpipe.errors import ConfigError, DataError, ImpureAugmentError
+from segpipe.export.publish import trial_export
+from segpipe.run.console import CONSOLE, progress
+from segpipe.settings.compose import compose
+from segpipe.settings.config import Config, check
+
+# The setting that names each part.
+PARTS = {
+    "model": "model.name",
+    "loss": "loss.name",
+    "data": "data.name",
+    "augment": "augment.extra",
+}
+
+
+def check_augment(given: dict[str, Any]) -> int:
+    """Exit code: that of an impure augmentation if a probe fails."""
+    config = compose(given["overrides"])
+    check(config, world_size=1)
+    flags.apply(config.compute.threads, config.compute.mode)
+    with progress("checking augment", 3) as show:
+        found = list(augment_clauses(config, show))
+    return ImpureAugmentError.exit_code if _show(found, "augment") else 0
+
+
+def check_plugin(given: dict[str, Any]) -> int:
+    """Exit code: that of a wrong setting if a check fails."""
+    arguments = given["overrides"]
+    config = compose(arguments)
+    parts = chosen(arguments, config)
+    if not parts:
+        examples = ", ".join(f"{key}=..." for key in PARTS.values())
+        raise ConfigError(f"nothing to check. Name a plug-in with {examples}.")
+    flags.apply(config.compute.threads, "off")
+    failed = _show(clauses(config, parts), ", ".join(parts))
+    return ConfigError.exit_code if failed else 0
+
+
+def chosen(arguments: list[str], config: Config) -> list[str]:
+    """Parts that the arguments name, and those that are plug-ins."""
+    given = {text.lstrip("+").partition("=")[0] for text in arguments}
+    # Those of a configuration file are plug-ins by their import paths.
+    own = {key for key, _ in config.import_paths}
+    return [part for part, key in PARTS.items() if {part, key} & given or key in own]
+
+
+def clauses(config: Config, parts: list[str]) -> Iterator[Clause]:
+    """Clauses of these parts, as they are checked."""
+    if "model" in parts:
+        num_classes = _num_classes(config)
+        yield from NetworkContract(config, num_classes, export=trial_export).clauses()
+    if "loss" in parts:
+        yield from LossContract(config).clauses()
+    if "data" in parts:
+        for split in dict.fromkeys(("train", config.data.split)):
+            yield from DataContract(config, split).clauses()
+    if "augment" in parts:
+        yield from augment_clauses(config)
+
+
+def _num_classes(config: Config) -> int:
+    """Classes of the data set, or of an example where there is none: a network is checked without data too."""
+    try:
+        return open_samples(config.data, "train", config.seed).classes.num_classes
+    except (ConfigError, DataError):
+        return CLASSES
+
+
+def _show(checked: Iterable[Clause], what: str) -> bool:
+    """Whether a check failed. Prints a table of the checks, then what is wrong and what to do."""
+    with CONSOLE.status(f"checking {what}"):
+        found = list(checked)
+    rows = Table("part", "check", "", "note")
+    for clause in found:
+        verdict = Text("passed", "green")
+        if clause.problem:
+            verdict = Text("failed", "bold red")
+        rows.add_row(clause.part, clause.name, verdict, clause.note)
+    CONSOLE.print(rows)
+    broken = [clause for clause in found if clause.problem]
+    for clause in broken:
+        CONSOLE.print(f"{clause.part}, {clause.name}: {clause.problem}")
+    result = f"{len(broken)} failed" if broken else "all passed"
+    CONSOLE.print(f"{len(found)} checks of {what}: {result}")
+    return bool(broken)

@@ -1,0 +1,262 @@
+"""`segpipe pack`, `prepare`, `split` and `import`: a data set made ready before anything is trained on it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from segpipe.data.catalog import PUBLISHED, PublishedSet, published, table_path
+from segpipe.data.data_set import DataSet
+from segpipe.data.folders import missing
+from segpipe.data.pairs import scan, scan_undivided
+from segpipe.data.readers import threaded
+from segpipe.data.samples import file_samples, image_pixels, open_samples, sequence
+from segpipe.datasets.division import divide
+from segpipe.datasets.importers import IMPORTERS
+from segpipe.datasets.importers.exported import (
+    BACKGROUND,
+    INCOMPLETE,
+    Export,
+    mask_path,
+    write_import,
+)
+from segpipe.errors import ConfigError, DataError, listed
+from segpipe.files import write_atomically
+from segpipe.run.console import CONSOLE, print_problems, progress, share_table
+from segpipe.settings.compose import compose, read
+from segpipe.settings.config import SETTINGS, check
+from segpipe.settings.groups import DataConfig
+
+SHOWN = 5  # problems of a split
+DIVISION = {"by": "sequence", "pattern": "", "seed": 0, "replace": True}
+
+
+def pack(given: dict[str, Any]) -> int:
+    """Exit code. Reads every sample once, which writes those that the pack lacks."""
+    config = compose(given["overrides"])
+    if config.data.pack == "off":
+        config = replace(config, data=replace(config.data, pack="auto"))
+    check(config, world_size=1)
+    found = [
+        part.samples
+        for split in dict.fromkeys(("train", config.data.split))
+        for part in open_samples(config.data, split, config.seed).parts()
+        if part.samples.file_pairs()
+    ]
+    if not found:
+        raise ConfigError(
+            "data.mix has no data set in files: there is nothing to pack."
+        )
+    work = [(samples, index) for samples in found for index in range(len(samples))]
+    with progress("packing", len(work)) as show:
+        threaded(_read, work, show)
+    use = sum((samples.pack_use() for samples in found), Counter[tuple[str, str]]())
+    for folder in dict.fromkeys(folder for folder, _ in use):
+        CONSOLE.print(
+            f"{folder}: {use[folder, 'intact']} samples intact, "
+            f"{use[folder, 'replaced']} replaced, {use[folder, 'added']} added"
+        )
+    return 0
+
+
+def _read(place: tuple[DataSet, int]) -> None:
+    samples, index = place
+    samples.read(index)
+
+
+def prepare(given: dict[str, Any]) -> int:
+    """Exit code. Says what to download of a published data set, and whether all of it is there."""
+    data = compose(given["overrides"]).data
+    if data.name not in PUBLISHED:
+        raise ConfigError(
+            f"data = {data.name} is not a published data set: those are {', '.join(PUBLISHED)}. For files of your own, "
+            "see segpipe doctor and docs/data.md."
+        )
+    entry = published(data.name)
+    CONSOLE.print("\n".join(_instructions(data.name, entry)))
+    if not data.root:
+        CONSOLE.print(f"Then: segpipe prepare data={data.name} data.root=FOLDER")
+        return 0
+    if not Path(data.root).is_dir():
+        CONSOLE.print(missing(Path(data.root)))
+        return DataError.exit_code
+    whole = [_is_whole(data, split, number) for split, number in entry.splits.items()]
+    if not all(whole[:2]):  # training and validation
+        return DataError.exit_code
+    CONSOLE.print(f"Then: segpipe doctor data={data.name} data.root={data.root}")
+    return 0
+
+
+def _instructions(name: str, entry: PublishedSet) -> list[str]:
+    """What to download, and where it belongs, line by line."""
+    classes, layout = entry.table.classes, entry.layout
+    places = [layout.listing or layout.table, layout.images, *layout.masks[:1]]
+    if layout.table:
+        places.append("and the files that it lists")
+    if layout.folders:
+        named = (f"{folder} for {split}" for split, folder in layout.folders.items())
+        places.append(f"SPLIT is {', '.join(named)}")
+    lines = [
+        f"{name}: {entry.title}",
+        f"  page       {entry.page}",
+        f"  download   {', '.join(entry.downloads)}",
+        f"  data.root  {entry.root}:",
+        *(f"               {place}" for place in places if place),
+        f"  classes    {classes.num_classes}: {listed(classes.names, 8)}",
+        f"  source     {entry.source}",
+    ]
+    return [*lines, f"  note       {entry.note}"] if entry.note else lines
+
+
+def _is_whole(data: DataConfig, split: str, number: int) -> bool:
+    """Whether a split has all of its pairs; prints how many, and what is missing."""
+    pairs, faults = scan(data, split)
+    of = f" of {number}" if number else ""
+    CONSOLE.print(f"{split}: {len(pairs)}{of} images with masks")
+    for fault in faults[:SHOWN]:
+        CONSOLE.print(f"  {fault}")
+    if len(faults) > SHOWN:
+        CONSOLE.print(f"  ... and more: segpipe doctor data={data.name} lists them.")
+    return not faults and len(pairs) >= number
+
+
+def split(given: dict[str, Any]) -> int:
+    """Exit code. Divides a folder of images into training and validation, whole sequences at a time."""
+    values = {
+        key.removeprefix("data."): read(SETTINGS[key], given[key])
+        for key in given
+        if key.startswith("data.")
+    }
+    data = DataConfig(name="folder", **values)
+    root = Path(data.root)
+    if not data.root or not root.is_dir():
+        raise ConfigError(
+            f"data.root = {data.root!r} is not a folder. Set data.root=FOLDER."
+        )
+    endings = (".csv",) if given["replace"] else (".csv", ".txt")
+    for path in (root / f"{name}{end}" for name in ("train", "val") for end in endings):
+        if path.exists():
+            raise ConfigError(
+                f"{path} already divides the images. Set replace=true to write train.txt and val.txt anew."
+            )
+    pairs, faults = scan_undivided(data)
+    if faults:
+        more = f" ({len(faults)} problems in all)" if len(faults) > 1 else ""
+        raise DataError(f"{faults[0]}{more}")
+    names, pixels = [pair.name for pair in pairs], None
+    if table_path(data).is_file():
+        samples = file_samples(data, pairs)
+        with progress("reading masks", len(pairs)) as show:
+            pixels = np.stack(image_pixels(samples, range(len(samples)), show))
+    ways = {key: given[key] for key in ("val", "by", "seed", "pattern")}
+    chosen = np.array(divide(names, **ways, pixels=pixels))
+    sides = {"train": ~chosen, "val": chosen}
+    for side, places in sides.items():
+        own = [names[place] for place in np.flatnonzero(places)]
+        path = root / f"{side}.txt"
+        write_atomically(path, "".join(f"{name}\n" for name in own).encode())
+        counts = Counter(sequence(name, given["pattern"]) for name in own)
+        shown = [f"{name} ({count})" for name, count in counts.most_common()]
+        CONSOLE.print(
+            f"{path}: {len(own)} images ({len(own) / len(names):.1%}) of {len(counts)} "
+            f"sequence{'s' * (len(counts) != 1)}: {listed(shown, 10)}"
+        )
+    if pixels is None:
+        CONSOLE.print(
+            f"{table_path(data)} does not exist, so classes did not count: see segpipe doctor."
+        )
+    else:
+        shares = {side: pixels[places].sum(axis=0) for side, places in sides.items()}
+        CONSOLE.print(share_table(samples.classes, shares))
+    return 0
+
+
+def import_labels(given: dict[str, Any]) -> int:
+    """Exit code. Writes labels of another format as a folder data set."""
+    source, out, name = Path(given["source"]), Path(given["out"]), given["format"]
+    if not source.exists():
+        raise ConfigError(
+            f"source = {source} does not exist. Set source to the folder of the labels."
+        )
+    try:
+        export = IMPORTERS[name](source, given["names"])
+    except (*INCOMPLETE, OSError) as error:
+        raise DataError(
+            f"{source} is not a complete {name} export ({error!r}). Export it again."
+        ) from error
+    divided = sorted({item.split for item in export.items} - {""})
+    if given["val"] and divided:
+        raise ConfigError(
+            f"val = {given['val']}, but {source} has the splits {', '.join(divided)}. Leave val out."
+        )
+    ignored = _ignored(given["ignore"], export)
+    if given["background"] == "ignore":
+        ignored.append(BACKGROUND)
+    names, ids = export.classes(given["names"], ignored)
+    origin = {
+        "format": name,
+        "source": str(source.resolve()),
+        "names": given["names"],
+        "ignored": ignored,
+    }
+    with progress("writing masks") as show:
+        try:
+            faults = write_import(
+                export,
+                names,
+                ids,
+                out,
+                origin,
+                copy=given["copy"],
+                skip=given["skip"],
+                progress=show,
+            )
+        except OSError as error:  # a full disk, say
+            raise DataError(
+                f"out = {out} cannot be written: {error}. The same command continues."
+            ) from error
+    print_problems(faults, given["lines"])
+    if not (out / "classes.yaml").is_file():
+        return _unfinished(faults, out, skip=given["skip"])
+    written = [item for item in export.items if mask_path(out, item).is_file()]
+    counts = Counter(item.split or "no split" for item in written)
+    sizes = ", ".join(f"{side}: {count}" for side, count in counts.items())
+    left_out = f"; left out: the {len(faults)} above" if faults else ""
+    CONSOLE.print(
+        f"{out}: {len(names)} classes ({listed(names, 30)}); images: {sizes}{left_out}"
+    )
+    if given["val"]:
+        split({"data.root": str(out), "val": given["val"], **DIVISION})
+    elif "no split" in counts:
+        CONSOLE.print(f"Next: segpipe split data.root={out}")
+    CONSOLE.print(f"Then: segpipe doctor data=folder data.root={out}")
+    return 0
+
+
+def _ignored(given: Sequence[str], export: Export) -> list[str]:
+    """The labels that are ignored, by their names or as one color: [0,0,0]."""
+    if len(given) != 3 or not all(part.isdigit() for part in given):
+        return list(given)
+    red, green, blue = map(int, given)
+    if (red, green, blue) in export.colors:
+        return [export.colors[red, green, blue]]
+    known = [f"{[*color]} {label}" for color, label in export.colors.items()]
+    raise ConfigError(
+        f"ignore = {[red, green, blue]} is the color of no label: {listed(known)}."
+    )
+
+
+def _unfinished(faults: Sequence[str], out: Path, *, skip: bool) -> int:
+    left = "or set skip=true to leave them out"
+    if skip:
+        left = "no image is left without them"
+    CONSOLE.print(
+        f"{len(faults)} problem{'s' * (len(faults) > 1)}: {out} has no classes.yaml yet. Correct them and repeat the "
+        f"command; {left}."
+    )
+    return DataError.exit_code

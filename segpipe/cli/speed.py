@@ -1,0 +1,349 @@
+"""`segpipe describe`, `tune-loader` and `profile`: what a network costs, and where a training spends its time.
+
+torch is imported inside the functions: `profile` sets the environment of its process first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from segpipe.determinism import flags
+from segpipe.distributed import environment
+from segpipe.errors import ConfigError
+from segpipe.files import to_json, write_atomically
+from segpipe.run.console import CONSOLE
+from segpipe.run.launch import with_steps
+from segpipe.settings.compose import compose
+from segpipe.settings.config import Config, check, config_hash
+
+if TYPE_CHECKING:
+    import torch
+
+    from segpipe.data.data_set import DataSet
+    from segpipe.distributed.group import Group
+
+SMALLEST = 32  # side of an image
+WARM_UP = 2  # forwards that are not timed
+GAIN = 0.05  # a further worker that gains less is the last one that is measured
+MARGIN = 1.2  # times the network's rate: more would only wait
+UPDATES = 4  # that are timed, after one that is not
+STEPS = 10**5  # more than are measured
+
+
+def describe(given: dict[str, Any]) -> int:
+    """Exit code. Prints sizes of a network, counted without computing anything, and its latency on this machine."""
+    config = compose(given["overrides"])
+    check(config, world_size=1)
+    size, classes = _size(given["size"]), given["classes"]
+    found = counts(config, size, classes, given["batch"])
+    if given["runs"]:
+        found |= latency(config, size, classes, given["runs"])
+    if given["json"]:
+        print(json.dumps(found))
+        return 0
+    table = Table(show_header=False)
+    for name, value in found.items():
+        plain = f"{value:,}" if isinstance(value, int) else str(value)
+        table.add_row(name.replace("_", " "), plain)
+    CONSOLE.print(table)
+    return 0
+
+
+def _size(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if not match or min(map(int, match.groups())) < SMALLEST:
+        raise ConfigError(
+            f"size = {text!r}, but HEIGHTxWIDTH from {SMALLEST}x{SMALLEST} up was needed, such as size=512x1024."
+        )
+    return int(match[1]), int(match[2])
+
+
+def counts(
+    config: Config, size: tuple[int, int], num_classes: int, batch: int
+) -> dict[str, Any]:
+    """Sizes of the network for images of `size`.
+
+    A MAC is one multiplication with its addition, in convolutions and matrix products. Activations are the values that
+    convolutions give. Memory is that of tensors alive at once in fp32, weights included, without an optimizer.
+    """
+    import torch
+
+    from segpipe.models import build_model
+
+    model = config.model
+    with torch.device("meta"):
+        net = build_model(model.name, num_classes, model.args)
+        image = torch.empty(1, 3, *size)
+        images = torch.empty(batch, 3, *size)
+    params = sum(value.numel() for value in net.parameters())
+    auxiliary = sum(value.numel() for value in net.train_only.parameters())
+    with torch.no_grad():
+        macs, activations = operations(net.eval(), image)
+        inference = _peak(lambda: net(image))
+
+    def update() -> None:
+        heads = net.train().logits(images, aux=True)
+        total = torch.stack([logits.float().sum() for logits in heads.values()]).sum()
+        total.backward()  # type: ignore[no-untyped-call]
+
+    training = _peak(update)
+    state = net.state_dict().values()
+    weights = sum(value.numel() * value.element_size() for value in state)
+    return {
+        "model": model.name,
+        "image": f"{size[0]}x{size[1]}",
+        "classes": num_classes,
+        "parameters": params - auxiliary,
+        "parameters_in_training": params,
+        "macs": macs,
+        "activations": activations,
+        "inference_memory_mib": _mib(inference + weights),
+        f"training_memory_mib_at_batch_{batch}": _mib(training + weights),
+        "output_stride": net.output_stride,
+        "size_multiple": net.size_multiple,
+    }
+
+
+def _peak(call: Callable[[], object]) -> int:
+    """Most bytes of the tensors that `call()` makes and that are alive at the same time."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.alive: dict[int, tuple[Any, int]] = {}
+            self.peak = 0
+
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = op(*args, **(kwargs or {}))
+            for leaf in tree_leaves(out):
+                if hasattr(leaf, "untyped_storage"):
+                    storage = leaf.untyped_storage()
+                    ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                    self.alive[storage._cdata] = ref, storage.nbytes()
+            for key, (ref, _) in list(self.alive.items()):
+                if ref.expired():
+                    del self.alive[key]
+            self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+            return out
+
+    with Memory() as memory:
+        call()
+    return int(memory.peak)
+
+
+def _mib(num_bytes: int) -> float:
+    return round(num_bytes / 2**20, 1)
+
+
+def operations(net: torch.nn.Module, image: torch.Tensor) -> tuple[int, int]:
+    """MACs and activations of one forward."""
+    from torch.nn.modules.conv import _ConvNd
+    from torch.utils.flop_counter import FlopCounterMode
+
+    values = 0
+
+    def count(module: torch.nn.Module, given: Any, out: torch.Tensor) -> None:
+        nonlocal values
+        values += out.numel()
+
+    layers = [layer for layer in net.modules() if isinstance(layer, _ConvNd)]
+    hooks = [layer.register_forward_hook(count) for layer in layers]
+    with FlopCounterMode(display=False) as counter:
+        net(image)
+    for hook in hooks:
+        hook.remove()
+    return counter.get_total_flops() // 2, values
+
+
+def latency(
+    config: Config, size: tuple[int, int], num_classes: int, runs: int
+) -> dict[str, Any]:
+    """Median time of one forward of one fp32 image on this machine, in ms. Other processes slow it down."""
+    import torch
+
+    from segpipe.distributed.group import choose_device
+    from segpipe.models import build_model
+
+    device = choose_device(config.compute.device, 0)
+    flags.apply(config.compute.threads, "off")
+    net = build_model(config.model.name, num_classes, config.model.args)
+    net = net.to(device).eval()
+    image = torch.zeros(1, 3, *size, device=device)
+    with torch.inference_mode():
+        times = [_seconds(lambda: net(image), device) for _ in range(WARM_UP + runs)]
+    return {
+        "latency_ms": round(1e3 * statistics.median(times[WARM_UP:]), 2),
+        "latency_runs": runs,
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    import torch
+
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def tune_loader(given: dict[str, Any]) -> int:
+    """Exit code. Prints samples per second by number of loader processes, and whether the loader limits training."""
+    config = compose(given["overrides"])
+    check(config, world_size=1)
+    import torch
+
+    from segpipe.data.samples import open_samples
+    from segpipe.distributed.group import join, leave
+
+    samples = open_samples(config.data, "train", config.seed)
+    flags.apply(config.compute.threads, config.compute.mode)
+    group = join(config.compute, {})
+    try:
+        needed = network_rate(config, group, samples)
+        gpus = torch.cuda.device_count() if group.device.type == "cuda" else 1
+        nproc = config.compute.nproc
+        ranks = gpus if nproc == "auto" else int(nproc)
+        cores = max(len(os.sched_getaffinity(0)) // ranks, 1)
+        CONSOLE.print(
+            f"The network ({config.model.name}, {group.device}) takes {needed:.1f} samples/s."
+        )
+
+        def measure(workers: int) -> float:
+            rate = loader_rate(config, group, samples, workers, given["seconds"])
+            CONSOLE.print(f"workers {workers:3}: {rate:.1f} samples/s")
+            return rate
+
+        workers, rate = choose(measure, cores, needed)
+    finally:
+        leave(group)
+    said = "The loader is not the bottleneck."
+    if rate < needed:
+        said = (
+            "The loader is the bottleneck. Keep decoded samples (data.pack=auto, see docs/data.md), remove transforms "
+            "from augment.extra, or take a machine with more cores per GPU."
+        )
+    CONSOLE.print(f"data.workers={workers} for each of {ranks} processes. {said}")
+    return 0
+
+
+def choose(
+    measure: Callable[[int], float], cores: int, needed: float
+) -> tuple[int, float]:
+    """The fewest workers that keep the network busy, or else the best number, and samples per second with them.
+
+    Measures 0, 1, 2, ... workers, up to `cores`; stops where a further one gains less than GAIN, or where there is
+    MARGIN to the rate `needed`. No worker is never enough: the network waits while the training process loads.
+    """
+    measure(0)
+    rates: list[float] = []
+    for workers in range(1, cores + 1):
+        rates.append(measure(workers))
+        gained = workers == 1 or rates[-1] >= (1 + GAIN) * rates[-2]
+        if not gained or rates[-1] >= MARGIN * needed:
+            break
+    wanted = min(MARGIN * needed, max(rates) / (1 + GAIN))
+    chosen = next(place for place, rate in enumerate(rates) if rate >= wanted)
+    return chosen + 1, rates[chosen]
+
+
+def loader_rate(
+    config: Config, group: Group, samples: DataSet, workers: int, seconds: float
+) -> float:
+    """Samples per second that `workers` loader processes deliver in the order and with the checks of a training."""
+    from segpipe.train.batches import shard_stream
+
+    # Without balance: counting the masks would take longer than this.
+    data = replace(config.data, workers=workers, balance=0.0)
+    measured = replace(config, data=data)
+    prepared = 1 + workers * (config.data.prefetch + 1)  # while the workers started
+    with closing(shard_stream(measured, group, samples, range(STEPS), None)) as stream:
+        for _ in range(prepared):
+            next(stream)
+        start, batches = time.perf_counter(), 0
+        while (passed := time.perf_counter() - start) < seconds or batches < 2:
+            next(stream)
+            batches += 1
+    return batches * config.compute.samples_per_shard / passed
+
+
+def network_rate(config: Config, group: Group, samples: DataSet) -> float:
+    """Samples per second that whole updates of the configured network take, with batches that are there already."""
+    from segpipe.train.batches import shard_stream
+    from segpipe.train.recorder import Watch
+    from segpipe.train.state import build_state
+    from segpipe.train.step import TrainStep, train_step
+
+    config = replace(
+        config,
+        data=replace(config.data, balance=0.0, workers=0),
+        loss=replace(config.loss, class_weights="none", teacher=""),
+    )
+    own = group.own_shards(config.compute.shards)
+    state = build_state(config, samples.classes, group.device)
+    step = TrainStep(config, Watch(group, state))
+    with closing(shard_stream(config, group, samples, range(1), None)) as stream:
+        shards = [next(stream) for _ in own]
+    times = [
+        _seconds(lambda: train_step(step, shards), group.device)
+        for _ in range(1 + UPDATES)
+    ]
+    return config.global_batch / min(times[1:])
+
+
+def profile(given: dict[str, Any]) -> int:
+    """Exit code. Prints the parts of an update with advice, and writes a trace."""
+    config = compose(given["overrides"])
+    check(config, world_size=1)
+    flags.set_environment(
+        environment.local_world_size() * config.compute.threads, config.compute.mode
+    )
+    from segpipe.distributed import group as processes
+    from segpipe.train.profiling import measure
+
+    config = with_steps(config)
+    group = processes.join(config.compute, {"configuration": config_hash(config)})
+    folder = config.run_dir.with_name(f"{config.run_dir.name}_profile")
+    own = folder / f"rank{group.rank:02d}" if group.world_size > 1 else folder
+    try:
+        found = measure(config, group, own)
+    finally:
+        processes.leave(group)
+    if not group.is_main:
+        return 0
+    write_atomically(folder / "profile.json", to_json(found))
+    table = Table("part of an update", "ms", "share")
+    for name, ms in found["parts"].items():
+        table.add_row(name, f"{ms:.1f}", f"{ms / found['update_ms']:.1%}")
+    CONSOLE.print(
+        f"{config.model.name} on {group.device.type}, shards per process: "
+        f"{len(group.own_shards(config.compute.shards))}, of {config.compute.samples_per_shard} samples; processes: "
+        f"{group.world_size}. {found['update_ms']:.1f} ms per update, {found['images_per_second']:.1f} images/s per "
+        f"process"
+    )
+    CONSOLE.print(table)
+    CONSOLE.print(
+        f"loader: {found['sample_ms']:.1f} ms to read and augment a sample in one process; "
+        f"data.workers={config.data.workers}."
+    )
+    for sentence in found["advice"]:
+        CONSOLE.print(sentence)
+    CONSOLE.print(f"trace for ui.perfetto.dev: {own / 'trace.json'}")
+    return 0
