@@ -36,6 +36,7 @@ RECIPE = (
     "compute.samples_per_shard=2", "checkpoint.keep_every=2", "augment.check=false", "export.enabled=false",
 )  # fmt: skip
 STEPS, LONG = 4, 100_000
+EXISTS = ("error", "resume", "replace")
 VARIABLE = {"ONEDNN_MAX_CPU_ISA": "AVX2"}  # another path of oneDNN's kernels
 Row = dict[str, Any]
 
@@ -92,7 +93,7 @@ def second_owner(folder: Path) -> Iterator[Row]:
     first = train(folder / "run", "checkpoint.keep_every=0", steps=LONG)
     while first.poll() is None and not (folder / "run" / "metrics.jsonl").exists():
         time.sleep(0.1)
-    for exists in ("error", "resume", "replace"):
+    for exists in EXISTS:
         found = ended(train(folder / "run", f"run.exists={exists}"))
         yield row(
             f"another job in the folder, run.exists={exists}", found, 2, f"{first.pid}"
@@ -232,7 +233,7 @@ PARTS: tuple[Callable[[Path, Path], Iterable[Row]], ...] = (
     lambda sound, folder: other_environment(sound, folder / "environment"),
     lambda sound, folder: changed(sound, folder / "changed"),
 )
-SMOKE = {"PARTS": PARTS[1:2]}
+SMOKE = {"PARTS": PARTS[1:2], "EXISTS": ("resume",)}
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

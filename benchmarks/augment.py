@@ -13,8 +13,8 @@ from segpipe.checks import purity
 from segpipe.data.augment import Augmenter
 from segpipe.data.samples import CachedSamples, open_samples
 from segpipe.determinism import flags
-from segpipe.settings.check import check
 from segpipe.settings.compose import compose
+from segpipe.settings.config import check
 
 PIPELINES = ("standard", "robust")
 SMOKE = {"PIPELINES": ("standard",)}

@@ -32,7 +32,10 @@ LAYOUTS = [
     *((workers, how) for workers in (1, 3) for how in ("fork", "forkserver", "spawn")),
 ]
 CONTROLS = (1, 2, 4)  # processes in mode ddp
-SMOKE = {"UNEVEN": (), "CONTROLS": (1,), "LAYOUTS": LAYOUTS[:1]}
+SMOKE = {
+    "RECIPE": (*RECIPE, "model=fast_scnn", "train.steps=1", "data.num_train=32", "data.num_val=1"),
+    "PROCESSES": (1,), "UNEVEN": (), "CONTROLS": (), "LAYOUTS": LAYOUTS[:1],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         for data in sets
         for workers, how in LAYOUTS[1:][:most]
     ]
-    cases += [Case("synthetic", processes=2, workers=3, start_method="spawn")]
+    workers, how = LAYOUTS[-1]
+    cases += [Case("synthetic", processes=2, workers=workers, start_method=how)]
     cases += [Case("synthetic", processes=number, shards=6) for number in UNEVEN[:most]]
     controls = [Case("synthetic", processes=number, mode="ddp") for number in CONTROLS]
     rows = []

@@ -30,8 +30,10 @@ RECIPE = (
     "export.enabled=false", "train.log_every=1",
 )  # fmt: skip
 KILLS_OF_A_RUN = 5  # then it may come to its end
-SMOKE = {"KILLS_OF_A_RUN": 1, "RECIPE": (*RECIPE, "train.steps=12")}
 PROCESSES, WORKERS = (1, 2, 4), (0, 1, 2)
+SMOKE = {
+    "KILLS_OF_A_RUN": 1, "RECIPE": (*RECIPE, "train.steps=8"), "PROCESSES": (1, 2), "WORKERS": (0,),
+}  # fmt: skip
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

@@ -23,12 +23,11 @@ from numpy.typing import NDArray
 from benchmarks import measure as measuring
 from segpipe.cli.commands import RUN, WHICH
 from segpipe.export.graph.formats import FORMATS
-from segpipe.export.graph.network import deploy_model, run_eager
-from segpipe.export.graph.profiles import ROBOT
+from segpipe.export.graph.network import ROBOT, deploy_model, run_eager
 from segpipe.native import one_thread
 from segpipe.runtime.artifact import Artifact, read_artifact
 from segpipe.runtime.session import Session
-from segpipe.settings.arguments import Setting, parse
+from segpipe.settings.compose import Setting, parse
 from segpipe.train.checkpoint import load_network
 
 CPP = Setting("cpp", "", "folder in which examples/cpp was built")

@@ -28,25 +28,21 @@ from segpipe.data.catalog import ClassTable
 from segpipe.data.data_set import Samples
 from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError
-from segpipe.export.artifact.manifest import describe
-from segpipe.export.artifact.origin import Origin
-from segpipe.export.dataset import Spread
+from segpipe.export.artifact.manifest import Origin, describe
+from segpipe.export.dataset import spread
 from segpipe.export.graph.formats import FORMATS
-from segpipe.export.graph.network import deploy_model, run_eager
+from segpipe.export.graph.lowprec import to_fp16, to_int8
+from segpipe.export.graph.network import Run, deploy_model, run_eager
 from segpipe.export.graph.onnx_format import open_onnx
-from segpipe.export.graph.profiles import Run
-from segpipe.export.lowprec.half import to_fp16
-from segpipe.export.lowprec.int8 import SCHEMES, to_int8
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.native import one_thread
-from segpipe.settings.arguments import Setting, parse, with_settings
+from segpipe.settings.compose import Setting, parse, with_settings
 from segpipe.settings.config import Config
 from segpipe.train.checkpoint import TrainedNetwork, load_network
 from segpipe.train.metrics import confusion, miou
 
-EAGER, FP32, FP16 = "eager fp32", "onnx fp32", "onnx fp16"
-INT8 = tuple(f"onnx int8 {scheme}" for scheme in SCHEMES)
+EAGER, FP32, FP16, INT8 = "eager fp32", "onnx fp32", "onnx fp16", "onnx int8"
 FP32_LIMIT, INT8_LIMIT = 1.25, 3.0  # times as fast as eager, at least
 POINTS = 1.0  # of mIoU that int8 may lose
 FASTER = 0.9  # int8 must take at most this share of what fp32 takes, else an export refuses it
@@ -67,7 +63,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     config = with_settings(trained.config, settings)
     samples = open_samples(config.data, config.data.split, config.seed)
     size = samples.read(0)[0].shape[:2]
-    spread_frames = Spread(open_samples(config.data, "train", config.seed), FRAMES)
+    spread_frames = spread(open_samples(config.data, "train", config.seed), FRAMES)
     frames = [image for image in spread_frames if image.shape[:2] == size]
     if not frames:
         raise ConfigError(
@@ -117,15 +113,11 @@ def compare(
             name: round(100 * (quality[EAGER] - value), 3)
             for name, value in quality.items()
         }
-        kept = tuple(
-            name for name in INT8 if lost[name] <= POINTS
-        )  # an export chooses among those that pass, too
-        found = timed(runs, frames[0], repeats, kept or INT8)
-    best = found["int8"]
+        found = timed(runs, frames[0], repeats)
     reached = found["times_as_fast_as_eager"]
-    if lost[best] > POINTS:
+    if lost[INT8] > POINTS:
         found["verdict"] = (
-            f"{best} loses {lost[best]:g} points of mIoU: more than {POINTS:g}, an export refuses it"
+            f"{INT8} loses {lost[INT8]:g} points of mIoU: more than {POINTS:g}, an export refuses it"
         )
     return {
         **found,
@@ -133,8 +125,8 @@ def compare(
         "miou": {name: round(value, 5) for name, value in quality.items()},
         "points_lost": lost,
         "passed": measuring.holds(reached[FP32], at_least=FP32_LIMIT)
-        and measuring.holds(reached[best], at_least=INT8_LIMIT)
-        and lost[best] <= POINTS,
+        and measuring.holds(reached[INT8], at_least=INT8_LIMIT)
+        and lost[INT8] <= POINTS,
     }
 
 
@@ -174,10 +166,10 @@ def speed(
             **found,
             "size_mib": sizes,
             "fast": reached[FP32]["low"] >= FP32_LIMIT
-            and reached[found["int8"]]["low"] >= INT8_LIMIT,
+            and reached[INT8]["low"] >= INT8_LIMIT,
             "operators": {
                 name: operators(_path(Path(folder), name), frames[0])
-                for name in (FP32, found["int8"])
+                for name in (FP32, INT8)
             },
         }
 
@@ -211,14 +203,13 @@ def forms(
     """The network in every form, ready to run, and the size of each file in MiB. Call it inside `one_thread`."""
     model = deploy_model(trained)
     size = (frames[0].shape[0], frames[0].shape[1])
-    paths = {name: _path(folder, name) for name in (FP32, FP16, *INT8)}
+    paths = {name: _path(folder, name) for name in (FP32, FP16, INT8)}
     script = folder / "model.torchscript.pt"
     manifest = describe(trained, model, size, Origin(), {})
     FORMATS["onnx"].write(model, size, manifest, paths[FP32], folder / "probe.onnx")
     FORMATS["torchscript"].write(model, size, manifest, script, folder / "probe.pt")
     to_fp16(paths[FP32], paths[FP16])
-    for scheme in SCHEMES:
-        to_int8(paths[FP32], paths[f"onnx int8 {scheme}"], frames, scheme=scheme)
+    to_int8(paths[FP32], paths[INT8], frames)
     runs = {
         EAGER: run_eager(model),
         "torchscript": FORMATS["torchscript"].open(script, model.profile),
@@ -230,14 +221,11 @@ def forms(
     }
 
 
-def timed(
-    runs: dict[str, Run], image: Image, repeats: int, int8: Sequence[str] = INT8
-) -> dict[str, Any]:
-    """Latency of every form, ratios to eager, the fastest of `int8`, its ratio to fp32, and what follows for it."""
+def timed(runs: dict[str, Run], image: Image, repeats: int) -> dict[str, Any]:
+    """Latency of every form, ratios to eager, int8's ratio to fp32, and what follows for it."""
     arms = {name: (lambda run=run: run(image)) for name, run in runs.items()}
     seconds = measuring.interleaved(arms, repeats=repeats, clock=time.process_time)
-    best = min(int8, key=lambda name: float(np.median(seconds[name])))
-    over_fp32 = measuring.ratio(seconds[best], seconds[FP32])
+    over_fp32 = measuring.ratio(seconds[INT8], seconds[FP32])
     return {
         "latency": {
             name: measuring.summary(values) for name, values in seconds.items()
@@ -247,9 +235,8 @@ def timed(
             for name, values in seconds.items()
             if name != EAGER
         },
-        "int8": best,
         "int8_over_fp32": over_fp32,
-        "verdict": f"{best} takes {over_fp32['ratio']:.2f} of fp32's time: "
+        "verdict": f"{INT8} takes {over_fp32['ratio']:.2f} of fp32's time: "
         + (
             "a win"
             if over_fp32["ratio"] <= FASTER

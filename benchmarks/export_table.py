@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.measure import interleaved, machine
 from segpipe.cli.main import main as segpipe
 from segpipe.data.samples import open_samples
-from segpipe.export.artifact.manifest import describe
-from segpipe.export.artifact.origin import Origin
+from segpipe.export.artifact.manifest import Origin, describe
 from segpipe.export.convert import convert
 from segpipe.export.dataset import Check, gather
 from segpipe.export.gates.comparison import (
+    LIMITS,
     Candidate,
     as_trained,
     compare,
@@ -38,7 +38,6 @@ from segpipe.export.gates.comparison import (
     gate_mask,
     gate_preprocessing,
 )
-from segpipe.export.gates.limits import LIMITS
 from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.network import deploy_model, run_eager
 from segpipe.export.verify_report import ExportReport
@@ -47,7 +46,7 @@ from segpipe.native import one_thread
 from segpipe.train.checkpoint import TrainedNetwork, load_network
 
 SIZE = (192, 384)
-KINDS = [("onnx", "fp32"), ("onnx", "fp16"), ("torchscript", "fp32"), ("pt2", "fp32")]
+KINDS = [("onnx", "fp32"), ("onnx", "fp16"), ("torchscript", "fp32")]
 MARKS = ("<!-- table: benchmarks/export_table.py -->", "<!-- end of table -->")
 ROUNDS = 7
 

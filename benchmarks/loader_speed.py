@@ -31,8 +31,8 @@ from segpipe.data import augment
 from segpipe.data.augment import Augmenter
 from segpipe.data.loader import train_batches
 from segpipe.data.order import Order
+from segpipe.data.ring import keep_memory
 from segpipe.data.samples import FileSamples, open_samples
-from segpipe.data.workers import keep_memory
 from segpipe.keys import sample_key
 from segpipe.settings.groups import AugmentConfig, DataConfig
 
@@ -125,24 +125,17 @@ def _arms(claim: str, samples: FileSamples, root: Path) -> dict[str, measuring.A
         "pidnet": Pidnet(CROP, SCALE),
     }
     own: dict[str, measuring.Arm] = {"segpipe": _own(samples)}
-    if claim == "C2":
+    if claim in ("C2", "C3"):
         own = {"segpipe": _own(_packed(samples, root / "pack"))}
-    if claim == "C3":
-        own = {
-            "segpipe": _own(_packed(samples, root / "pack", "file")),
-            "segpipe, no pack": _own(samples),
-        }
     return own | {
         name: _recipe(recipe, files, PART) for name, recipe in recipes.items()
     }
 
 
-def _packed(samples: FileSamples, folder: Path, images: str = "raw") -> FileSamples:
+def _packed(samples: FileSamples, folder: Path) -> FileSamples:
     """The samples with a pack that is built, and whose samples this process has checked."""
     root = str(Path(samples.pairs[0].image).parents[2])
-    packed = _opened(
-        DataConfig(name="folder", root=root, pack=str(folder), pack_images=images)
-    )
+    packed = _opened(DataConfig(name="folder", root=root, pack=str(folder)))
     for _ in range(2):
         for index in range(len(packed)):
             packed.read(index)

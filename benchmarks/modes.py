@@ -34,7 +34,7 @@ MODES = (
 NO_TF32 = "off, no TF32"  # measured on GPUs: elastic forbids TF32, which is a matter of precision and not of order
 LIMIT = 1.03  # elastic over off
 SIZE, BATCH, THREADS = 512, 2, 2
-SMOKE = {"SIZE": 64, "MODES": ("off", "elastic", "elastic+ledger")}
+SMOKE = {"SIZE": 64, "THREADS": 1, "MODES": ("off", "elastic", "elastic+ledger")}
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

@@ -67,7 +67,7 @@ MODULES: dict[
     ),
     "segpipe/ledger/divergence.py": ("tests/ledger/test_divergence.py",),
     "segpipe/distributed/reduce.py": ("tests/distributed/test_reduce.py",),
-    "segpipe/train/optim.py": ("tests/train/test_optim.py",),
+    "segpipe/train/state.py": ("tests/train/test_optim.py",),
     "segpipe/train/checkpoint.py": (
         "tests/train/test_checkpoint.py",
         "tests/train/test_state.py",
@@ -80,7 +80,6 @@ MODULES: dict[
         "tests/train/test_step.py",
         "tests/train/test_loopback.py",
     ),
-    "segpipe/export/gates/limits.py": GATES,
     "segpipe/export/gates/comparison.py": GATES,
     "segpipe/export/gates/judge.py": JUDGE,
     "segpipe/export/dataset.py": JUDGE,
@@ -89,7 +88,6 @@ MODULES: dict[
         *GATES,
         "tests/export/test_temperature.py",
     ),
-    "segpipe/export/gates/latency.py": GATES,
 }
 PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torchvision", "cv2", "albumentations", "hydra", "onnx",
              "onnxruntime", "pytest", "psutil", "rich")  # fmt: skip

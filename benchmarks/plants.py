@@ -35,7 +35,8 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.run import launch
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
-from segpipe.train import engine, gradients, optim, step
+from segpipe.train import engine, gradients, step
+from segpipe.train import state as optim
 from segpipe.train.state import TrainState
 
 MODULE, LAYER, NORM = "ppm.out.0", "ppm.out.0.weight", "ppm.out.1.running_mean"
@@ -433,13 +434,14 @@ def run_all(
     *,
     rank: int = RANK,
     shard: int = SHARD,
-    recipe: tuple[str, ...] = RECIPE,
+    recipe: tuple[str, ...] | None = None,
 ) -> dict[str, str]:
     """Runs of `names` by one group of processes; what each said when it stopped."""
     context = mp.get_context("spawn")
     said = context.Queue()
     driver = context.Process(
-        target=_drive, args=(Job(world_size, folder, names, rank, shard, recipe), said)
+        target=_drive,
+        args=(Job(world_size, folder, names, rank, shard, recipe or RECIPE), said),
     )
     driver.start()
     found: dict[str, str] = {}
@@ -460,7 +462,12 @@ def run_all(
     return found
 
 
-SMOKE = {"PLANTS": {"pixel": PLANTS["pixel"]}}
+WORLDS = (4, 16)  # processes without and with faults
+SMOKE = {
+    "PLANTS": {"pixel": PLANTS["pixel"]},
+    "WORLDS": (1, 2),
+    "RECIPE": (*RECIPE, "train.steps=2", "train.precision=fp32", "data.num_val=1"),
+}
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -469,12 +476,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     rows = []
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        run_all(4, folder / "four", [""])
-        said = run_all(16, folder / "sixteen", ["", *PLANTS])
-        baseline = read_run(folder / "four" / "baseline")
-        control = compare(baseline, read_run(folder / "sixteen" / "baseline"))
+        run_all(WORLDS[0], folder / "few", [""])
+        said = run_all(WORLDS[1], folder / "many", ["", *PLANTS])
+        baseline = read_run(folder / "few" / "baseline")
+        control = compare(baseline, read_run(folder / "many" / "baseline"))
         for name, plant in PLANTS.items():
-            found = compare(baseline, read_run(folder / "sixteen" / name))
+            found = compare(baseline, read_run(folder / "many" / name))
             row = {
                 "plant": name,
                 "what": plant.what,
@@ -485,7 +492,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             rows.append(row)
             Console(stderr=True).print(rows[-1], soft_wrap=True)
     return {
-        "what": f"{' '.join(RECIPE)}; 16 processes with a fault against 4 without",
+        "what": f"{' '.join(RECIPE)}; {WORLDS[1]} processes with a fault against {WORLDS[0]} without",
         "machine": measuring.machine(),
         "control": control.sentence,
         "plants": rows,

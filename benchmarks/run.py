@@ -54,7 +54,7 @@ CLAIMS = {  # id: what is measured, and the module whose `measure` does it
         "loader_speed",
     ),
     "C3": (
-        "loader from a pack of JPEG files (data.pack_images=file), against torchvision's recipe from the files",
+        "loader from a warm pack of JPEG files, against torchvision's recipe from the files",
         "loader_speed",
     ),
     "C4": (
@@ -65,6 +65,10 @@ CLAIMS = {  # id: what is measured, and the module whose `measure` does it
     "C10": (
         "seconds to --help, and from the start of a run to its first update",
         "startup",
+    ),
+    "host": (
+        "what the host does in an update of a GPU: operators, launches, processor time; needs no GPU",
+        "host",
     ),
     "ledger": (
         "cost of the digests that every run, and an audit, writes down",
@@ -99,6 +103,10 @@ CLAIMS = {  # id: what is measured, and the module whose `measure` does it
         "trace",
     ),
     "crash": ("equal digests after a rank was killed at random moments", "crash"),
+    "cluster": (
+        "two machines in namespaces: faults of links, machines and ranks end named, and resume",
+        "cluster",
+    ),
 }
 WITH_SETTINGS = {
     "C8": "run=runs/NAME and more",

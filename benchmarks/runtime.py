@@ -38,7 +38,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         segmenter = Segmenter.load(folder)
     except ArtifactError as error:
         raise SegpipeError(str(error)) from error
-    found = bench(segmenter, given.repeats or 10_000, 1)
+    found = bench(segmenter, given.repeats or 10_000)
     added, size = overhead(segmenter, min(given.repeats or 300, 300)), found["size"]
     limit = OVERHEAD_MS * max(1.0, size[0] * size[1] / OVERHEAD_PIXELS)
     return {

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.profiler import profile
 
 from benchmarks import measure as measuring
 from benchmarks.baselines import loops
@@ -21,14 +22,14 @@ from segpipe.losses.boundary import boundary_target
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
-from segpipe.train.profiling import Spans
+from segpipe.train.profiling import spent
 from segpipe.train.recorder import Watch
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep, train_step
 
 MUST = {"fp32": 1.3, "bf16": 2.0}  # PIDNet-style step in fp32 over ours
 SIZE, BATCH, THREADS = 512, 2, 2
-SMOKE = {"SIZE": 64}
+SMOKE = {"SIZE": 64, "THREADS": 1}
 OURS = ("segpipe fp32", "segpipe bf16")
 
 
@@ -64,7 +65,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Seconds per step of every arm, ratios to the PIDNet-style step, the parts of ours, and the same loss in both."""
     scene = Scene(torch.device("cpu"), SIZE, BATCH)
     flags.set_environment()
-    updates = arms(scene)
+    updates = arms(scene, threads=THREADS)
     seconds = measuring.interleaved(
         {name: update.run for name, update in updates.items()},
         repeats=given.repeats or 20,
@@ -221,14 +222,11 @@ def parts(update: Update, *, rounds: int = 5) -> dict[str, float]:
     """Milliseconds of each part of an update of ours: medians would need a sync, so means."""
     assert update.step is not None
     update.prepare()
-    spans = Spans(update.step.group.device)
-    spans.attach(update.step.watch)
-    for _ in range(rounds):
-        update.run()
-    found = {
-        name: round(1000 * spent / rounds, 2) for name, spent in spans.take().items()
-    }
-    spans.detach(update.step.watch)
+    with profile() as trace:
+        for _ in range(rounds):
+            update.run()
+    seconds = spent(trace, update.step.group.device)
+    found = {name: round(1000 * each / rounds, 2) for name, each in seconds.items()}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
