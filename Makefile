@@ -1,9 +1,12 @@
-# make setup | train | race-demo | test | check | wheels | docs. Everything runs in .venv, made from the locked requirements.txt.
+# make setup | train | race-demo | test | check | wheels | docs | site. Everything runs in .venv, made from the locked requirements.txt.
 PYTHON ?= python3
 RUN := .venv/bin/python
 READY := .venv/.ready
+PIP := $(RUN) -m pip install --disable-pip-version-check --no-input --quiet
+# make setup CPU=1 (or train, ...) leaves out 3 GB of CUDA; torch is then what pip finds for this, and torchvision is missing.
+TORCH ?= torch>=2.11
 
-.PHONY: setup train race-demo test quick mutants check wheels docs lock clean
+.PHONY: setup train race-demo test quick mutants check wheels docs site lock clean
 
 setup: $(READY)
 
@@ -11,9 +14,16 @@ setup: $(READY)
 $(READY): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	$(RUN) -m pip install --disable-pip-version-check --no-input --quiet --require-hashes -r requirements.txt
-	$(RUN) -m pip install --disable-pip-version-check --no-input --quiet --no-deps --no-build-isolation --editable .
-	$(RUN) -c 'import torch, torchvision, albumentations, cv2; print("torch", torch.__version__, "torchvision", torchvision.__version__)'
+ifdef CPU
+	$(RUN) packaging/cpu.py > .venv/cpu.txt
+	$(PIP) --require-hashes --no-deps -r .venv/cpu.txt
+	$(PIP) --no-deps "$(TORCH)"
+	@$(RUN) -c 'import torch; assert torch.version.cuda is None' 2>/dev/null || { echo 'make CPU=1: pip found no CPU build of torch. Name an index or a folder that has one in PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, or its file as TORCH=FILE.whl; "Get started" of PyTorch says where CPU builds are. Then repeat the command.'; exit 2; }
+else
+	$(PIP) --require-hashes -r requirements.txt
+endif
+	$(PIP) --no-deps --no-build-isolation --editable .
+	$(RUN) -c 'import torch, albumentations, cv2; print("torch", torch.__version__)'
 	@touch $@
 
 train: $(READY)
@@ -30,11 +40,11 @@ check: $(READY)
 	$(RUN) -m mypy --python-version 3.10 --follow-imports silent segpipe/runtime
 
 test: check
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # What matters, in about 2 minutes: all tests but those that start processes or take long.
 quick: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 # Changes the core in one place at a time and runs that module's tests: which change does no test notice? 15 minutes;
 # python -m benchmarks.mutants --all tries every change.
@@ -48,6 +58,11 @@ wheels: $(READY)
 docs: $(READY)
 	$(RUN) -m segpipe.cli.help > docs/settings.md
 	$(RUN) -m segpipe.cli.help commands > tests/cli/help.txt
+
+# The pages with search, for a browser or any web server: dist/site/index.html. A dead link between pages ends it.
+site: $(READY)
+	$(PIP) "mkdocs-material>=9.8,<10"
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict --config-file packaging/site/mkdocs.yml
 
 # Needs uv. Writes the lock from the ranges in pyproject.toml.
 lock:

@@ -21,6 +21,22 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+# Files that take longest, the longest first: neither of two processes is left alone with one at the end.
+LONGEST = (
+    "benchmarks/test_smoke.py", "run/test_launch.py", "models/test_every_network.py", "run/test_folder.py",
+    "train/test_train.py", "cli/test_gpu_check.py", "test_tutorial.py", "examples/test_cluster.py",
+    "audit/test_audit.py",
+    "train/test_recorder.py", "benchmarks/test_mutants.py", "export/test_export.py", "export/test_verify.py",
+    "run/test_sweep.py", "data/test_loader.py", "examples/test_example_plugin.py", "checks/test_purity.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take longest first; the rest stays in its order."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Seed the global generators before any fixture, and undo the determinism that a command of an earlier test set.
@@ -80,11 +96,11 @@ def project(
 @pytest.fixture(scope="module")
 def quick_exports() -> Iterator[None]:
     """One thread and no wait for steady latencies, which tests of exports do not measure."""
-    from segpipe.export.gates import latency
+    from segpipe.export.gates import judge
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latency, "SECONDS", 0.0)
+        patch.setattr(judge, "SECONDS", 0.0)
         yield
     torch.set_num_threads(threads)

@@ -17,7 +17,6 @@ import time
 import uuid
 import warnings
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass
@@ -41,13 +40,9 @@ from torch.utils.data import get_worker_info
 from segpipe.checks.purity import (
     ANOTHER_WORKER,
     CALLS,
-    GLOBALS,
-    INPUT,
-    KEY,
     REPEAT,
     STATE,
 )
-from segpipe.data.augment import ScaleCrop
 from segpipe.settings.groups import AugmentConfig
 
 LAST = {"number": 0}
@@ -157,20 +152,6 @@ class OpencvGlobal(Planted):
         return int.from_bytes(cv2.randu(np.zeros((8, 1), np.uint8), 0, 255).tobytes())
 
 
-class OpencvSeed(Planted):
-    """As GaussNoise does: the output is right, but the state of OpenCV's generator has changed, and 16 bits are few."""
-
-    def number(self) -> int:
-        cv2.setRNGSeed(self.py_random.getrandbits(16))
-        return int.from_bytes(cv2.randu(np.zeros((8, 1), np.uint8), 0, 255).tobytes())
-
-
-class LeavesSeed(Planted):
-    def number(self) -> int:
-        np.random.seed(0)
-        return 1
-
-
 class OwnGenerator(Planted):
     def __init__(self) -> None:
         super().__init__()
@@ -183,30 +164,6 @@ class OwnGenerator(Planted):
 class UnseededGenerator(Planted):
     def number(self) -> int:
         return int(np.random.default_rng().integers(2**62))
-
-
-class IgnoresKey(Planted):
-    def number(self) -> int:
-        return int(np.random.default_rng(0).integers(2**62))
-
-
-class InPlace(Planted):
-    def apply(self, img: np.ndarray, **_: object) -> np.ndarray:
-        img[0, 0] += 1
-        return img
-
-
-class InPlaceByOpencv(Planted):
-    def apply(self, img: np.ndarray, **_: object) -> np.ndarray:
-        cv2.rectangle(img, (0, 0), (9, 9), (1, 2, 3), -1)
-        return img
-
-
-class LazyCrop(ScaleCrop):
-    """Gives back views of the sample, which a cache may hold."""
-
-    def _resample(self, array: np.ndarray, *_: object, **__: object) -> np.ndarray:
-        return array[: self.crop_size[0], : self.crop_size[1]]
 
 
 class FirstResult(Planted):
@@ -381,30 +338,14 @@ class UuidByName(Planted):
         return uuid4().int
 
 
-class UnseededByName(Planted):
-    def number(self) -> int:
-        return int(default_rng().random() < 0.001)
-
-
 class Address(Planted):
     def number(self) -> int:
         return id(self) % 2
 
 
-class HashRarely(Planted):
-    def number(self) -> int:
-        return int(hash("segpipe") % 1000 == 0)
-
-
 class FileState(Planted):
     def number(self) -> int:
         return int(Path("/segpipe/flag").exists())
-
-
-class FileWriter(Planted):
-    def number(self) -> int:
-        with open(os.devnull, "w") as file:
-            return file.write("seen") // 5
 
 
 class Generating(Planted):
@@ -453,47 +394,9 @@ class InPlaceTable(Planted):
         return int(self.table["calls"][0]) // 10**6
 
 
-class ThreadsThatStay(Planted):
-    """The clock is read in a thread that the first call has started."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = ThreadPoolExecutor(1)
-
-    def number(self) -> int:
-        return self.pool.submit(time.time_ns).result() // 10**18
-
-
-class OtherCode(Planted):
-    """All that comes after it runs OpenCV's plain code, which rounds otherwise."""
-
-    def number(self) -> int:
-        cv2.setUseOptimized(False)
-        return 1
-
-
-class TorchSwitch(Planted):
-    """With data.workers=0 it reaches the training."""
-
-    def number(self) -> int:
-        torch.backends.cuda.matmul.allow_tf32 = True
-        return 1
-
-
-class SetsVariable(Planted):
-    def number(self) -> int:
-        os.environ["SEGPIPE_TEST"] = "1"
-        return 1
-
-
 class AnotherClock(Planted):
     def number(self) -> int:
         return int(time.clock_gettime(time.CLOCK_REALTIME)) // 10**6
-
-
-class Proc(Planted):
-    def number(self) -> int:
-        return Path("/proc/self/stat").read_text().count("segpipe")
 
 
 class Node(Planted):
@@ -884,15 +787,10 @@ HONEST = (
 CORPUS = {
     kind: probe
     for probe, kinds in {
-        INPUT: (InPlace, InPlaceByOpencv),
         CALLS: (
-            Clock, Entropy, Uuid, UnseededGenerator, ProcessId, OpencvThreads, WorkersRead, WorkersByName, Environment,
-            Rank, Thread, EntropyByName, ClockByName, ClockAsDefault, Date, Secret, UuidByName, UnseededByName, Address,
-            HashRarely, FileState, FileWriter, AnotherClock, Proc, Node, Child, Descriptor,
-        ),
-        GLOBALS: (
-            NumpyGlobal, PythonGlobal, PythonByName, TorchGlobal, OpencvGlobal, OpencvSeed, LeavesSeed, ThreadsThatStay,
-            OtherCode, TorchSwitch, SetsVariable,
+            Clock, Entropy, Uuid, ProcessId, OpencvThreads, WorkersRead, WorkersByName, Environment,
+            Rank, Thread, EntropyByName, ClockByName, ClockAsDefault, Date, Secret, UuidByName, Address, FileState,
+            AnotherClock, Node, Child, Descriptor,
         ),
         STATE: (
             StaleParameters, SelfCounter, ClassCounter, SilentCounter, SecondCall, OwnGenerator, OneBuffer, Writer,
@@ -900,9 +798,11 @@ CORPUS = {
             DataclassCurriculum, ParamsCurriculum, SlotsCurriculum, SharedCurriculum, ArrayCurriculum, NormCurriculum,
             ClassCurriculum, OwnTorchGenerator,
         ),
-        REPEAT: (ContextVariable, SameTwice),
-        KEY: (IgnoresKey, FirstResult),
-        ANOTHER_WORKER: (FunctionAttribute, ShapeCache, ClassDict, InitialSeed),
+        REPEAT: (
+            ContextVariable, SameTwice, NumpyGlobal, PythonGlobal, PythonByName, TorchGlobal, OpencvGlobal,
+            UnseededGenerator,
+        ),
+        ANOTHER_WORKER: (FirstResult, FunctionAttribute, ShapeCache, ClassDict, InitialSeed),
     }.items()
     for kind in kinds
 }  # fmt: skip
@@ -921,9 +821,6 @@ OF_MANY_IMAGES = {
 NAMED = {  # what the message of the check at the start says of some of them
     WorkersRead: "calls torch.utils.data.get_worker_info at impure.py:",
     Environment: "calls os.environ['OMP_NUM_THREADS'] at impure.py:",
-    FunctionAttribute: "its calls write into the attributes of FunctionAttribute.apply",
-    ShapeCache: "the cache of impure._grain",
-    ClassDict: "ClassDict.tables",
     MutableDefault: "default argument 0 of MutableDefault.apply",
     Closure: "a call changes total in the closure of Closure.count",
     Generating: "a call changes Generating.stream",
@@ -937,13 +834,8 @@ NAMED = {  # what the message of the check at the start says of some of them
     ClockAsDefault: "calls time.monotonic_ns at impure.py:",
     Date: "calls datetime.now at impure.py:",
     Secret: "calls os.urandom at impure.py:",
-    UnseededByName: "at impure.py:",
     Address: "calls builtins.id at impure.py:",
-    HashRarely: "calls hash() of text at impure.py:",
     FileState: "calls posix.stat at impure.py:",
-    FileWriter: "calls open(..., 'w') at impure.py:",
-    ThreadsThatStay: "changes the number of threads of this process",
-    OtherCode: "changes OpenCV's choice of code (setUseOptimized)",
     DataclassCurriculum: "a call changes Progress.calls",
     ParamsCurriculum: "a call changes ParamsCurriculum.params['calls']",
     SlotsCurriculum: "a call changes Counter.calls",
@@ -952,11 +844,7 @@ NAMED = {  # what the message of the check at the start says of some of them
     NormCurriculum: "impure.NORM._buffers['num_batches_tracked']",
     ClassCurriculum: "a call changes Progress.total",
     OwnTorchGenerator: "a call changes OwnTorchGenerator.torch_generator",
-    NumpyGlobal: "changes the global generator of numpy",
-    TorchSwitch: "changes torch's switches",
-    SetsVariable: "changes the environment variables",
     AnotherClock: "calls time.clock_gettime at impure.py:",
-    Proc: "calls open('/proc/self/stat') at impure.py:",
     Node: "calls platform.uname at impure.py:",
     Child: "_posixsubprocess.fork_exec at impure.py:",
 }

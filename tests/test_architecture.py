@@ -12,6 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "segpipe").rglob("*.py"))
@@ -60,6 +61,7 @@ def module_name(path: Path) -> str:
 
 
 NAMES = {module_name(path): path for path in SOURCES}
+ALL = NAMES | {module_name(path): path for path in (ROOT / "benchmarks").rglob("*.py")}
 
 
 def imports(tree: ast.Module, *, for_types: bool, package: str = "") -> set[str]:
@@ -81,7 +83,7 @@ def imports(tree: ast.Module, *, for_types: bool, package: str = "") -> set[str]
             )
             names = {f"{module}.{alias.name}" for alias in node.names}
             # `from segpipe.train import state` needs the module, `from segpipe.models import MODELS` the package.
-            found |= names if names <= NAMES.keys() else {module, *names}
+            found |= names if names <= ALL.keys() else {module, *names}
         elif (
             isinstance(node, ast.If)
             and "TYPE_CHECKING" in ast.unparse(node.test)
@@ -93,14 +95,20 @@ def imports(tree: ast.Module, *, for_types: bool, package: str = "") -> set[str]
     return found
 
 
-@cache
 def graph(*, for_types: bool) -> dict[str, frozenset[str]]:
-    """Modules of segpipe that each module imports."""
+    """Modules of segpipe that each module of segpipe imports."""
+    edges = whole_graph(for_types=for_types)
+    return {name: edges[name] & NAMES.keys() for name in NAMES}
+
+
+@cache
+def whole_graph(*, for_types: bool) -> dict[str, frozenset[str]]:
+    """Modules of segpipe and of the benchmarks that each of them imports."""
     edges = {}
-    for name, path in NAMES.items():
+    for name, path in ALL.items():
         package = name if path.stem == "__init__" else name.rpartition(".")[0]
         wanted = (
-            imports(parsed(path), for_types=for_types, package=package) & NAMES.keys()
+            imports(parsed(path), for_types=for_types, package=package) & ALL.keys()
         )
         edges[name] = frozenset(wanted - {name})
     return edges
@@ -166,12 +174,13 @@ def against_the_floors(edges: dict[str, frozenset[str]]) -> list[str]:
 
 def test_imports_have_no_cycle() -> None:
     try:
-        tuple(TopologicalSorter(graph(for_types=True)).static_order())
+        tuple(TopologicalSorter(whole_graph(for_types=True)).static_order())
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
     assert "segpipe.train.step" in graph(for_types=False)["segpipe.train.engine"], (
         "the parser sees imports"
     )
+    assert "benchmarks.bits" in whole_graph(for_types=False)["benchmarks.crash"]
 
 
 def test_import_chains_are_short() -> None:
@@ -326,6 +335,15 @@ def test_code_lines_counts_code() -> None:
         )
         == 4
     )
+
+
+def test_every_page_is_in_the_index_and_in_the_site() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    site = yaml.safe_load((ROOT / "packaging/site/mkdocs.yml").read_text())
+    named = re.findall(r"[\w-]+\.md", str(site["nav"]))
+    assert sorted(named) == sorted(pages)
+    index = (ROOT / "docs/index.md").read_text()
+    assert pages - {"index.md"} == set(re.findall(r"\]\(([\w-]+\.md)\)", index))
 
 
 @pytest.mark.parametrize(

@@ -190,8 +190,8 @@ BAD_FILES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
             "Copy it again",
         ),
     ),
-    (make_fifos, ("/train/pipe.png is a FIFO", "Remove it")),
-    (link_devices, ("/train/zero.png is a device", "Remove it")),
+    (make_fifos, ("/train/pipe.png is a folder, a FIFO or a device", "Remove it")),
+    (link_devices, ("/train/zero.png is a folder, a FIFO or a device", "Remove it")),
     (
         make_huge,
         (
@@ -268,9 +268,9 @@ BAD_TABLES: list[tuple[str | bytes, tuple[str, ...]]] = [
             for before, one in pairwise("abcdefghij")
         )
         + "names: *j",
-        ("line 2 has the alias *a. Write its value instead",),
+        ("key = a is not one of name, names",),
     ),
-    ("names: &x [*x, b]", ("has the alias *x",)),
+    ("names: &x [*x, b]", ("names holds a list or a map, but words were needed",)),
     (
         "names: [${oc.env:HOME}, b]",
         ("cannot be read as YAML: while parsing a flow sequence line 1",),
@@ -463,6 +463,10 @@ BAD_SETTINGS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (
         ("run.exists=resume",),
         ("last.pt (31 bytes) cannot be read", "truncated or foreign"),
+    ),
+    (
+        ("data.workers=8", "data.prefetch=32", "compute.samples_per_shard=65536"),
+        ("shared memory", "data.prefetch"),
     ),
 ]
 

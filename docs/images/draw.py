@@ -2,11 +2,13 @@
 
 result.jpg: validation images, targets and predictions of the run. predict.jpg: frames of a synthetic drive, and of the
 video that `segpipe predict` makes of it. divergence.svg: two short runs on the same images, of
-which the second has one changed pixel in one mask, compared by `segpipe compare`.
+which the second has one changed pixel in one mask, compared by `segpipe compare`. race.svg: the start of what `make
+race-demo` prints. speed.svg: figures of benchmarks/results.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -21,16 +23,19 @@ import cv2
 import numpy as np
 import torch
 import yaml
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
+from segpipe.data import scenes
 from segpipe.data.samples import open_samples
-from segpipe.data.synthetic import scenes
-from segpipe.data.synthetic.canvas import Canvas
+from segpipe.data.scenes import Canvas
 from segpipe.keys import generator, sample_key
 from segpipe.predict.job import read_frames
-from segpipe.predict.outputs import beside, blend
+from segpipe.predict.outputs import blend
+from segpipe.run.pages import COLORS, GREY
 from segpipe.train.checkpoint import load_network
 from segpipe.train.validate import predict
 
@@ -73,7 +78,7 @@ def draw_result(run: Path) -> None:
 
 
 def draw_predict(run: Path) -> None:
-    """Frames of a drive on top, the same frames of its overlay video below, and the legend."""
+    """Frames of a drive on top, the same frames of its overlay video below."""
     size = load_network(run, "last").config.data.size
     with tempfile.TemporaryDirectory() as made:
         drive, out = Path(made) / "drive.avi", Path(made) / "out"
@@ -103,11 +108,8 @@ def draw_predict(run: Path) -> None:
             )
             for path in (drive, out / "overlays" / "drive.mp4")
         ]
-        legend = cv2.imread(str(out / "overlays" / "drive.legend.png"))[..., ::-1]
-    picture = beside(np.vstack(rows), np.asarray(legend, np.uint8))
-    cv2.imwrite(
-        str(HERE / "predict.jpg"), picture[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 88]
-    )
+    picture = np.vstack(rows)[..., ::-1]
+    cv2.imwrite(str(HERE / "predict.jpg"), picture, [cv2.IMWRITE_JPEG_QUALITY, 88])
 
 
 def _drive(size: tuple[int, int]) -> Iterator[NDArray[np.uint8]]:
@@ -160,13 +162,74 @@ def draw_divergence(run: Path) -> None:
             cwd=folder, capture_output=True, text=True, check=False,
             env={**os.environ, "FORCE_COLOR": "1", "COLUMNS": "100"},
         )  # fmt: skip
+    _terminal("segpipe compare runs/A runs/B", shown.stdout, "divergence.svg")
+
+
+def _terminal(command: str, output: str, name: str) -> None:
+    """A command and its output as SVG."""
     console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(Text("$ segpipe compare runs/A runs/B", style="bold"))
-    console.print(Text.from_ansi(shown.stdout))
+    console.print(Text(f"$ {command}", style="bold"))
+    console.print(Text.from_ansi(output))
     svg = console.export_svg(title="")
-    (HERE / "divergence.svg").write_text(
+    (HERE / name).write_text(
         re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
     )  # no web fonts
+
+
+def draw_race() -> None:
+    """The bug that an ordinary trainer does not notice, and the refusal: the first two parts of the demo."""
+    demo = HERE.parents[1] / "examples" / "race" / "demo.py"
+    with tempfile.TemporaryDirectory() as made:
+        shown = subprocess.run(
+            [sys.executable, str(demo), made],
+            capture_output=True, text=True, check=True,
+            env={**os.environ, "FORCE_COLOR": "1", "COLUMNS": "100"},
+        )  # fmt: skip
+    lines = shown.stdout.splitlines()
+    third = next(place for place, line in enumerate(lines) if "─ 3" in line)
+    kept = [line for line in lines[:third] if "outcomes.png" not in line]
+    _terminal("make race-demo", "\n".join(kept), "race.svg")
+
+
+# Bars of speed.svg: file in benchmarks/results, place of the figure in it, and what it compares.
+SPEEDS = (
+    ("c2", "times_as_fast/torchvision", "samples from a pack / torchvision's recipe"),
+    ("c7", "threads/2/over_ours/torchvision", "validation after the logits / torchvision"),
+    ("c7", "threads/2/over_ours/pidnet", "the same / PIDNet"),
+    ("c5", "threads/2/recipe_over/native", "upsampling and loss / interpolate + cross_entropy"),
+    ("c8", "times_as_fast_as_eager/onnx int8 U8S8", "exported fast_scnn, int8 / eager torch"),
+    ("c6", "speedup_over_pidnet_style_fp32/segpipe bf16", "update of PIDNet-S, bf16 / PIDNet-style, fp32"),
+    ("c8", "times_as_fast_as_eager/onnx fp32", "exported fast_scnn, fp32 / eager torch"),
+    ("c1", "times_as_fast/torchvision", "samples from PNG files / torchvision's recipe"),
+    ("c6", "speedup_over_pidnet_style_fp32/segpipe fp32", "update of PIDNet-S, fp32 / PIDNet-style, fp32"),
+)  # fmt: skip
+
+
+def draw_speed() -> None:
+    """How many times as fast as recipes of others, with intervals."""
+    names, values, errors = [], [], []
+    for file, place, name in SPEEDS:
+        path = HERE.parents[1] / "benchmarks" / "results" / f"{file}_2cores.json"
+        found: Any = json.loads(path.read_text())
+        for key in place.split("/"):
+            found = found[key]
+        names.append(f"{file.upper()}  {name}")
+        values.append(found["ratio"])
+        errors.append((found["ratio"] - found["low"], found["high"] - found["ratio"]))
+    grey = {"text.color": GREY, "xtick.color": GREY, "ytick.color": GREY}
+    with rc_context({**grey, "axes.edgecolor": GREY, "svg.hashsalt": "segpipe"}):
+        figure = Figure(figsize=(9, 3.4), layout="constrained")
+        axes = figure.subplots()
+        bars = axes.barh(
+            names, values, xerr=np.transpose(errors), color=COLORS[0], ecolor=GREY
+        )
+        axes.bar_label(bars, [f" {value:.1f}" for value in values], padding=6)
+        axes.set_xscale("log")
+        axes.set_xlim(1, 100)
+        axes.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+        axes.invert_yaxis()
+        axes.set_title("times as fast, 2 CPU cores; bars with 95 % intervals")
+        figure.savefig(HERE / "speed.svg", transparent=True, metadata={"Date": None})
 
 
 def _train(folder: Path, name: str) -> None:
@@ -188,3 +251,5 @@ if __name__ == "__main__":
     draw_divergence(Path(sys.argv[1]))
     draw_result(Path(sys.argv[1]))
     draw_predict(Path(sys.argv[1]))
+    draw_race()
+    draw_speed()

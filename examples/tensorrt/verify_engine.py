@@ -1,6 +1,8 @@
 """Builds a TensorRT engine from an exported folder and holds it to the gates of the export, on the machine that has it.
 
-    python examples/tensorrt/verify_engine.py runs/NAME runs/NAME/export [model.plan]
+    python examples/tensorrt/verify_engine.py runs/NAME runs/NAME/export [model.plan] [export.images=N ...]
+
+The settings are those of segpipe verify, where the export was given others than the run.
 
 Export with export.profile=isaac: TensorRT has uint8 at the edge of a network only. First the graph is compared with
 TensorRT's rules, then every ONNX file of the folder passes G1 to G5 in TensorRT (the limits of its precision), then the
@@ -14,6 +16,7 @@ Sources of the rules: TensorRT 10, python_api, DataType.UINT8; operators, Identi
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,11 +27,13 @@ import onnx
 import torch
 from numpy.typing import NDArray
 
-from segpipe.cli.verify import verify
+from segpipe.cli.commands import COMMANDS
+from segpipe.cli.export import verify
 from segpipe.errors import SegpipeError
-from segpipe.export.graph.profiles import PROFILES
+from segpipe.export.graph.network import PROFILES
 from segpipe.export.verify import read_manifest
 from segpipe.runtime.engines import ENGINES, EngineError
+from segpipe.settings.compose import parse
 
 DEVICE = "cuda"
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
@@ -191,10 +196,15 @@ def golden_agreement(engine: TensorRt, folder: Path, profile: str) -> float:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code."""
-    if len(arguments) not in (2, 3):
-        print(f"usage: {sys.argv[0]} RUN FOLDER [PLAN]", file=sys.stderr)
+    settings = [given for given in arguments if "=" in given]
+    paths = [Path(given) for given in arguments if "=" not in given]
+    if len(paths) not in (2, 3):
+        print(
+            f"usage: {sys.argv[0]} RUN FOLDER [PLAN] [KEY=VALUE ...]", file=sys.stderr
+        )
         return 2
-    run, folder = map(Path, arguments[:2])
+    command = COMMANDS["verify"]
+    run, folder, plan = (*paths, Path("model.plan"))[:3]
     try:
         manifest = read_manifest(folder)
         ENGINES["tensorrt"] = TensorRt
@@ -202,9 +212,14 @@ def main(arguments: Sequence[str]) -> int:
         require_rules(
             onnx.load_from_string(content)
         )  # before the gates, since its message names the rule
+        importlib.import_module("tensorrt")  # missing: not a fault of the files
         TensorRt.plans.clear()
         report = verify(
-            {"run": str(run), "which": "last", "artifact": str(folder)},
+            parse(
+                [f"run={run}", f"artifact={folder}", *settings],
+                command.keys,
+                command.settings,
+            ),
             engines=["tensorrt"],
         )
         if content not in TensorRt.plans:
@@ -232,7 +247,7 @@ def main(arguments: Sequence[str]) -> int:
     except (EngineError, ImportError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    Path(arguments[2] if len(arguments) == 3 else "model.plan").write_bytes(engine.plan)
+    plan.write_bytes(engine.plan)
     return 0
 
 

@@ -21,6 +21,7 @@ from segpipe.errors import CheckpointError, ConfigError
 from segpipe.losses.total import backend
 from segpipe.processes import proc_lines
 from segpipe.settings.groups import LossConfig
+from segpipe.train import engine
 
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = {
@@ -307,6 +308,20 @@ def test_a_precision_without_instructions_is_emulated(
     assert {precision: flags.emulated(precision) for precision in expected} == expected
 
 
+def test_fp32_on_a_gpu_is_noted_as_slow() -> None:
+    assert "train.precision=bf16" in engine.slow_precision("cuda", "fp32")
+    assert not engine.slow_precision("cuda", "bf16")
+    assert not engine.slow_precision("cpu", "fp32")
+
+
+def test_tf32_that_is_fp32_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    assert not engine.slow_precision("cuda", "tf32")
+    assert "tf32 is fp32 here" in engine.slow_precision("cpu", "tf32")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert "tf32 is fp32 here" in engine.slow_precision("cuda", "tf32")
+
+
 def test_a_run_in_an_emulated_precision_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,3 +354,10 @@ def test_importing_the_flags_does_not_import_torch() -> None:
         "import sys; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_gradients_arrive_in_the_thread_that_asks_for_them() -> None:
+    """On a GPU autograd has a thread of its own, in which the hooks of the exchange would run."""
+    with runs.torch_restored(), torch.autograd.set_multithreading_enabled(True):
+        flags.apply(torch.get_num_threads())
+        assert not torch._C._is_multithreading_enabled()

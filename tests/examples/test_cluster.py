@@ -17,8 +17,8 @@ import yaml
 
 from runs import ROOT, finished, outcome, result, run, settings, start
 from segpipe.data.loader import PIXEL_BYTES, ROW_BYTES
-from segpipe.settings.check import check
 from segpipe.settings.compose import compose
+from segpipe.settings.config import check
 
 pytestmark = pytest.mark.slow
 

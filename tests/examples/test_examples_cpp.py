@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from exports import IMAGES, NAMES, export_run, tiny_network
-from segpipe.export.gates import latency
+from segpipe.export.gates import judge
 from segpipe.runtime.artifact import FORMAT
 
 pytestmark = pytest.mark.slow
@@ -103,7 +103,7 @@ def exported(build: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
         else ["torchscript"]
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latency, "SECONDS", 0.0)
+        patch.setattr(judge, "SECONDS", 0.0)
         folder = tmp_path_factory.mktemp("export") / "export"
         return export_run(tiny_network(), IMAGES, folder, formats, names=NAMES).folder
 

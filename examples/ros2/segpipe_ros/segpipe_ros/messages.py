@@ -100,7 +100,8 @@ def answer(segmenter: Segmenter, message: ImageMessage) -> tuple[Result, str]:
         return segmenter.refuse(frame.status), frame.reason
     result = segmenter.infer(frame.image, to_seconds(message.header.stamp))
     if result.status is Status.BAD_SHAPE:
-        needed = segmenter.artifact.shapes.describe()
+        height, width, _ = segmenter.artifact.shapes.frame
+        needed = f"{height}x{width}"
         return (
             result,
             f"{message.height}x{message.width}, but {needed} was needed: resize first",

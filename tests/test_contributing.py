@@ -1,0 +1,95 @@
+"""CONTRIBUTING.md says which files a new part touches: every built-in part is held against it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from segpipe.cli.commands import COMMANDS
+from segpipe.data.catalog import PUBLISHED
+from segpipe.data.transforms import TRANSFORMS
+from segpipe.models import MODELS
+from segpipe.run.trackers import TRACKERS
+from segpipe.settings.config import SETTINGS
+
+ROOT = Path(__file__).parents[1]
+ROW = re.compile(r"^\| an? ([a-z ]+?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
+PATH = re.compile(r"`((?:segpipe|conf|docs|tests|examples)/[\w./]+)`")
+RECIPES = {
+    kind: (PATH.findall(written), PATH.findall(named), PATH.findall(tested))
+    for kind, written, named, tested in ROW.findall(
+        (ROOT / "CONTRIBUTING.md").read_text(encoding="utf8")
+    )
+}
+BUILT_IN = {
+    "setting": SETTINGS,
+    "network": MODELS,
+    "loss of pixels": SETTINGS["loss.name"].choices,
+    "transform": TRANSFORMS,
+    "published data set": PUBLISHED,
+    "command": COMMANDS,
+    "tracker": TRACKERS,
+}
+# Widths of one architecture share its file, decoders that of their encoder, adapters to libraries one file.
+SHARES_A_FILE = {
+    "ddrnet23": "ddrnet",
+    "ddrnet23_slim": "ddrnet",
+    "ddrnet39": "ddrnet",
+    "pidnet_s": "pidnet",
+    "pidnet_m": "pidnet",
+    "pidnet_l": "pidnet",
+    "regseg_exp53": "regseg",
+    "stdc1": "stdc",
+    "stdc2": "stdc",
+    "pp_liteseg_t": "stdc",
+    "pp_liteseg_b": "stdc",
+    "efficientvit_seg_b0": "efficientvit",
+    "efficientvit_seg_b1": "efficientvit",
+    "lraspp": "packages",
+    "timm": "packages",
+    "smp": "packages",
+}
+
+
+def missing(kind: str, name: str) -> list[str]:
+    """What the recipe of `kind` asks for and the built-in part `name` lacks."""
+    written, named, _ = RECIPES[kind]
+    file_name = SHARES_A_FILE.get(name, name).replace("-", "_")
+    if kind == "command" and name in COMMANDS and COMMANDS[name].starts:
+        file_name = COMMANDS[name].starts.partition(".")[0]
+    lacking = []
+    for path in written:
+        own = name if path.startswith("conf") else file_name
+        if "NAME" in path and not (ROOT / path.replace("NAME", own)).exists():
+            lacking.append(path.replace("NAME", own))
+    last = name.rpartition(".")[2]
+    for path in named:
+        if not re.search(rf"\b{last}\b", (ROOT / path).read_text(encoding="utf8")):
+            lacking.append(f"{name} in {path}")
+    return lacking
+
+
+def test_every_kind_has_a_recipe_whose_files_exist() -> None:
+    assert RECIPES.keys() == BUILT_IN.keys()
+    paths = [
+        path for columns in RECIPES.values() for column in columns for path in column
+    ]
+    assert not [
+        path for path in paths if "NAME" not in path and not (ROOT / path).exists()
+    ]
+
+
+@pytest.mark.parametrize("kind", BUILT_IN)
+def test_every_built_in_part_follows_its_recipe(kind: str) -> None:
+    lacking = {name: missing(kind, name) for name in BUILT_IN[kind]}
+    assert not {name: what for name, what in lacking.items() if what}
+
+
+def test_a_part_that_was_forgotten_somewhere_is_found() -> None:
+    assert missing("network", "nonet") == [
+        "segpipe/models/nonet.py",
+        "conf/model/nonet.yaml",
+        "nonet in segpipe/models/__init__.py",
+        "nonet in segpipe/settings/groups.py",
+        "nonet in docs/models.md",
+    ]
