@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,17 @@ FAULT_STEP = 6
 NAMES = ("node0", "node1")
 PORT = 29511
 RECIPE = (
-    "model=fast_scnn", "data=synthetic", "data.size=[96,128]", "data.num_train=64", "data.num_val=2", "data.workers=1",
+    "model=fast_scnn", "data=synthetic", "data.size=[96,128]", "data.num_train=64", "data.num_val=2",
+    "data.workers=1",
     "augment.crop_size=[64,96]", "augment.check=false", "train.progress=false", "train.log_every=1",
     "checkpoint.every=2", "compute.shards=2", "compute.samples_per_shard=2", "compute.threads=1",
     "compute.device=cpu", "export.enabled=false", "run.exists=resume",
 )  # fmt: skip
 # The first process of a machine: it outlives torchrun, and lists what is left 3 s after its end.
 INIT = """
-hostname "$NODE"; sysctl -q -w net.ipv4.tcp_retries2=5; mount --bind "$PLACE/shm" /dev/shm; mount --bind "$PLACE/hosts" /etc/hosts
+hostname "$NODE"; sysctl -q -w net.ipv4.tcp_retries2=5
+mount --bind "$PLACE/shm" /dev/shm
+mount --bind "$PLACE/hosts" /etc/hosts
 "$@" & wait $!; echo $? > "$PLACE/code"; sleep 3
 for dir in /proc/[0-9]*; do
   pid=${dir#/proc/}
@@ -245,16 +248,17 @@ def cluster(folder: Path) -> Iterator[Cluster]:
             subprocess.run(["ip", "netns", "del", space], capture_output=True)
 
 
-def command(folder: Path, name: str, *options: str, changes: tuple[str, ...] = ()) -> list[str]:  # fmt: skip
+def command(folder: Path, name: str, *options: str) -> list[str]:
     """The words that start the run on a machine."""
     launcher = {
         "--nnodes": "2", "--nproc-per-node": "1", "--max-restarts": "0", "--shutdown-timeout": "10",
-        "--rdzv-backend": "c10d", "--rdzv-endpoint": f"node0:{PORT}", "--rdzv-id": "cluster", "--rdzv-conf": "read_timeout=15",
+        "--rdzv-backend": "c10d", "--rdzv-endpoint": f"node0:{PORT}", "--rdzv-id": "cluster",
+        "--rdzv-conf": "read_timeout=15",
         "--log-dir": "/dev/null",
     } | dict(option.split("=", 1) for option in options)  # fmt: skip
     words = [sys.executable, "-m", "torch.distributed.run"]
     words += [f"{key}={value}" for key, value in launcher.items()]
-    settings = [*RECIPE, f"train.steps={STEPS}", f"compute.timeout_s={TIMEOUT_S}", *changes]  # fmt: skip
+    settings = [*RECIPE, f"train.steps={STEPS}", f"compute.timeout_s={TIMEOUT_S}"]
     words += ["-m", "benchmarks.cluster", "train", *settings]
     return [*words, f"run.root={folder}", f"run.name={name}"]
 
@@ -275,6 +279,11 @@ def steps_done(run: Path) -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"])  # fmt: skip
     return 0
+
+
+def over(machines: Sequence[Machine]) -> bool:
+    """Whether the launchers of these machines have ended; notes when each was first seen so."""
+    return all([each.look() for each in machines])  # noqa: C419 - each is looked at
 
 
 def wait_for(what: Callable[[], Any], seconds: float) -> bool:
@@ -359,7 +368,6 @@ def provoke(folder: Path, name: str, wanted: dict[str, Any]) -> dict[str, Any]:
     with cluster(folder / f"{name}.machines") as made:
         survivors, lost = made.machines, ""
         first, second = made.machines
-        changes: dict[str, tuple[str, ...]] = {each: () for each in NAMES}
         environment = {each: {} for each in NAMES}
         if name == "version":
             environment["node1"] = other_version(folder)
@@ -373,16 +381,23 @@ def provoke(folder: Path, name: str, wanted: dict[str, Any]) -> dict[str, Any]:
             second.start(command(folder, name), **environment["node1"])
         begun = time.monotonic()
         if name in FAULTS:
-            if not wait_for(lambda: steps_done(run) >= FAULT_STEP or all([each.look() for each in made.machines]), STARTED_S) or steps_done(run) < FAULT_STEP:  # fmt: skip
-                return {**row, "passed": False, "problem": "no step", "said": [each.said()[-1500:] for each in made.machines]}  # fmt: skip
+            wait_for(
+                lambda: steps_done(run) >= FAULT_STEP or over(made.machines), STARTED_S
+            )
+            if steps_done(run) < FAULT_STEP:
+                said = [each.said()[-1500:] for each in made.machines]
+                return {**row, "passed": False, "problem": "no step", "said": said}
             begun = time.monotonic()
             survivors, lost = FAULTS[name](made)
         limit = TIMEOUT_S + MARGIN_S if name in FAULTS else PATIENCE_S
-        over = wait_for(lambda: all([each.look() for each in survivors]), limit + 60)
-        row["seconds"] = {each.name: round(each.ended - begun, 1) if each.ended else None for each in survivors}  # fmt: skip
+        ended = wait_for(lambda: over(survivors), limit + 60)
+        row["seconds"] = {
+            each.name: round(each.ended - begun, 1) if each.ended else None
+            for each in survivors
+        }
         row["codes"] = {each.name: exit_codes(each) for each in survivors}
         if name in ("delay", "late"):
-            row["passed"] = over and all((each.place / "code").read_text() == "0\n" for each in survivors)  # fmt: skip
+            row["passed"] = ended and all((each.place / "code").read_text() == "0\n" for each in survivors)  # fmt: skip
         else:
             row["named"] = {each.name: names(each, lost) for each in survivors}
             row["left"] = {each.name: each.left() if each.ended else ["torchrun"] for each in survivors}  # fmt: skip
@@ -392,7 +407,7 @@ def provoke(folder: Path, name: str, wanted: dict[str, Any]) -> dict[str, Any]:
             ]
             row["lock"] = (run / "run.lock").exists()
             row["passed"] = (
-                over
+                ended
                 and max(row["seconds"].values()) <= limit
                 and all(row["codes"][each.name] == [9] for each in judged)
                 and all(row["named"][each.name] for each in judged)

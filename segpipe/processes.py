@@ -116,7 +116,10 @@ before_end: list[Callable[[], None]] = []
 
 
 def end_process(exit_code: int) -> None:
-    """End this process at once, also where its main thread hangs; `before_end` has REMOVAL_S, as a disk may hang too."""
+    """End this process at once, also where its main thread hangs.
+
+    Each action of `before_end` has REMOVAL_S, as a disk may hang too.
+    """
     for action in tuple(before_end):
         thread = threading.Thread(target=action, daemon=True)
         thread.start()

@@ -13,6 +13,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+import torch
 
 from ledgers import header
 from segpipe import disk, native
@@ -116,10 +117,10 @@ def test_a_torn_row_is_cut_off_before_the_next_try(
 ) -> None:
     path = tmp_path / "ledger" / "rank00.bin"
     writer = LedgerWriter(path, header())
-    writer.step_row(0, {"weights": 7})
+    writer.step_row(0, {"weights": torch.tensor(7)})
     writer.flush()
     before = path.read_bytes()
-    writer.step_row(1, {"weights": 8})
+    writer.step_row(1, {"weights": torch.tensor(8)})
     fault("os.write", errno.EIO, times)
     if whole:
         writer.flush()

@@ -23,6 +23,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import struct
 import sys
 import threading
@@ -139,7 +140,10 @@ def diagnose(
 
     silent = [rank for rank in range(len(counts)) if rank not in calls]
     if silent:
-        verdict += f" No answer from {_listed(silent)}{_on(silent, hosts)}: ended, stopped, or inside a call that holds the interpreter."
+        verdict += (
+            f" No answer from {_listed(silent)}{_on(silent, hosts)}: ended, stopped, or inside a call that holds the "
+            f"interpreter."
+        )
     return verdict
 
 
@@ -460,8 +464,8 @@ class Contract:
         others = f" of {_listed(away)}{_on(away, self._hosts)}" if away else ""
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return (
-            f"rank {self._rank}{_on([self._rank], self._hosts)} lost the store at {address} ({_first_line(error)}): the "
-            f"process or machine that holds it ended, or the network{others} was cut."
+            f"rank {self._rank}{_on([self._rank], self._hosts)} lost the store at {address} ({_first_line(error)}): "
+            f"the process or machine that holds it ended, or the network{others} was cut."
         )
 
     def _accept(self, text: str, exit_code: int, *, told: bool = True) -> None:
@@ -528,17 +532,20 @@ class Stacks:
 
 
 def _limit_waits(port: int) -> None:
-    """Let no call of this process to the store at `port` wait longer than SILENT_S: where a link is cut, or a machine
-    lost its power, torch would wait for an answer for ever."""
+    """Let no call of this process to the store at `port` wait longer than SILENT_S.
+
+    Where a link is cut, or a machine lost its power, torch would wait for an answer for ever.
+    """
     limit = struct.pack("ll", int(SILENT_S), 0)
-    for descriptor in os.listdir("/proc/self/fd"):
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(fileno=os.dup(int(descriptor))) as connection,
-        ):
-            if connection.getpeername()[1] == port:
-                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                    connection.setsockopt(socket.SOL_SOCKET, option, limit)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                address = connection.getpeername()
+                if isinstance(address, tuple) and address[1] == port:
+                    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                        connection.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 def watch(

@@ -37,7 +37,13 @@ BLOCK = 1 << 15
 THREAD_BLOCKS = 4  # blocks that are worth a thread: 1 MiB
 _CPU = torch.device("cpu")
 _ARRAY, _NUMBER = ctypes.c_void_p, ctypes.c_int64
-ARGUMENTS = (*[_ARRAY] * 3, *[_NUMBER] * 3, _ARRAY, _NUMBER, _ARRAY)  # of digest.c
+ARGUMENTS: list[Any] = [
+    *[_ARRAY] * 3,
+    *[_NUMBER] * 3,
+    _ARRAY,
+    _NUMBER,
+    _ARRAY,
+]  # of digest.c
 
 
 def kernels() -> Any:
@@ -226,7 +232,7 @@ def _by_triton(
     if away:
         words = [parts[index].view(-1).view(torch.int64) for index in away]
         moved = torch.cat(words).to(device, non_blocking=True)
-        pieces = moved.split([len(each) for each in words])
+        pieces = torch.split(moved, [len(each) for each in words])
         for index, piece in zip(away, pieces, strict=True):
             parts[index] = piece
     found: Tensor = gpu_kernels(device).digests(parts, lengths, ends, BLOCK)

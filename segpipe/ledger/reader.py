@@ -207,7 +207,7 @@ def _rank_faults(
 
     A training stops there, unless it was resumed with another state than it had saved.
     """
-    faults = {}
+    faults: dict[int, tuple[int, SessionHeader]] = {}
     for header, own in zip(headers, valid, strict=True):
         here, first = common_rows(own, rows)
         wrong = np.flatnonzero(unequal(here, first))

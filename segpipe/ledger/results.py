@@ -15,8 +15,8 @@ RESULT = "result.json"
 # Of result.json: how, where and how fast it was trained. All else must be equal, above all `weights_digest`, which
 # covers every buffer of the network, also those that no ledger row holds.
 NO_RESULT = (
-    "name", "images_per_second", "train_seconds", "world_size", "config_hash", "segpipe", "mode", "versions",
-    "switches", "git", "weights",
+    "name", "images_per_second", "wall_images_per_second", "train_seconds", "world_size", "config_hash", "segpipe",
+    "mode", "versions", "switches", "git", "weights",
 )  # fmt: skip
 LONGEST_VALUE = 200  # characters in a phrase
 

@@ -93,7 +93,7 @@ def test_nccl_is_taken_where_no_two_ranks_share_a_gpu(
     """All ranks must take the same, whatever each of them sees. Here one GPU is visible to each."""
     made: list[str] = []
     # In the order of arrival.
-    cards = [{"rank": place, "gpu": gpus[place]} for place in (1, 0, 2)]
+    cards = [{"rank": place, "gpu": gpus[place], "host": "a"} for place in (1, 0, 2)]
     known = {
         "RANK": rank,
         "WORLD_SIZE": 3,
@@ -155,7 +155,10 @@ def test_instances_of_gpus_meet_over_gloo_unless_nccl_is_told_to_take_them(
 
     def meet(same: Any, timeout_s: float, gpu: str) -> tuple[Any, Any]:
         other = "b" if gpu != "MIG" else gpu
-        cards = [{"rank": 0, "gpu": gpu}, {"rank": 1, "gpu": other}]
+        cards = [
+            {"rank": 0, "gpu": gpu, "host": "a"},
+            {"rank": 1, "gpu": other, "host": "a"},
+        ]
         return dist.HashStore(), cards
 
     found = types.SimpleNamespace(uuid="a", name=name)
