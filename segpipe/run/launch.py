@@ -323,7 +323,10 @@ def work(
 
         number = environment.rank()
         where = f"rank {number} on {platform.node()}"
-        return _report(lost_rank(error, where))
+        code = _report(lost_rank(error, where))
+        # A launcher reports the rank that it sees end first: the one that was lost, not this one.
+        environment.wait_to_be_ended()
+        return code
 
 
 def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
