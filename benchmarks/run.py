@@ -66,6 +66,10 @@ CLAIMS = {  # id: what is measured, and the module whose `measure` does it
         "seconds to --help, and from the start of a run to its first update",
         "startup",
     ),
+    "start": (
+        "processor time that 20,000 images add to the start of a run, the first time and the second",
+        "data_start",
+    ),
     "host": (
         "what the host does in an update of a GPU: operators, launches, processor time; needs no GPU",
         "host",
