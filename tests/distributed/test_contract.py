@@ -150,7 +150,7 @@ def test_a_rank_that_does_not_come_is_named_with_what_is_awaited() -> None:
     ranks.enter("all_reduce", 2, 2, 2)
     for contract in ranks.contracts[:2]:
         contract.enter("all_to_all", torch.empty(5))
-    ranks.look(times=4)
+    ranks.look(times=6)
     assert re.search(
         r"collective 2, all_to_all float32 \[5\] at .*, was not reached by rank 2",
         ranks.said[0],
