@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -190,8 +192,9 @@ def sizes_of(found: Mapping[str, Input]) -> Sizes:
     sizes: Sizes = {}
     for name, source in found.items():
         sizes[name] = None
-        if isinstance(source, Path) and source.exists():
-            sizes[name] = source.stat().st_size
+        if isinstance(source, Path):
+            with suppress(OSError):
+                sizes[name] = os.stat(source).st_size
     return sizes
 
 
