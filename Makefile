@@ -1,4 +1,4 @@
-# make setup | train | race-demo | test | check | wheels | docs | site. Everything runs in .venv, made from the locked requirements.txt.
+# make setup | train | race-demo | elastic-demo | test | check | wheels | docs | site. Everything runs in .venv, made from the locked requirements.txt.
 PYTHON ?= python3
 RUN := .venv/bin/python
 READY := .venv/.ready
@@ -6,7 +6,7 @@ PIP := $(RUN) -m pip install --disable-pip-version-check --no-input --quiet
 # make setup CPU=1 (or train, ...) leaves out 3 GB of CUDA; torch is then what pip finds for this, and torchvision is missing.
 TORCH ?= torch>=2.11
 
-.PHONY: setup train race-demo test quick mutants check wheels docs site lock clean
+.PHONY: setup train race-demo elastic-demo test quick mutants check wheels docs site lock clean
 
 setup: $(READY)
 
@@ -32,6 +32,10 @@ train: $(READY)
 # A transform that shares state between calls: unnoticed elsewhere, stopped here. See docs/race.md.
 race-demo: $(READY)
 	$(RUN) examples/race/demo.py
+
+# A machine is lost during a training, and comes back: the weights are those of an undisturbed one. See docs/cluster.md.
+elastic-demo: $(READY)
+	$(RUN) examples/elastic/demo.py
 
 check: $(READY)
 	$(RUN) -m ruff format --check .

@@ -204,8 +204,8 @@ class Cluster:
         with contextlib.suppress(subprocess.CalledProcessError):
             _run(*inside, *device, *netem)
             return " ".join(netem)
-        # 1500 bytes at this rate take the delay.
-        tbf = ["tbf", "rate", f"{1500 * 8 // delay_ms}kbit", "burst", "1600", "limit", "3000000"]  # fmt: skip
+        # A kernel without netem: a narrow link instead of a delay.
+        tbf = ["tbf", "rate", "200mbit", "burst", "32kb", "limit", "3000000"]  # fmt: skip
         _run(*inside, *device, *tbf)
         rule = (
             "table inet f {\n chain out {\n type filter hook output priority 0;\n"
@@ -330,7 +330,9 @@ def dead_1(made: Cluster) -> tuple[list[Machine], str]:
 def _signal(made: Cluster, number: int, sent: signal.Signals) -> tuple[list[Machine], str]:  # fmt: skip
     for process in made.machines[number].ranks():
         process.send_signal(sent)
-    return made.machines, NAMES[number]
+    # Nothing ends a stopped process from outside but its scheduler.
+    stopped = sent == signal.SIGSTOP
+    return [made.machines[1 - number]] if stopped else made.machines, NAMES[number]
 
 
 def killed_0(made: Cluster) -> tuple[list[Machine], str]:
@@ -404,6 +406,10 @@ def provoke(folder: Path, name: str, wanted: dict[str, Any]) -> dict[str, Any]:
             judged = [
                 each for each in survivors if name == "version" or each.name != lost
             ]
+            if name.startswith("stopped"):
+                row["woken"] = woken(
+                    next(each for each in made.machines if each.name == lost)
+                )
             row["lock"] = (run / "run.lock").exists()
             row["passed"] = (
                 ended
@@ -411,6 +417,7 @@ def provoke(folder: Path, name: str, wanted: dict[str, Any]) -> dict[str, Any]:
                 and all(row["codes"][each.name] == [9] for each in judged)
                 and all(row["named"][each.name] for each in judged)
                 and not any(row["left"].values())
+                and row.get("woken", True)
             )
         row["said"] = {each.name: speech(each) for each in survivors}
     if name not in ("delay", "late"):
@@ -425,6 +432,13 @@ def provoke(folder: Path, name: str, wanted: dict[str, Any]) -> dict[str, Any]:
     row["equal"] = (run / "result.json").is_file() and digests(run) == wanted
     row["passed"] = row["passed"] and row["equal"]
     return row
+
+
+def woken(machine: Machine) -> bool:
+    """Whether a stopped rank that is continued ends, and its launcher with it."""
+    for process in machine.ranks():
+        process.send_signal(signal.SIGCONT)
+    return wait_for(machine.look, MARGIN_S)
 
 
 def exit_codes(machine: Machine) -> list[int]:
@@ -443,7 +457,7 @@ def speech(machine: Machine) -> list[str]:
     """Lines of segpipe itself: without torchrun's."""
     lines = machine.said().splitlines()
     ours = [line for line in lines if re.match(r"rank|collective|\S+ = |lost|the last", line)]  # fmt: skip
-    return ours or lines[-6:]
+    return ours or lines[-60:]
 
 
 def other_version(folder: Path) -> dict[str, str]:
@@ -451,6 +465,7 @@ def other_version(folder: Path) -> dict[str, str]:
     copy = folder / "other"
     if not copy.exists():
         shutil.copytree(ROOT / "segpipe", copy / "segpipe", ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
+        shutil.copytree(ROOT / "conf", copy / "conf")
         path = copy / "segpipe" / "__init__.py"
         path.write_text(re.sub(r'__version__ = ".*"', '__version__ = "0.0.1"', path.read_text()))  # fmt: skip
     return {"PYTHONPATH": str(copy), "PYTHONSAFEPATH": "1"}
@@ -480,7 +495,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     if reason := permitted():
         return {"what": "skipped", "reason": reason, "passed": False}
     rows = []
-    only = os.environ.get("CASES", "").split() or CASES
+    only = given.settings or CASES
     with tempfile.TemporaryDirectory(prefix="sp") as name:
         folder = Path(name)
         assert alone(folder, "alone") == 0, (folder / "alone.log").read_text()

@@ -51,7 +51,11 @@ MODULES: dict[
     str, tuple[str, ...]
 ] = {  # the tests that must notice a change of the module
     "segpipe/keys.py": ("tests/test_keys.py",),
-    "segpipe/data/order.py": ("tests/data/test_order.py",),
+    "segpipe/data/order.py": (
+        "tests/data/test_order.py",
+        "tests/data/test_draws.py",
+        "tests/train/test_canary.py",
+    ),
     "segpipe/losses/boundary.py": LOSSES,
     "segpipe/losses/cross_entropy.py": LOSSES,
     "segpipe/losses/dice.py": LOSSES,

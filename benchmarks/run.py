@@ -3,6 +3,7 @@
 C8 takes a finished run: python benchmarks/run.py C8 run=runs/NAME [which=best] [sizes=[HxW]] [--out FILE].
 engines takes a run with its export: python benchmarks/run.py engines run=runs/NAME [cpp=BUILD] [--out FILE].
 runtime takes an export: python benchmarks/run.py runtime artifact=FOLDER [--out FILE].
+cluster needs root, and takes names of cases: python benchmarks/run.py cluster [cut ...] [--out FILE].
 Prints JSON with the machine it ran on. Most take minutes; nothing else should run meanwhile. `--smoke` shows within
 seconds that a benchmark still runs: one round at the sizes in SMOKE of its module, whose figures mean nothing.
 """
@@ -116,6 +117,7 @@ WITH_SETTINGS = {
     "C8": "run=runs/NAME and more",
     "engines": "run=runs/NAME and cpp=BUILD",
     "runtime": "artifact=FOLDER",
+    "cluster": "names of cases, such as cut dead_1",
 }
 
 

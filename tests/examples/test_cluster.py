@@ -1,4 +1,4 @@
-"""docs/cluster.md and examples/cluster: their commands are valid, and two machines compute the bits of one."""
+"""docs/cluster.md, examples/cluster and elastic: their commands are valid; two machines compute the bits of one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,8 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
-from runs import ROOT, finished, outcome, result, run, settings, start
+from examples.elastic.demo import Demo
+from runs import ROOT, result
 from segpipe.data.loader import PIXEL_BYTES, ROW_BYTES
 from segpipe.settings.compose import compose
 from segpipe.settings.config import check
@@ -81,7 +82,9 @@ TRAINING = [
 def test_commands_of_the_page_are_valid(words: list[str]) -> None:
     assert len(TRAINING) >= 3
     given = options(words)
-    size = int(given.get("nnodes", 1)) * int(given.get("nproc-per-node", 1))
+    size = int(given.get("nnodes", "1").split(":")[-1]) * int(
+        given.get("nproc-per-node", 1)
+    )
     config = compose(overrides(words))
     check(config, world_size=size)
     assert config.data.root.startswith("/scratch")
@@ -169,16 +172,17 @@ def test_the_job_for_kubernetes_fits_together() -> None:
     container = pod["containers"][0]
     given = options(container["args"])
     assert spec["completionMode"] == "Indexed"
-    assert spec["completions"] == spec["parallelism"] == int(given["nnodes"])
+    assert f"1:{spec['completions']}" == f"1:{spec['parallelism']}" == given["nnodes"]
     assert (
         int(given["nproc-per-node"])
         == container["resources"]["limits"]["nvidia.com/gpu"]
     )
-    assert given["master-addr"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    host, port = given["rdzv-endpoint"].split(":")
+    assert host == f"{job['metadata']['name']}-0.{pod['subdomain']}"
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert container["ports"][0]["containerPort"] == int(given["master-port"])
+    assert container["ports"][0]["containerPort"] == int(port)
     assert pod["terminationGracePeriodSeconds"] > int(given["shutdown-timeout"])
     mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounted.keys() == {volume["name"] for volume in pod["volumes"]}
@@ -216,21 +220,10 @@ def test_the_page_gives_the_formula_of_the_loader() -> None:
     assert f"720x960 are {shared_memory(8, 6, 4, 4, 720, 960) / 2**30:.1f} GiB" in PAGE
 
 
-def test_two_machines_compute_the_bits_of_one_process(tmp_path: Path) -> None:
+def test_a_machine_is_lost_and_comes_back_with_the_bits_of_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two launchers of one host that meet as two machines would, over c10d, with one process each."""
-    changes = ("train.steps=2", "compute.shards=2", "optim.warmup_steps=0")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    meeting = [
-        "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=two", "--local-addr=localhost", "-m", "segpipe", "train",
-    ]  # fmt: skip
-    machines = [
-        start(*meeting, *settings(tmp_path / "two", *changes)) for _ in range(2)
-    ]
-    assert run(tmp_path / "one", *changes) == 0
-    for machine in machines:
-        done = finished(machine)
-        assert done.returncode == 0, done.stderr
-    assert result(tmp_path / "two")["world_size"] == 2
-    assert outcome(tmp_path / "two") == outcome(tmp_path / "one")
+    demo = Demo(tmp_path / "runs", Console(), steps=60, after=4)
+    assert demo.story(), capsys.readouterr().out
+    assert result(tmp_path / "runs" / "two")["world_size"] == 2
