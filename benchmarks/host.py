@@ -26,7 +26,10 @@ from segpipe.data.loader import ShardBatch
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group
 from segpipe.losses.total import valid_pixels
+from segpipe.models import MODELS, build_model
+from segpipe.models.resize import as_on_cuda
 from segpipe.settings.config import from_mapping
+from segpipe.train.forward import AllHeads
 from segpipe.train.recorder import Watch
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep, train_step
@@ -36,7 +39,13 @@ NETWORKS = ("pidnet_s", "ddrnet23_slim", "fast_scnn")
 FULL, UPDATES = (1024, 12), 20
 SIZE, BATCH = 64, 2
 MUST = {"pidnet_s": 900}  # launches of an update at most
-SMOKE = {"FULL": (64, 2), "UPDATES": 1, "NETWORKS": ("fast_scnn",)}
+COMPILED = tuple(name for name in MODELS if name != "smp")  # which needs a package
+SMOKE = {
+    "FULL": (64, 2),
+    "UPDATES": 1,
+    "NETWORKS": ("fast_scnn",),
+    "COMPILED": ("fast_scnn",),
+}
 # Operators without a kernel: views are known to torch, these are not.
 NO_KERNEL = ("empty", "detach", "alias", "_unsafe_view", "new_empty", "lift_fresh")
 
@@ -102,15 +111,33 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             }
             networks[name]["host_ms"]["counts"] = round(1000 * counting, 2)
     found = {name: networks[name]["launches"]["all"] for name in networks}
+    graphs = {name: graphs_of(name) for name in COMPILED}
     return {
         "what": f"an update of one shard of {BATCH} x {SIZE}x{SIZE}, bf16, OHEM, clipping, on a CPU",
         "machine": measuring.machine(),
         "networks": networks,
+        "graphs_of_a_compiled_network": graphs,
         "must": MUST,
         "passed": all(
             found[name] <= most for name, most in MUST.items() if name in found
-        ),
+        )
+        and set(graphs.values()) == {1},
     }
+
+
+def graphs_of(name: str) -> int:
+    """Pieces into which torch.compile divides a network: 1 without a graph break."""
+    graphs = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    heads = AllHeads(build_model(name, 5)).train()
+    with as_on_cuda():
+        torch.compile(heads, dynamic=False, backend=keep)(torch.zeros(2, 3, 128, 128))
+    return len(graphs)
 
 
 @contextlib.contextmanager

@@ -300,22 +300,40 @@ def _matrix(
 
         return inside / inside.sum(1, keepdim=True)
 
+    given = (kind, int(num_in), num_out, stride, like.device, like.dtype)
     # torch.export's fake tensors must not outlive their trace; torch.jit.trace compares two traces, so both build it.
-    cached = type(like) is Tensor and not _tracing()
-    key = (kind, int(num_in), num_out, stride, like.device, like.dtype)
-    if cached and key in _MATRICES:
-        return _MATRICES[key]
+    if type(like) is not Tensor or _tracing():
+        return _built(*given)
 
-    real = np.float64 if like.dtype == torch.float64 else np.float32
-    weights = WEIGHTS[kind](int(num_in), num_out, real)[stride // 2 :: stride].tolist()
+    return _kept(*given)
+
+
+def _kept(*given: Any) -> Tensor:
+    """The matrix of one axis, built once per process."""
+    if given not in _MATRICES:
+        _MATRICES[given] = _built(*given)
+
+    return _MATRICES[given]
+
+
+# torch.compile takes the matrix as a constant instead of tracing what builds it, which it cannot: what
+# torch.compiler.assume_constant_result does, without importing the compiler.
+_kept._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _built(
+    kind: str,
+    num_in: int,
+    num_out: int,
+    stride: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    real = np.float64 if dtype == torch.float64 else np.float32
+    weights = WEIGHTS[kind](num_in, num_out, real)[stride // 2 :: stride].tolist()
     # A tensor made in inference mode could not take part in a later backward.
     with torch.inference_mode(False):
-        matrix = torch.tensor(weights, dtype=like.dtype, device=like.device)
-
-    if cached:
-        _MATRICES[key] = matrix
-
-    return matrix
+        return torch.tensor(weights, dtype=dtype, device=device)
 
 
 # Of one axis, by the kind of resize.

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from segpipe.models import resize
+from segpipe.models import build_model, resize
+from segpipe.train.forward import AllHeads
 
 SIZES = [
     ((1, 1), (3, 5)),
@@ -153,3 +154,17 @@ def test_pooling_survives_tracing() -> None:
     x = torch.randn(1, 2, 7, 10)
     traced = torch.jit.trace(Pool(), x)
     assert torch.equal(traced(x), resize.adaptive_avg_pool(x, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fast_scnn", "pidnet_s", "lraspp"])
+def test_a_compiled_network_is_one_graph(name: str) -> None:
+    """As on a GPU; a break would cost its fusion, and with `fullgraph` it raises."""
+    torch.manual_seed(0)
+    net, image = AllHeads(build_model(name, 5)).eval(), torch.rand(2, 3, 64, 96)
+    with resize.as_on_cuda():
+        compiled = torch.compile(net, dynamic=False, fullgraph=True, backend="eager")
+        found, expected = compiled(image), net(image)
+    assert found.keys() == expected.keys()
+    for head in found:
+        assert torch.equal(found[head], expected[head])
