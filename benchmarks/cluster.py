@@ -431,6 +431,8 @@ def provoke(folder: Path, name: str, wanted: dict[str, Any]) -> dict[str, Any]:
         row["passed"] = row["passed"] and row["resume"] == 0
     row["equal"] = (run / "result.json").is_file() and digests(run) == wanted
     row["passed"] = row["passed"] and row["equal"]
+    if not row["passed"]:
+        row["logs"] = {each.name: each.said()[-3000:] for each in made.machines}
     return row
 
 
@@ -457,7 +459,7 @@ def speech(machine: Machine) -> list[str]:
     """Lines of segpipe itself: without torchrun's."""
     lines = machine.said().splitlines()
     ours = [line for line in lines if re.match(r"rank|collective|\S+ = |lost|the last", line)]  # fmt: skip
-    return ours or lines[-60:]
+    return ours or ["nothing of segpipe"]
 
 
 def other_version(folder: Path) -> dict[str, str]:
@@ -501,7 +503,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         assert alone(folder, "alone") == 0, (folder / "alone.log").read_text()
         wanted = digests(folder / "alone")
         for case in only:
-            rows.append(provoke(folder, case, wanted))
+            row = json.dumps(provoke(folder, case, wanted))
+            rows.append(json.loads(row.replace(name, "RUNS")))
             Console(stderr=True).print(rows[-1], soft_wrap=True)
     return {
         "what": " ".join(command(Path("RUNS"), "NAME")[1:]),
