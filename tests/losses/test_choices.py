@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from segpipe.errors import ConfigError
-from segpipe.losses.total import shard_loss
+from segpipe.losses.total import PIXEL_TERMS, shard_loss
 from segpipe.settings.config import SETTINGS
 from segpipe.settings.groups import LossConfig
 
@@ -41,6 +41,11 @@ def test_each_choice_differs_from_cross_entropy(name: str, backend: str) -> None
     assert (value == plain_value) == is_plain
     assert torch.equal(grad, plain_grad) == is_plain
     assert value == pytest.approx(loss(name, "plain")[0], rel=1e-5)
+
+
+def test_every_term_of_pixels_is_a_choice() -> None:
+    """One that is computed and not declared is refused as a setting, and no other test asks for it."""
+    assert tuple(PIXEL_TERMS) == CHOICES
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
