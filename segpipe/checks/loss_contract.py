@@ -13,7 +13,7 @@ from torch import Tensor
 
 from segpipe import IGNORE_INDEX, plugins
 from segpipe.checks.clause import NOTE, Clause, answers, forbidden_ops
-from segpipe.checks.tripwire import seed_globals
+from segpipe.checks.tripwire import preserved, seed_globals
 from segpipe.errors import ConfigError
 from segpipe.losses.total import KEY, check_call, shard_loss, valid_pixels
 from segpipe.models import check_model
@@ -46,11 +46,11 @@ class LossContract:
         """All clauses; the first alone when the function cannot be called."""
         questions = {
             "can be called": self._call,
+            "no randomness": self._randomness,  # which breaks others, too
             "shards add up": self._sums,
             "ignored pixels do not count": self._ignored,
             "a batch without labels": self._unlabelled,
             "gradients are finite": self._finite,
-            "no randomness": self._randomness,
             "class weights": self._weights,
             "ops that CUDA repeats": self._ops,
         }
@@ -58,7 +58,8 @@ class LossContract:
 
     def refusal(self) -> str:
         """Why no training should start with this loss; empty when one may. Raises what the call raises."""
-        return self._call() or self._sums()
+        with preserved():
+            return self._call() or self._randomness() or self._sums()
 
     def total(self, weights: Tensor | None = None, **given: Tensor) -> Tensor:
         """Loss of the batch, or of the `logits` and `target` given, divided by the valid pixels of the batch."""
@@ -153,8 +154,9 @@ class LossContract:
         seed_globals(1)
         first = self.total()
         seed_globals(2)
-        if not torch.equal(first, self.total()):
-            return "two calls with the same logits differ. Draw nothing at random."
+        second = self.total()
+        if not torch.isclose(first, second, rtol=0, atol=0, equal_nan=True):
+            return f"{KEY} = {self.name}: two calls with the same logits differ. Draw nothing at random."
         return ""
 
     def _weights(self) -> str:

@@ -45,8 +45,11 @@ STATE = "own state"
 REPEAT = "same key twice"
 ANOTHER_WORKER = "another worker"
 ANOTHER_START = "spawned process"
-STATELESS = "Compute parameters from the key in get_params and pass them on; keep nothing from one call to the next."
-KEYED = "Draw only from self.py_random and self.random_generator."
+STATELESS = (
+    "Compute parameters from the key, in get_params or from the rng of a call, and pass them on; keep nothing from one "
+    "call to the next."
+)
+KEYED = "Draw only from self.py_random and self.random_generator, or from the rng of a call."
 ADVICE = {  # by probe, the most telling first
     CALLS: f"{KEYED} Clocks and entropy differ in every process.",
     STATE: STATELESS,

@@ -3,7 +3,7 @@
 One of your own is given by its import path, `augment.extra=[package.module:Class]`, see docs/plugins.md. A transform
 may draw only from `self.py_random` and `self.random_generator`, which are set from the sample's key before every call,
 and must keep nothing from one call to the next; segpipe check-augment checks this. albumentations' GaussNoise,
-AdditiveNoise and RGBShift fail it: they seed OpenCV's global generator with one of only 65,536 values.
+AdditiveNoise and RGBShift pass it, but seed OpenCV's global generator with one of only 65,536 values.
 """
 
 from __future__ import annotations

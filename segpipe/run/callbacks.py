@@ -88,11 +88,7 @@ class Tracker:
                     getattr(callback, method)(*given)
             except Exception as error:
                 del self._callbacks[name]
-                ERRORS.print(
-                    f"{name} stopped: {type(error).__name__}: {error}. Training "
-                    f"continues; {FILE_NAME} has every value.",
-                    style="yellow",
-                )
+                _warn(name, error)
 
     def close(self, exit_code: int = 0) -> None:
         """Close the file, and wait for the callbacks; those of a run that failed end, others with `end`."""
@@ -141,10 +137,21 @@ def open_tracker(
     if config.train.validate_every:
         callbacks["report.html"] = LivePage()
     for name, kind in tracker_classes(config).items():
-        callbacks[name] = kind()
+        try:
+            callbacks[name] = kind()
+        except Exception as error:
+            _warn(name, error)
     tracker = Tracker(path, callbacks, kept)
     tracker.call("on_start", config, resume_step or 0)
     return tracker
+
+
+def _warn(name: str, error: Exception) -> None:
+    ERRORS.print(
+        f"{name} stopped: {type(error).__name__}: {error}. Training "
+        f"continues; {FILE_NAME} has every value.",
+        style="yellow",
+    )
 
 
 def _scores(found: Validation, classes: ClassTable) -> dict[str, Any]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from segpipe.run.pictures import Picture
     from segpipe.run.tracking import Callback
 
+_METHODS = ("on_start", "on_metrics", "on_validation", "on_end")  # of `Callback`
 _PROJECT = "segpipe"
 _MLFLOW_TAG = "segpipe.id"
 _MLFLOW_BATCH = 100  # parameters that MLflow takes at once
@@ -45,8 +46,12 @@ def tracker_classes(config: Config) -> dict[str, Callable[[], Callback]]:
 
 
 def check_tracking(config: Config) -> None:
-    """Raise ConfigError if a tracker's package is not installed, or wandb is online without a login."""
-    for name in tracker_classes(config):
+    """Raise ConfigError if a tracker's package is not installed, wandb has no login, or nothing would be called."""
+    for name, kind in tracker_classes(config).items():
+        if isinstance(kind, type) and not any(hasattr(kind, one) for one in _METHODS):
+            raise ConfigError(
+                f"track.name = {name}, but it has none of the methods {', '.join(_METHODS)}. See docs/sweeps.md."
+            )
         if name in TRACKERS and find_spec(name) is None:
             raise ConfigError(
                 f"track.name = {name}, but {name} is not installed. Run pip install "

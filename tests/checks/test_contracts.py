@@ -515,6 +515,7 @@ def test_no_training_starts_with_a_mean_or_a_wrong_argument(
     )
     for overrides, says in (
         (["loss.name=loss:loss", "loss.args.fault=mean"], "It looks like a mean"),
+        (["loss.name=loss:loss", "loss.args.fault=random"], "Draw nothing at random"),
         (
             ["loss.name=loss:plain", "loss.class_weights=log"],
             "must take the keyword class_weights",

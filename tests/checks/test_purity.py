@@ -137,6 +137,8 @@ UNIQUE = {
 def test_each_probe_finds_what_all_others_miss(monkeypatch):
     """The control: without it, the plant goes through."""
     assert [*UNIQUE] == [*purity.ADVICE]
+    for probe in (purity.CALLS, purity.STATE, purity.REPEAT):
+        assert "rng of a call" in purity.ADVICE[probe]  # classes without get_params
     names = [f"impure:{kind.__name__}" for kind in UNIQUE.values()]
     augmenter = Augmenter(config(extra=names))
     titles = [f"impure:{kind.__name__} ({kind.__name__})" for kind in UNIQUE.values()]

@@ -133,7 +133,7 @@ def test_samples_come_from_the_users_class() -> None:
         ("grey", "train0 has the image uint8 (8, 6)"),
         ("size", "an image (8, 6, 3) and a target (7, 6), but (H, W, 3) and (H, W)"),
         ("id", "train10 has class id 2, but the classes end at 1; 255 means ignored"),
-        ("raises", "read(0) failed: "),
+        ("raises", "read(0) of 20 samples failed: "),
     ],
 )
 def test_samples_that_do_not_fit_are_named(fault: str, says: str) -> None:

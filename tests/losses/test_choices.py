@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from segpipe.errors import ConfigError
-from segpipe.losses.total import shard_loss
+from segpipe.losses.total import PIXEL_TERMS, shard_loss
 from segpipe.settings.config import SETTINGS
 from segpipe.settings.groups import LossConfig
 
@@ -41,6 +41,27 @@ def test_each_choice_differs_from_cross_entropy(name: str, backend: str) -> None
     assert (value == plain_value) == is_plain
     assert torch.equal(grad, plain_grad) == is_plain
     assert value == pytest.approx(loss(name, "plain")[0], rel=1e-5)
+
+
+def test_every_term_of_pixels_is_a_choice() -> None:
+    """One that is computed and not declared is refused as a setting, and no other test asks for it."""
+    assert tuple(PIXEL_TERMS) == CHOICES
+
+
+@pytest.mark.parametrize("name", [name for name in CHOICES if PIXEL_TERMS[name]])
+def test_slopes_are_the_derivative_of_the_values(name: str) -> None:
+    """All backends take them for the gradient, so comparing backends does not show a wrong one."""
+    term = PIXEL_TERMS[name]
+    assert term
+    draws = torch.Generator().manual_seed(0)
+    losses = 0.05 + 3 * torch.rand(2, 8, 8, generator=draws, dtype=torch.float64)
+    target = torch.zeros(2, 8, 8, dtype=torch.uint8)
+    config = LossConfig(name=name, ohem_threshold=0.3, ohem_min_kept=0.1)
+    below, here, above = (
+        term(losses + shift, target, None, config) for shift in (-1e-6, 0, 1e-6)
+    )
+    change = (above.values - below.values).double() / 2e-6
+    torch.testing.assert_close(change, here.slopes.double(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -356,7 +356,16 @@ OWN = """
             self.file.close()
 
     class Quiet:
-        pass
+        def on_end(self, result):
+            pass
+
+    class Typo:
+        def on_metric(self, step, metrics):
+            pass
+
+    class Late:
+        def __init__(self):
+            raise ConnectionError("no service")
 
     class Broken(Lines):
         def on_METHOD(self, *given):
@@ -399,6 +408,8 @@ def test_a_tracker_of_your_own_is_a_class_with_four_methods(
     ]
     with pytest.raises(ConfigError, match=r"mine has no Line\. Did you mean Lines"):
         check_tracking(tracked(config, "mine:Line"))
+    with pytest.raises(ConfigError, match="mine:Typo, but it has none of the methods"):
+        check_tracking(tracked(config, "mine:Typo"))
 
 
 def test_a_run_that_failed_ends_its_trackers_at_once(
@@ -420,7 +431,7 @@ def test_a_tracker_that_breaks_is_told_once_and_training_goes_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     project("mine.py", OWN.replace("METHOD", method))
-    config = tracked(finished, "mine:Broken", "mine:Lines")
+    config = tracked(finished, "mine:Broken", "mine:Late", "mine:Lines")
     tracker = open_tracker(config, config.run_dir, None, rank=0)
     for step in (1, 2, 3):
         tracker.log(step, "train", {"loss": 1.0})
@@ -434,6 +445,7 @@ def test_a_tracker_that_breaks_is_told_once_and_training_goes_on(
     said = capsys.readouterr().err
     gone = "mine:Broken stopped: ConnectionError: the [bold]service[/bold] is gone"
     assert said.count(gone) == 1
+    assert said.count("mine:Late stopped: ConnectionError: no service") == 1
 
 
 def test_mode_of_the_environment_counts_where_the_setting_is_auto(
