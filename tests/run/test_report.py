@@ -498,3 +498,5 @@ def test_numbers_of_the_confusion_matrix_have_the_contrast_of_aa() -> None:
         }
         assert _least_contrast(color, 0.5) >= 4.5
         assert _least_contrast(color, 1.0) < 4.5
+        for text in ("good", "bad", "soft", "accent"):
+            assert _least_contrast(color | {"ink": color[text]}, 0) >= 4.5, text
