@@ -509,3 +509,14 @@ def test_cells_of_tables_do_not_shrink_to_a_letter_on_a_phone() -> None:
     cells = [rule for names, rule in rules if re.search(r"td|\.left|\.name", names)]
     assert len(cells) == 3
     assert all("min-width" in rule for rule in cells), cells
+
+
+def test_words_of_a_chart_have_the_contrast_of_aa_and_its_steps_are_whole() -> None:
+    """The colors of soft text, light and dark, of which the test above holds."""
+    url = pages.chart("mIoU", [([(20, 0.1)], pages.COLORS[0])])
+    drawn = base64.b64decode(url.partition(",")[2]).decode()
+    css = Path(pages.__file__).with_name("page.css").read_text()
+    light, dark = re.findall(r"--soft: (#\w{6})", css)
+    assert f"fill: {light}" in drawn
+    assert f"[style*='fill: {light}'] {{ fill: {dark} !important }}" in drawn
+    assert re.findall(r"<!-- ([\d.]+) -->", drawn)[:3] == ["19", "20", "21"]
