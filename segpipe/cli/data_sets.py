@@ -231,6 +231,7 @@ def import_labels(given: dict[str, Any]) -> int:
         f"{out}: {len(names)} classes ({listed(names, 30)}); images: {sizes}{left_out}"
     )
     if given["val"]:
+        CONSOLE.print(f"segpipe split data.root={out} val={given['val']}")
         split({"data.root": str(out), "val": given["val"], **DIVISION})
     elif "no split" in counts:
         CONSOLE.print(f"Next: segpipe split data.root={out}")
@@ -257,6 +258,6 @@ def _unfinished(faults: Sequence[str], out: Path, *, skip: bool) -> int:
         left = "no image is left without them"
     CONSOLE.print(
         f"{len(faults)} problem{'s' * (len(faults) > 1)}: {out} has no classes.yaml yet. Correct them and repeat the "
-        f"command; {left}."
+        f"command (remove {out} first if names or ignore change); {left}."
     )
     return DataError.exit_code

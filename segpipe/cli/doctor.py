@@ -43,9 +43,11 @@ def main(given: dict[str, Any]) -> int:
     if is_new and not _offer_table(data, splits, write=given["write"]):
         return DataError.exit_code
     if todo := _not_divided(data, splits):
+        unpaired = scan_undivided(data)[1]  # `segpipe split` refuses these
+        print_problems(unpaired, given["lines"])
         CONSOLE.print(todo)
-        _write_page(config, splits, [todo], [], given["out"])
-        return 0 if is_new else DataError.exit_code
+        _write_page(config, splits, [*unpaired, todo], [], given["out"])
+        return 0 if is_new and not unpaired else DataError.exit_code
     grouped = bool(given["lines"])
     with progress("checking files") as show:
         found = list(problems(data, splits, progress=show, grouped=grouped))

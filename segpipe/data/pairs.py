@@ -244,7 +244,9 @@ def _report_single(
         image, mask = images.get(stem), masks.get(stem)
         if image and not mask:
             place = f"{layout.masks / stem}{of_mask}.png"
-            without_mask.append(f"{image} has no mask {place}.")
+            without_mask.append(
+                f"{image} has no mask {place}. Draw it, or remove the image."
+            )
         if mask and not image:
             without_image.append(f"{mask} has no image in {layout.images}.")
 

@@ -36,6 +36,7 @@ class Tally:
     pixels: Counter[Value] = field(default_factory=Counter)
     files: Counter[Value] = field(default_factory=Counter)
     palette: dict[Value, Color] = field(default_factory=dict)  # that files give to ids
+    richest: tuple[int, str] = (0, "")  # most values of one mask, and its path
 
     def share(self, value: Value) -> str:
         """Percentage of the pixels."""
@@ -49,7 +50,8 @@ def propose(masks: Sequence[str], progress: Progress = silent) -> str:
     if len(values) > MOST_CLASSES:
         raise DataError(
             NO_CLASSES.format(
-                f"{len(values)} different {tally.kind}, too many for classes"
+                f"{len(values)} different {tally.kind}, too many for classes: "
+                f"{tally.richest[1]} alone holds {tally.richest[0]}"
             )
         )
 
@@ -114,6 +116,7 @@ def _tally(masks: Sequence[str], progress: Progress) -> Tally:
     found = threaded(_examined, masks, progress)
     for path, mask in zip(masks, found, strict=True):
         examples.setdefault(mask.kind, path)
+        tally.richest = max(tally.richest, (len(mask.pixels), path))
         for number, count in mask.pixels.items():
             value = mask.value(number)
             tally.pixels[value] += count

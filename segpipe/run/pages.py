@@ -24,7 +24,7 @@ from segpipe.files import write_atomically
 from segpipe.run.console import percent, percent_range
 from segpipe.settings.setting import shown
 
-# Readable on white and on black.
+# Curves: readable on white and on black.
 COLORS = (
     "#3b82f6",
     "#f59e0b",
@@ -35,7 +35,9 @@ COLORS = (
     "#14b8a6",
     "#a3a3a3",
 )
-GREY = "#808895"
+# Words: 4.5 to 1 on either card needs a color for each, which a picture chooses itself, as the page does.
+GREY = "#5d6675"
+DARK = f"@media (prefers-color-scheme: dark) {{ [style*='fill: {GREY}'] {{ fill: #98a2b1 !important }} }}"
 STYLE = {
     "svg.hashsalt": "segpipe",  # equal curves give equal bytes
     "text.color": GREY,
@@ -146,11 +148,15 @@ def chart(
             axes.legend(frameon=False)
         axes.set_title(title)
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        axes.locator_params(axis="x", integer=True)
         axes.grid(alpha=0.3)
         # The date would make each file another one.
         facts = {"Date": None}
         figure.savefig(content, format="svg", transparent=True, metadata=facts)
-    return _data_url("svg+xml", content.getvalue())
+    return _data_url(
+        "svg+xml",
+        content.getvalue().replace(b"</style>", f"{DARK}</style>".encode(), 1),
+    )
 
 
 def points_of(history: Sequence[Mapping[str, Any]], kind: str, key: str) -> Points:

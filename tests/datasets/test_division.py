@@ -154,6 +154,13 @@ def test_a_newcomer_gets_from_masks_to_a_checked_split(
         in text
     )
     assert "problem" not in text
+    unpaired = tmp_path / "images/f_0.png"
+    unpaired.write_bytes((tmp_path / "images/a_0.png").read_bytes())
+    assert segpipe(["doctor", "data=folder", root]) == 2
+    text = capsys.readouterr().out
+    assert f"{tmp_path}/masks/f_0.png. Draw it, or remove the image." in text
+    assert "is not divided" in text
+    unpaired.unlink()
     (tmp_path / "training.txt").touch()
     assert segpipe(["doctor", "data=folder", root]) == 2
     assert "The lists that exist are training.txt" in capsys.readouterr().out
@@ -322,9 +329,10 @@ def test_no_table_is_proposed_for_what_are_no_classes(tmp_path: Path) -> None:
         0, 256, (32, 32, 3), np.uint8
     )
     with pytest.raises(
-        DataError, match=r"10\d\d different colors, too many for classes.*interpolation"
+        DataError,
+        match=r"10\d\d different colors, too many .*/1.png alone holds 10\d\d\..*interpolation",
     ):
-        proposal(tmp_path, [noise])
+        proposal(tmp_path, [COLORED, noise])
     with pytest.raises(
         DataError, match=r"the masks hold colors \(.*0.png\) and ids \(.*1.png\)"
     ):

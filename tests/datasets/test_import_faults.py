@@ -147,7 +147,11 @@ def test_labels_that_names_lacks_are_ignored_pixels(
         )
         == 0
     )
-    assert "these pixels are ignored" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "Add it to names or to ignore; with skip=true, these pixels" in text
+    gone = imported("labelme", tmp_path / "source", tmp_path / "bad", "names=[car]")
+    assert gone == 2
+    assert f"(remove {tmp_path}/bad first if names" in capsys.readouterr().out
     mask = np.asarray(Image.open(tmp_path / "out/masks/b.png"))
     assert (mask[:, 6:] == 255).all()
     assert (mask[1:4, 1:4] == 1).all()

@@ -439,7 +439,7 @@ def test_an_interrupted_import_goes_on_and_another_one_is_refused(
     assert imported(tmp_path / "source", out, "labelme") == 0
     assert np.array_equal(cv2.imread(str(mask), cv2.IMREAD_UNCHANGED), LABELME)
     assert imported(tmp_path / "source", out, "labelme", "background=ignore") == 2
-    assert "holds another import" in capsys.readouterr().err
+    assert "another source, or with other names" in capsys.readouterr().err
     assert imported(tmp_path / "source", tmp_path / "source", "labelme") == 2
     assert "is not empty" in capsys.readouterr().err
     assert (out / "images/sub/a.jpg").is_symlink()
@@ -531,6 +531,7 @@ def test_an_import_divides_what_has_no_splits(
         text = labelme_json(shape).replace("a.jpg", f"{name}.png")
         write(source / f"{name}.json", text)
     assert imported(source, out, "labelme", "val=0.3") == 0
+    assert f"segpipe split data.root={out} val=0.3\n" in capsys.readouterr().out
     lists = [(out / f"{split}.txt").read_text().split() for split in ("train", "val")]
     assert [len(names) for names in lists] == [2, 1]
     assert list(problems(DataConfig(name="folder", root=str(out)), ["train"])) == []

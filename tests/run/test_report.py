@@ -498,3 +498,25 @@ def test_numbers_of_the_confusion_matrix_have_the_contrast_of_aa() -> None:
         }
         assert _least_contrast(color, 0.5) >= 4.5
         assert _least_contrast(color, 1.0) < 4.5
+        for text in ("good", "bad", "soft", "accent"):
+            assert _least_contrast(color | {"ink": color[text]}, 0) >= 4.5, text
+
+
+def test_cells_of_tables_do_not_shrink_to_a_letter_on_a_phone() -> None:
+    """A cell that may break anywhere needs a least width: its table scrolls instead."""
+    css = Path(pages.__file__).with_name("page.css").read_text()
+    rules = re.findall(r"([^{}]*)\{([^{}]*overflow-wrap: anywhere[^{}]*)\}", css)
+    cells = [rule for names, rule in rules if re.search(r"td|\.left|\.name", names)]
+    assert len(cells) == 3
+    assert all("min-width" in rule for rule in cells), cells
+
+
+def test_words_of_a_chart_have_the_contrast_of_aa_and_its_steps_are_whole() -> None:
+    """The colors of soft text, light and dark, of which the test above holds."""
+    url = pages.chart("mIoU", [([(20, 0.1)], pages.COLORS[0])])
+    drawn = base64.b64decode(url.partition(",")[2]).decode()
+    css = Path(pages.__file__).with_name("page.css").read_text()
+    light, dark = re.findall(r"--soft: (#\w{6})", css)
+    assert f"fill: {light}" in drawn
+    assert f"[style*='fill: {light}'] {{ fill: {dark} !important }}" in drawn
+    assert re.findall(r"<!-- ([\d.]+) -->", drawn)[:3] == ["19", "20", "21"]

@@ -86,7 +86,8 @@ class Export:
         ids |= {name: place for place, name in enumerate(chosen)}
         ids[BACKGROUND_TOO] = ids.get(BACKGROUND, IGNORE_INDEX)
         self.faults += [
-            f"label {label} is not one of names = {', '.join(chosen)}. With skip=true, these pixels are ignored."
+            f"label {label} is not one of names = {', '.join(chosen)}. Add it to names or to ignore; with skip=true, "
+            "these pixels are ignored."
             for label in drawn
             if label not in ids
         ]
@@ -237,7 +238,8 @@ def _claim(out: Path, origin: bytes) -> None:
     if mark.is_file():
         if mark.read_bytes() != origin:
             raise ConfigError(
-                f"out = {out} holds another import. Choose another folder, or remove it."
+                f"out = {out} holds another import: of another source, or with other names or ignored labels. Remove "
+                "it, or choose another folder."
             )
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out = {out} is not empty. Choose a new folder.")
