@@ -21,7 +21,6 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from segpipe import plugins
 from segpipe.distributed.environment import under_launcher
 from segpipe.errors import ConfigError, Interrupted, SegpipeError
 from segpipe.files import sha256_of
@@ -142,7 +141,12 @@ class Jobs:
             overrides = [job.overrides for job in todo]
             returned = self._launcher.launch(overrides, initial_job_idx) if todo else ()
         except Exception as error:
-            raise ConfigError(f"hydra/launcher: {plugins.located(error)}.") from error
+            # submitit adds all output of the job to its message.
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ConfigError(
+                f"hydra/launcher: {reason.strip()}. Jobs that it started may still run; when they have ended, the "
+                f"same command with run.exists=resume trains what is missing."
+            ) from error
         for job, each in zip(todo, returned, strict=True):
             job.end(each._return_value)
         pairs = zip(batch, job_overrides, strict=True)
@@ -277,10 +281,10 @@ def sweep(
     instantiate = hydra_plugins.instantiate_launcher
 
     def instantiate_jobs(**given: Any) -> Jobs:
-        loader = given["hydra_context"].config_loader
-        started.append(
-            Jobs(instantiate(**given), loader, given["config"], check, examine)
-        )
+        loader, config = given["hydra_context"].config_loader, given["config"]
+        # A search may keep its storage there, and opens it before the first job.
+        Path(str(config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
+        started.append(Jobs(instantiate(**given), loader, config, check, examine))
         return started[-1]
 
     hydra_plugins.instantiate_launcher = instantiate_jobs  # type: ignore[assignment,method-assign]
