@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,10 +142,8 @@ class Jobs:
             overrides = [job.overrides for job in todo]
             returned = self._launcher.launch(overrides, initial_job_idx) if todo else ()
         except Exception as error:
-            # submitit adds all output of the job to its message.
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise ConfigError(
-                f"hydra/launcher: {reason.strip()}. Jobs that it started may still run; when they have ended, the "
+                f"hydra/launcher: {_brief(error)}. Jobs that it started may still run; when they have ended, the "
                 f"same command with run.exists=resume trains what is missing."
             ) from error
         for job, each in zip(todo, returned, strict=True):
@@ -311,6 +310,25 @@ def sweep(
         for jobs in started:
             jobs.summarize()
         raise
+    except Exception as error:
+        if _is_ours(error):
+            raise
+        raise ConfigError(
+            f"hydra/sweeper: {_brief(error)}. Correct the ranges, or the settings of hydra.sweeper."
+        ) from error
     finally:
         hydra_plugins.instantiate_launcher = instantiate  # type: ignore[method-assign]
     return started[0].summarize()
+
+
+def _brief(error: Exception) -> str:
+    """The first line: submitit adds all output of a job."""
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return text.strip().rstrip(".")
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether an error passed through the package below `sweep`; otherwise a sweeper of Hydra raised it."""
+    package = Path(__file__).parents[1]
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    return any(Path(frame.filename).is_relative_to(package) for frame in frames)

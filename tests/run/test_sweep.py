@@ -382,6 +382,22 @@ def test_a_search_in_the_wrong_direction_is_refused(
     assert "hydra.sweeper.direction = minimize, but jobs return their mIoU" in said
 
 
+def test_an_error_of_a_search_is_told_and_one_of_ours_is_a_traceback(
+    sweeps: Sweeps, searched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(self: HillClimber, arguments: Sequence[str]) -> None:
+        raise ValueError("`low` is above `high`.\nmore")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HillClimber, "sweep", wrong)
+        code, said = sweeps()
+    assert (code, sweeps.started) == (2, [])
+    assert "hydra/sweeper: ValueError: `low` is above `high`. Correct" in said
+    monkeypatch.setattr(sweep, "named", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sweeps()
+
+
 def test_a_sweep_under_torchrun_is_refused_with_the_form_to_use(
     sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
