@@ -300,7 +300,7 @@ def _advice(entry: Field, layer: str | None, facts: dict[str, Any]) -> str:
     if facts["recipe"]:
         advice.append("The settings differ, which alone can explain it.")
     if facts["inputs"]:
-        advice.append("The runs read other files.")
+        advice.append("Data files or the code of segpipe differ, as listed above.")
     if facts["fingerprint"]:
         advice.append(
             "The environments differ: equal bits are promised within one environment only."

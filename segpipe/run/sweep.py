@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,6 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from segpipe import plugins
 from segpipe.distributed.environment import under_launcher
 from segpipe.errors import ConfigError, Interrupted, SegpipeError
 from segpipe.files import sha256_of
@@ -142,7 +142,10 @@ class Jobs:
             overrides = [job.overrides for job in todo]
             returned = self._launcher.launch(overrides, initial_job_idx) if todo else ()
         except Exception as error:
-            raise ConfigError(f"hydra/launcher: {plugins.located(error)}.") from error
+            raise ConfigError(
+                f"hydra/launcher: {_brief(error)}. Jobs that it started may still run; when they have ended, the "
+                f"same command with run.exists=resume trains what is missing."
+            ) from error
         for job, each in zip(todo, returned, strict=True):
             job.end(each._return_value)
         pairs = zip(batch, job_overrides, strict=True)
@@ -277,10 +280,10 @@ def sweep(
     instantiate = hydra_plugins.instantiate_launcher
 
     def instantiate_jobs(**given: Any) -> Jobs:
-        loader = given["hydra_context"].config_loader
-        started.append(
-            Jobs(instantiate(**given), loader, given["config"], check, examine)
-        )
+        loader, config = given["hydra_context"].config_loader, given["config"]
+        # A search may keep its storage there, and opens it before the first job.
+        Path(str(config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
+        started.append(Jobs(instantiate(**given), loader, config, check, examine))
         return started[-1]
 
     hydra_plugins.instantiate_launcher = instantiate_jobs  # type: ignore[assignment,method-assign]
@@ -307,6 +310,25 @@ def sweep(
         for jobs in started:
             jobs.summarize()
         raise
+    except Exception as error:
+        if _is_ours(error):
+            raise
+        raise ConfigError(
+            f"hydra/sweeper: {_brief(error)}. Correct the ranges, or the settings of hydra.sweeper."
+        ) from error
     finally:
         hydra_plugins.instantiate_launcher = instantiate  # type: ignore[method-assign]
     return started[0].summarize()
+
+
+def _brief(error: Exception) -> str:
+    """The first line: submitit adds all output of a job."""
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return text.strip().rstrip(".")
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether an error passed through the package below `sweep`; otherwise a sweeper of Hydra raised it."""
+    package = Path(__file__).parents[1]
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    return any(Path(frame.filename).is_relative_to(package) for frame in frames)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _METHODS = ("on_start", "on_metrics", "on_validation", "on_end")  # of `Callback`
 _PROJECT = "segpipe"
+# Values of WANDB_MODE: run and dryrun are older names of online and offline.
+_WANDB_MODES = ("online", "offline", "disabled", "shared", "run", "dryrun")
 _MLFLOW_TAG = "segpipe.id"
 _MLFLOW_BATCH = 100  # parameters that MLflow takes at once
 _MLFLOW_VALUE = 500  # characters of a parameter
@@ -57,7 +59,14 @@ def check_tracking(config: Config) -> None:
                 f"track.name = {name}, but {name} is not installed. Run pip install "
                 f"{TRACKERS[name][0]}, or set track=none."
             )
-    if "wandb" in config.track.names and _mode(config) == "online" and not _has_login():
+    if "wandb" not in config.track.names:
+        return
+    given = os.environ.get("WANDB_MODE", "online")  # read even if track.mode is set
+    if given not in _WANDB_MODES:
+        raise ConfigError(
+            f"WANDB_MODE = '{given}', but wandb knows {', '.join(_WANDB_MODES)}. Correct it, or unset it."
+        )
+    if _mode(config) == "online" and not _has_login():
         raise ConfigError(
             "track.mode = online, but no wandb login was found. Run `wandb login` "
             "once, set WANDB_API_KEY, or record without an account by "

@@ -207,10 +207,12 @@ def check_space(config: Config, state: TrainState, group: Group) -> None:
     folder = config.run_dir.absolute()
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if needed > (free := shutil.disk_usage(nearest).free):
+        export = ", and the export" if exports else ""
+        fewer = ", or keep fewer checkpoints: checkpoint.keep_last" if files > 3 else ""
         raise CheckpointError(
-            f"{config.run_dir} will need {needed / MIB:.0f} MiB ({files} checkpoints of {one / MIB:.0f} MiB, ledger "
-            f"{ledger / MIB:.0f} MiB, and the export), but its disk has {free / MIB:.0f} MiB free. "
-            f"Free some space, choose another run.root, or keep fewer checkpoints: checkpoint.keep_last."
+            f"{config.run_dir} will need {math.ceil(needed / MIB)} MiB ({files} checkpoints of {one / MIB:.0f} MiB, "
+            f"ledger {ledger / MIB:.0f} MiB{export}), but its disk has {free // MIB:.0f} MiB free. "
+            f"Free some space, or choose another run.root{fewer}."
         )
 
 

@@ -492,12 +492,13 @@ def test_what_torch_cannot_convert_is_an_export_error(
     tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unconvertible(model: DeployModel) -> None:
-        del model.network.classifier
+        raise RuntimeError("\x1b[96mstep 3/3\x1b[0m failed")  # colors as torch.onnx
 
     plant(monkeypatch, "torchscript", unconvertible)
     with pytest.raises(ExportError, match="could not convert") as caught:
         export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"])
     assert caught.value.exit_code == 3
+    assert "(RuntimeError: step 3/3 failed)" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,11 @@ def test_changed_files_and_sources_are_named(
     assert found.inputs == f"{expected}code of B: losses/total.py was altered"
     assert segpipe(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert expected in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "b" / "ledger")
+    changed = {(1, 0, "loss", 0): 1}
+    ledgers.write_session(tmp_path / "b", ledgers.header(), range(3), changed=changed)
+    found = compare(read_run(tmp_path / "a"), read_run(tmp_path / "b"))
+    assert "Data files or the code of segpipe differ" in found.advice
 
 
 def test_results_after_other_numbers_of_updates_are_not_compared(

@@ -298,11 +298,13 @@ class HillClimber(Sweeper):
     direction: str
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
+        self.root = Path(config.run.root)
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
     def sweep(self, arguments: Sequence[str]) -> None:
+        (self.root / "study.db").touch()  # a storage in run.root, open before any job
         rates = [0.25, 0.5]
         for first in (0, 2):
             batch = [[*arguments, f"optim.lr={rate}"] for rate in rates]
@@ -347,6 +349,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_search_gets_scores_and_a_job_that_it_repeats_is_not_trained_again(
     sweeps: Sweeps, searched: list[Any]
 ) -> None:
+    sweeps.root /= "new"
     code, said = sweeps("run.name=x")
     assert code == 0, said
     assert searched == [(0.25, 0.25), (0.5, 0.5), (0.5, 0.5), (1.0, 1.0)]
@@ -379,6 +382,22 @@ def test_a_search_in_the_wrong_direction_is_refused(
     assert "hydra.sweeper.direction = minimize, but jobs return their mIoU" in said
 
 
+def test_an_error_of_a_search_is_told_and_one_of_ours_is_a_traceback(
+    sweeps: Sweeps, searched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(self: HillClimber, arguments: Sequence[str]) -> None:
+        raise ValueError("`low` is above `high`.\nmore")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HillClimber, "sweep", wrong)
+        code, said = sweeps()
+    assert (code, sweeps.started) == (2, [])
+    assert "hydra/sweeper: ValueError: `low` is above `high`. Correct" in said
+    monkeypatch.setattr(sweep, "named", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sweeps()
+
+
 def test_a_sweep_under_torchrun_is_refused_with_the_form_to_use(
     sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,7 +416,7 @@ class Pool:
 
     def launch(self, job_overrides: list[list[str]], first: int) -> list[JobReturn]:
         if self.is_down:
-            raise FileNotFoundError("sbatch is not installed")
+            raise FileNotFoundError("sbatch is not installed\noutput of the job")
         self.batches.append(job_overrides)
         plain = (
             [text.replace('"', "") for text in overrides] for overrides in job_overrides
@@ -423,8 +442,9 @@ def test_a_launcher_gets_a_batch_at_once(
     code, said = sweeps("seed=1,2,3", PARALLEL)
     if is_down:
         assert code == 2
-        assert "hydra/launcher: " in said
-        assert "sbatch is not installed" in said
+        assert "hydra/launcher: FileNotFoundError: sbatch is not installed. " in said
+        assert "may still run" in said
+        assert "output of the job" not in said
         return
     assert code == 6
     assert [len(batch) for batch in pool.batches] == [3]
@@ -453,3 +473,25 @@ def test_jobs_of_a_launcher_of_hydra_train_on_processes_of_their_own(
         found = json.loads((tmp_path / f"run{seed}" / "result.json").read_bytes())
         assert found["world_size"] == 2
         assert row(said, f"run{seed}")[1:] == [f"{100 * found['miou']:.2f}", "finished"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # SQLAlchemy 1.4 warns of 2
+def test_optuna_keeps_a_search_in_run_root(sweeps: Sweeps) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    sweeps.root /= "new"
+    storage = f"hydra.sweeper.storage=sqlite:///{sweeps.root}/study.db"
+    chosen = ["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize"]
+    bounds = ["hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"]
+    for number in (2, 4):  # another search of that name goes on
+        code, said = sweeps(
+            *chosen,
+            *bounds,
+            storage,
+            "hydra.sweeper.study_name=one",
+            "optim.lr=interval(0.01,0.1)",
+            "run.exists=resume",
+        )
+        assert code == 0, said
+        found = [path for path in sweeps.root.iterdir() if path.is_dir()]
+        assert len(found) == number

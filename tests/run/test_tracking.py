@@ -456,6 +456,14 @@ def test_mode_of_the_environment_counts_where_the_setting_is_auto(
         check_tracking(with_wandb("auto"))
         with pytest.raises(ConfigError, match="no wandb login"):
             check_tracking(with_wandb("online"))
+    for wrong in (
+        "ofline",
+        "",
+    ):  # wandb would fail at its start, also if track.mode is set
+        monkeypatch.setenv("WANDB_MODE", wrong)
+        with pytest.raises(ConfigError, match=f"WANDB_MODE = '{wrong}', but wandb"):
+            check_tracking(with_wandb("offline"))
+        check_tracking(Config())
     monkeypatch.delenv("WANDB_MODE")
     with pytest.raises(ConfigError, match="no wandb login"):
         check_tracking(with_wandb("auto"))

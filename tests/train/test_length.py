@@ -164,25 +164,32 @@ def test_a_run_with_a_fixed_schedule_is_made_longer_with_the_same_bits(
     )
 
 
-@pytest.mark.parametrize(("free_mib", "fits"), [(3, False), (3000, True)])
+@pytest.mark.parametrize(
+    ("free_mib", "fits", "every", "export"),
+    [(3, False, 1, "true"), (3, False, 0, "false"), (3000, True, 1, "false")],
+)
 def test_a_disk_that_is_too_small_is_told_before_the_first_step(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     free_mib: int,
     fits: bool,
+    every: int,
+    export: str,
 ) -> None:
     monkeypatch.setattr(
         shutil, "disk_usage", lambda folder: SimpleNamespace(free=free_mib * 2**20)
     )
-    code = run(tmp_path / "run", "compute.shards=1", "checkpoint.keep_every=1")
+    chosen = ("compute.shards=1", f"export.enabled={export}")
+    code = run(tmp_path / "run", *chosen, f"checkpoint.keep_every={every}")
     said = capsys.readouterr().err
     assert code == (0 if fits else 2)
     if not fits:
         assert "run will need" in said
+        files, exported = (5, ", and the export") if every else (3, "")
         assert (
-            "(5 checkpoints of 13 MiB, ledger 0 MiB, and the export), but its disk has 3 MiB free"
+            f"({files} checkpoints of 13 MiB, ledger 0 MiB{exported}), but its disk has 3 MiB free"
             in said
         )
-        assert "checkpoint.keep_last" in said
+        assert ("checkpoint.keep_last" in said) == bool(every)
         assert not [*(tmp_path / "run").glob("*.pt")]

@@ -190,9 +190,11 @@ class Format:
             except Exception as error:
                 if isinstance(error, OSError) and error.errno:
                     raise  # the disk's fault, not the network's
+                # torch colors its text, which would also go into failure.json.
+                text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
                 raise ExportError(
                     f"export.formats = {self.name}: torch {torch.__version__} could not convert the network "
-                    f"({type(error).__name__}: {error}). Leave {self.name} out of export.formats, or change the named "
+                    f"({type(error).__name__}: {text}). Leave {self.name} out of export.formats, or change the named "
                     "operation."
                 ) from error
 
