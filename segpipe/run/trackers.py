@@ -30,7 +30,7 @@ _METHODS = ("on_start", "on_metrics", "on_validation", "on_end")  # of `Callback
 _PROJECT = "segpipe"
 # Values of WANDB_MODE: run and dryrun are older names of online and offline.
 _WANDB_MODES = ("online", "offline", "disabled", "shared", "run", "dryrun")
-_MLFLOW_TAG = "segpipe.id"
+_MLFLOW_TAG, _MLFLOW_GROUP = "segpipe.id", "segpipe.group"
 _MLFLOW_BATCH = 100  # parameters that MLflow takes at once
 _MLFLOW_VALUE = 500  # characters of a parameter
 
@@ -254,6 +254,7 @@ class Mlflow:
         from mlflow import entities
 
         self._entities: Any = entities
+        self._model_name = config.track.register
         # MLflow's default is a database, which mlflow-skinny cannot use; 3.x asks to allow files.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         files = (Path(config.run.root) / "mlruns").resolve().as_uri()
@@ -271,6 +272,8 @@ class Mlflow:
             self._client.update_run(self._id, status="RUNNING")
             return
         tags = {_MLFLOW_TAG: own}
+        if config.track.group:
+            tags["mlflow.parentRunId"] = self._parent(experiment, config.track.group)
         made = self._client.create_run(experiment, run_name=config.run.name, tags=tags)
         self._id = made.info.run_id
         params = [
@@ -299,14 +302,84 @@ class Mlflow:
             self._client.log_image(self._id, panels, f"step_{step:06}/{name}.png")
 
     def on_end(self, result: dict[str, Any]) -> None:
-        """Log the files, and end the run."""
+        """Log the files, register the exported model, and end the run."""
         for path in result.get("files", ()):
             if path.is_dir():
                 self._client.log_artifacts(self._id, str(path), path.name)
             else:
                 self._client.log_artifact(self._id, str(path))
+            if self._model_name and (path / "manifest.json").is_file():
+                self._register(path)
         status = "FAILED" if result["exit_code"] else "FINISHED"
         self._client.set_terminated(self._id, status)
+
+    def _parent(self, experiment: str, group: str) -> str:
+        """Id of the run below which MLflow shows those of a group: the earliest, where several jobs make it at once."""
+        name = group.replace("'", "_")  # a query has no way to write this
+
+        def search() -> list[Any]:
+            found: list[Any] = self._client.search_runs(
+                [experiment],
+                f"tags.`{_MLFLOW_GROUP}` = '{name}'",
+                max_results=1,
+                order_by=["attributes.start_time ASC"],
+            )
+            return found
+
+        if not search():
+            tags = {_MLFLOW_GROUP: name}
+            made = self._client.create_run(experiment, run_name=group, tags=tags)
+            self._client.set_terminated(made.info.run_id)
+        return str(search()[0].info.run_id)
+
+    def _register(self, folder: Path) -> None:
+        """Make the exported folder, which is logged by now, a version of the registered model."""
+        from mlflow.exceptions import MlflowException
+
+        manifest = json.loads((folder / "manifest.json").read_text())
+        text = json.dumps(_mlmodel(manifest, self._id))  # which is YAML, too
+        self._client.log_text(self._id, text, f"{folder.name}/MLmodel")
+        try:
+            self._client.create_registered_model(self._model_name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        place = f"{self._client.get_run(self._id).info.artifact_uri}/{folder.name}"
+        self._client.create_model_version(self._model_name, place, self._id)
+
+
+def _mlmodel(manifest: dict[str, Any], run: str) -> dict[str, Any]:
+    """MLflow's description of an exported folder: its ONNX file, and shapes and types of inputs and outputs."""
+    file = next(name for name in manifest["files"] if name.endswith(".onnx"))
+    versions = manifest["versions"]
+
+    def columns(tensors: list[dict[str, Any]]) -> str:
+        return json.dumps(
+            [
+                {
+                    "name": tensor["name"],
+                    "type": "tensor",
+                    "tensor-spec": {key: tensor[key] for key in ("dtype", "shape")},
+                }
+                for tensor in tensors
+            ]
+        )
+
+    return {
+        "flavors": {
+            "onnx": {"onnx_version": versions["onnx"], "data": file, "code": None},
+            "python_function": {
+                "loader_module": "mlflow.onnx",
+                "python_version": versions["python"],
+                "data": file,
+            },
+        },
+        "run_id": run,
+        "signature": {
+            "inputs": columns(manifest["io"]["inputs"]),
+            "outputs": columns(manifest["io"]["outputs"]),
+        },
+    }
 
 
 def _side_by_side(

@@ -500,7 +500,14 @@ class TrackConfig:
         "wandb: send now, store for a later `wandb sync`, or neither; auto: WANDB_MODE, or online",
         choices=("auto", "online", "offline", "disabled"),
     )
-    group: str = setting("", "wandb: group of runs; empty: WANDB_RUN_GROUP")
+    group: str = setting(
+        "",
+        "wandb: group of runs, empty: WANDB_RUN_GROUP; mlflow: parent of runs, such as those of a sweep",
+    )
+    register: str = setting(
+        "",
+        "mlflow: name in its model registry of which the exported model becomes a version; empty: none",
+    )
     job_type: str = setting("", "wandb: type of the run; empty: WANDB_JOB_TYPE")
     tags: list[str] = setting([], "wandb: tags of the run; empty: WANDB_TAGS")
     notes: str = setting("", "wandb: notes on the run; empty: WANDB_NOTES")
