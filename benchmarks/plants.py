@@ -302,7 +302,7 @@ PLANTS: dict[str, Plant] = {
     "backward": Plant(
         "1 ulp in the gradient of a layer", "backward", in_backward, SHARD, layer=LAYER
     ),
-    "reduced": Plant("4096 ulp in a rank's reduced gradient", "reduction", reduced_on_one_rank, layer=LAYER, stops=True),
+    "reduced": Plant("4096 ulp in one rank's gradient", "reduction", reduced_on_one_rank, layer=LAYER, stops=True),
     "lr": Plant("learning rate of one step", "optimizer", rate),
     "scaler": Plant("loss scale of one step", "optimizer", scale),
     "optimizer": Plant("1 ulp in a momentum", "optimizer", after_update(_momentum), layer=LAYER),
