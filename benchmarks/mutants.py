@@ -54,7 +54,16 @@ MODULES: dict[
     "segpipe/data/order.py": (
         "tests/data/test_order.py",
         "tests/data/test_draws.py",
-        "tests/train/test_canary.py",
+        *(
+            f"tests/train/test_canary.py::test_{name}"
+            for name in (
+                "one_sample_in_so_many_is_chosen",
+                "the_choice_is_a_function_of_seed_epoch_and_index",
+                "the_choice_is_the_same_for_any_workers_and_ranks",
+                "every_chosen_sample_is_made_again_by_others",
+                "the_sample_before_is_another_one_each_time",
+            )
+        ),
     ),
     "segpipe/losses/boundary.py": LOSSES,
     "segpipe/losses/cross_entropy.py": LOSSES,
