@@ -40,11 +40,11 @@ from segpipe.train import state as optim
 from segpipe.train.state import TrainState
 
 MODULE, LAYER, NORM = "ppm.out.0", "ppm.out.0.weight", "ppm.out.1.running_mean"
-# Where the faults are: rank 11 of 16 has shard 11, and the scale of fp16 overflows in steps 0 and 1.
-STEP, SHARD, ROW, RANK = 3, 11, 1, 11
+# Where the faults are: rank 11 of 16 has shard 11, and the scale of fp16 overflows in all steps but 2 of the four.
+STEP, SHARD, ROW, RANK = 2, 11, 1, 11
 RECIPE = (
     "model=fast_scnn", "data=synthetic", "data.size=[64,96]", "data.num_train=64", "data.num_val=4", "data.workers=0",
-    "augment.crop_size=[64,64]", "train.steps=5", "train.progress=false", "train.precision=fp16", "compute.device=cpu",
+    "augment.crop_size=[64,64]", "train.steps=4", "train.progress=false", "train.precision=fp16", "compute.device=cpu",
     "compute.mode=audit", "compute.shards=16", "compute.samples_per_shard=2", "compute.threads=1", "loss.name=ohem",
     "optim.clip_norm=1", "optim.warmup_steps=0", "augment.check=false", "export.enabled=false",
 )  # fmt: skip
@@ -469,7 +469,7 @@ WORLDS = (4, 16)  # processes without and with faults
 SMOKE = {
     "PLANTS": {"pixel": PLANTS["pixel"]},
     "WORLDS": (1, 2),
-    "RECIPE": (*RECIPE, "train.steps=4", "train.precision=fp32", "data.num_val=1"),
+    "RECIPE": (*RECIPE, "train.steps=3", "train.precision=fp32", "data.num_val=1"),
 }
 
 

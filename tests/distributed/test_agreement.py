@@ -177,7 +177,7 @@ def test_one_rank_that_drifts_away_ends_the_run(
     assert "rank 1 " in stopped[plant]
     assert plants.LAYER in stopped[plant]
     assert not (folder / plant / "last.pt").exists()
-    assert load(folder / "baseline" / "last.pt")["step"] == 5
+    assert load(folder / "baseline" / "last.pt")["step"] == 4
 
 
 SAMPLE = plants.Order(0, 64, 16, 2).shard(plants.STEP, plants.SHARD)[plants.ROW][1]
@@ -209,7 +209,7 @@ def test_a_plant_is_named_only_when_all_of_it_is_right(
     assert plants.problems(one, right, SAID)
     changes = {
         "verdict": "identical",
-        "step": 2,
+        "step": 3,
         "stage": "decode",
         "shard": 3,
         "sample": 63,
@@ -221,7 +221,7 @@ def test_a_plant_is_named_only_when_all_of_it_is_right(
 
 def test_a_plant_on_one_rank_is_named_only_by_the_run_and_the_comparison() -> None:
     one = plants.PLANTS["weight"]
-    sentence = f"B: step 3: rank {plants.RANK} in session 0 differs from rank 0"
+    sentence = f"B: step 2: rank {plants.RANK} in session 0 differs from rank 0"
     right = Comparison("identical_up_to", sentence)
     assert plants.problems(one, right, SAID) == []
     assert plants.problems(one, replace(right, verdict="identical"), SAID)
