@@ -48,7 +48,7 @@ class Demo:
 
     folder: Path
     console: Console
-    steps: int = 160
+    steps: int = 240
     after: int = 15  # steps between two events
     port: int = 0
     machines: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -74,7 +74,11 @@ class Demo:
         self._start("B")
         self._wait(
             "A and B train",
-            lambda: self._sizes()[-1:] == [2] and self._step() > self.after,
+            lambda: (
+                self._sizes()[-1:] == [2]
+                and self._step() > self.after
+                and (self.folder / "two" / "last.pt").is_file()
+            ),
         )
         self._kill("B")
         begun = self._step() + 3  # what was under way may still be written

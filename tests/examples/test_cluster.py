@@ -224,6 +224,6 @@ def test_a_machine_is_lost_and_comes_back_with_the_bits_of_one_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two launchers of one host that meet as two machines would, over c10d, with one process each."""
-    demo = Demo(tmp_path / "runs", Console(), steps=60, after=4)
+    demo = Demo(tmp_path / "runs", Console(), steps=100, after=8)
     assert demo.story(), capsys.readouterr().out
     assert result(tmp_path / "runs" / "two")["world_size"] == 2
