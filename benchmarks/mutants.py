@@ -80,7 +80,10 @@ MODULES: dict[
     ),
     "segpipe/ledger/divergence.py": ("tests/ledger/test_divergence.py",),
     "segpipe/distributed/reduce.py": ("tests/distributed/test_reduce.py",),
-    "segpipe/train/state.py": ("tests/train/test_optim.py",),
+    "segpipe/train/state.py": (
+        "tests/train/test_optim.py",
+        "tests/train/test_state.py",
+    ),
     "segpipe/train/checkpoint.py": (
         "tests/train/test_checkpoint.py",
         "tests/train/test_state.py",
