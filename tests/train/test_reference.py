@@ -1,8 +1,8 @@
 """Whole trainings held against a loop that is written here, from formulas and in float64.
 
 It shares the network's layers and the order of the samples with segpipe, and nothing else: files are read by OpenCV,
-and preprocessing, loss, its division, gradients of several shards, BatchNorm statistics, clipping, schedule, optimizer and
-average are computed afresh. Equal digests say that two runs did the same; this says that they did the right thing.
+and preprocessing, loss, its division, gradients of several shards, BatchNorm statistics, clipping, schedule, optimizer
+and average are computed afresh. Equal digests say that two runs did the same; this says that they did the right thing.
 """
 
 from __future__ import annotations
