@@ -16,7 +16,6 @@ from segpipe.distributed.agreement import common_fingerprint
 from segpipe.distributed.group import Group
 from segpipe.errors import CheckpointError, ConfigError
 from segpipe.ledger.digest import tensor_digests
-from segpipe.ledger.divergence import RESULT, Comparison, compare
 from segpipe.ledger.reader import RunLedger, read_run
 from segpipe.ledger.results import mapping_differences
 from segpipe.losses.total import backend
@@ -52,9 +51,7 @@ def read_config(run: Path) -> Config:
     return config
 
 
-def in_folder(
-    config: Config, root: Path, mode: str, *, any_environment: bool
-) -> Config:
+def in_folder(config: Config, root: Path, *, any_environment: bool) -> Config:
     """Configuration for a replay of a run below `root`; settings that affect numbers are unchanged."""
     run = replace(
         config.run,
@@ -62,8 +59,7 @@ def in_folder(
         exists="resume",
         allow_fingerprint_change=any_environment,
     )
-    mode = mode or config.compute.mode
-    compute = replace(config.compute, ledger=True, nproc="auto", mode=mode)
+    compute = replace(config.compute, ledger=True, nproc="auto")
     return replace(config, run=run, compute=compute)
 
 
@@ -73,17 +69,16 @@ def replay(
     updates: range,
     report: Report,
     *,
-    mode: str = "",
     any_environment: bool = False,
 ) -> Replay:
     """Train updates of a run again, from a checkpoint or the seed, in this process and a folder that is then deleted.
 
-    Nothing is validated, exported or saved. `mode` replaces compute.mode. `report(done)` is called after each update.
+    Nothing is validated, exported or saved. `report(done)` is called after each update.
     Raises CheckpointError when the checkpoint is truncated, altered, or of another recipe or environment, and DataError
     when a sample cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="segpipe-replay-") as root:
-        copy = in_folder(config, Path(root), mode, any_environment=any_environment)
+        copy = in_folder(config, Path(root), any_environment=any_environment)
         tensors = _train(copy, start, updates, report)
         return Replay(read_run(copy.run_dir), tensors)
 
@@ -129,59 +124,3 @@ def first_difference(path: Path, wanted: Mapping[str, str]) -> str:
     saved = checkpoint.load(path)
     found = tensor_digests({part: saved[part] for part in PARTS})
     return next(iter(mapping_differences(wanted, found)), "")
-
-
-def compare_again(a: Path, b: Path, progress: Callable[[int, int], None]) -> Comparison:
-    """Where run `b` first differs from run `a`, by their ledgers and by a replay of both with a digest of every tensor.
-
-    `progress` gets updates done, and updates in all. Raises CheckpointError, ConfigError or DataError when the files of
-    a run, or its data, cannot be read.
-    """
-    runs = read_run(a), read_run(b)
-    found = compare(*runs)
-    if found.step is None or found.step < 0 or found.stage in (None, RESULT):
-        return found
-    first, starts = last_common(a, b, found.step)
-    updates = range(first, found.step + 1)
-    again: list[RunLedger] = []
-    odd = ""
-    for run, start in zip(runs, starts, strict=True):
-        config = read_config(run.folder)
-        if config.compute.mode not in ("elastic", "audit"):
-            text = f"compute.mode = {config.compute.mode} of {run.folder} cannot be replayed"
-            raise ConfigError(f"{text}. Compare runs of compute.mode=elastic.")
-
-        def report(done: int, *, before: int = len(again) * len(updates)) -> None:
-            progress(before + done - first, 2 * len(updates))
-
-        ledger, _ = replay(
-            config, start, updates, report, mode="audit", any_environment=True
-        )
-        if not compare(run, ledger).no_difference:
-            odd += "AB"[len(again)]
-        again.append(ledger)
-    if odd:
-        words = f"{' and '.join(odd)} did not come out again: not its settings, nor the data and code here"
-        found = replace(found, odd=odd if len(odd) == 1 else None)
-    else:
-        closer = compare(*again)
-        words = f"both came out again, which gives: {closer.sentence}"
-        found = replace(found, layer=closer.layer, advice="")
-    return replace(found, replay=f"replayed from step {first} to {found.step}: {words}")
-
-
-def last_common(
-    a: Path, b: Path, step: int
-) -> tuple[int, tuple[Path | None, Path | None]]:
-    """Updates and files of the last step_*.pt before update `step` with equal weights; without one, 0 for the seed.
-
-    Raises CheckpointError for a checkpoint that is torn or altered.
-    """
-    for path in sorted(a.glob("step_*.pt"), reverse=True):
-        other = b / path.name
-        done = int(path.stem.removeprefix("step_"))
-        if done <= step and other.is_file():
-            one, two = (checkpoint.load(each)["digests"] for each in (path, other))
-            if (one["model"], one["ema"]) == (two["model"], two["ema"]):
-                return done, (path, other)
-    return 0, (None, None)

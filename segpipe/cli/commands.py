@@ -314,11 +314,6 @@ COMMANDS = {
                 "b", "runs/B", "folder of the run to compare it with", required=True
             ),
             Setting("json", False, "print one line of JSON"),
-            Setting(
-                "replay",
-                False,
-                "train both again from their last common checkpoint, to name the layer",
-            ),
             TRUST,
         ),
         positional=("a", "b"),

@@ -13,7 +13,7 @@ from rich.text import Text
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.ledger.divergence import Comparison, compare, not_comparable
 from segpipe.ledger.reader import read_run
-from segpipe.run.console import CONSOLE, ERRORS, progress
+from segpipe.run.console import CONSOLE
 from segpipe.run.overview import (
     RecipeGroup,
     Row,
@@ -81,16 +81,10 @@ def compare_main(given: dict[str, Any]) -> int:
 
 
 def compared(given: dict[str, Any]) -> Comparison:
-    """The comparison that the command shows; with `replay` both are trained again up to the first difference."""
+    """The comparison that the command shows."""
     a, b = Path(given["a"]), Path(given["b"])
     try:
-        if not given["replay"]:
-            return compare(read_run(a), read_run(b))
-        # It imports torch, which a comparison without replay does not need.
-        from segpipe.audit.replay import compare_again
-
-        with progress("training again", console=ERRORS) as show:
-            return compare_again(a, b, show)
+        return compare(read_run(a), read_run(b))
     except SegpipeError as error:
         return not_comparable(str(error))
 
@@ -104,7 +98,7 @@ def _show(found: Comparison) -> None:
     for title, values in changed:
         for name, (here, there) in values.items():
             lines.append(f"{title} {name}: {here} in A, {there} in B")
-    lines += [found.inputs, *(f"note: {note}" for note in found.notes), found.replay]
+    lines += [found.inputs, *(f"note: {note}" for note in found.notes)]
     for line in filter(None, lines):
         CONSOLE.print(line)
     if found.verdict == "diverged":

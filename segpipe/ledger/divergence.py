@@ -98,8 +98,6 @@ class Comparison:
     processes: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
     advice: str = ""
-    replay: str = ""  # result of replaying both up to that step
-    odd: str | None = None  # A or B: the run that a replay does not reproduce
 
     @property
     def exit_code(self) -> int:
@@ -306,7 +304,5 @@ def _advice(entry: Field, layer: str | None, facts: dict[str, Any]) -> str:
             "The environments differ: equal bits are promised within one environment only."
         )
     if layer is None and STAGES.index(entry.stage) > STAGES.index("augment"):
-        advice.append(
-            "--replay, or a training with compute.mode=audit, names the layer."
-        )
+        advice.append("Trainings with compute.mode=audit name the layer.")
     return " ".join(advice)
