@@ -35,11 +35,10 @@ def sha256_of(content: bytes | memoryview) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def files_below(folder: Path | str, visited: list[str] | None = None) -> list[str]:
+def files_below(folder: Path | str) -> list[str]:
     """Paths of all files below a folder that lie in no hidden one, through links to folders too.
 
-    Each real folder is visited once, so that links in a circle end; those that need no link come first. The folders
-    are added to `visited`.
+    Each real folder is visited once, so that links in a circle end; those that need no link come first.
     """
     found: list[str] = []
     seen: set[str] = set()
@@ -55,8 +54,6 @@ def files_below(folder: Path | str, visited: list[str] | None = None) -> list[st
             if real not in seen:
                 found += [os.path.join(place, name) for name in files]
             seen.add(real)
-            if visited is not None:
-                visited.append(place)
             waiting += [
                 path
                 for name in folders

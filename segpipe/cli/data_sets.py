@@ -43,10 +43,9 @@ def pack(given: dict[str, Any]) -> int:
         config = replace(config, data=replace(config.data, pack="auto"))
     check(config, world_size=1)
     found = [
-        part.samples
+        files
         for split in dict.fromkeys(("train", config.data.split))
-        for part in open_samples(config.data, split, config.seed).parts()
-        if part.samples.file_pairs()
+        for files in open_samples(config.data, split, config.seed).file_sets()
     ]
     if not found:
         raise ConfigError(
@@ -55,11 +54,14 @@ def pack(given: dict[str, Any]) -> int:
     work = [(samples, index) for samples in found for index in range(len(samples))]
     with progress("packing", len(work)) as show:
         threaded(_read, work, show)
-    use = sum((samples.pack_use() for samples in found), Counter[tuple[str, str]]())
-    for folder in dict.fromkeys(folder for folder, _ in use):
+    use: dict[str, Counter[str]] = {}
+    for samples in found:
+        if samples.pack is not None:
+            use.setdefault(samples.pack.folder, Counter()).update(samples.pack.use())
+    for folder, counts in use.items():
         CONSOLE.print(
-            f"{folder}: {use[folder, 'intact']} samples intact, "
-            f"{use[folder, 'replaced']} replaced, {use[folder, 'added']} added"
+            f"{folder}: {counts['intact']} samples intact, "
+            f"{counts['replaced']} replaced, {counts['added']} added"
         )
     return 0
 

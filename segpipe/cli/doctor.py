@@ -10,8 +10,7 @@ from typing import Any
 from segpipe.data.catalog import table_path
 from segpipe.data.data_set import DataSet
 from segpipe.data.folders import no_split, split_lists
-from segpipe.data.mix import all_parts
-from segpipe.data.pairs import left_out, scan, scan_undivided
+from segpipe.data.pairs import scan, scan_undivided
 from segpipe.data.samples import (
     check_labelled,
     check_scorable,
@@ -30,7 +29,7 @@ from segpipe.run.console import CONSOLE, print_problems, progress, share_table
 from segpipe.run.preflight import check_crop, worker_problems
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, check
-from segpipe.settings.groups import FILE_SETS, DataConfig
+from segpipe.settings.groups import DataConfig
 
 
 def main(given: dict[str, Any]) -> int:
@@ -133,9 +132,6 @@ def _warnings(config: Config, opened: Mapping[str, DataSet]) -> list[str]:
         check_crop(config, train)
     except ConfigError as error:
         warnings.append(f"training would refuse this: {error}")
-    for part in all_parts(data, opened):
-        if part.data.name in FILE_SETS:
-            warnings += left_out(part.data, part.split)
     for split, samples in opened.items():
         warnings += missing_labels(split, samples)
     if data.name == "synthetic" or len(opened) == 1:
@@ -168,7 +164,7 @@ def _write_page(
         return
     census = []
     for split in splits:
-        samples = open_readable(config.data, split, config.seed)
+        samples, _ = open_readable(config.data, split, config.seed)
         if samples is not None:
             with progress(f"reading {split}") as show:
                 census.append(take(split, samples, show))
@@ -190,8 +186,8 @@ def _show_content(opened: Mapping[str, DataSet]) -> None:
         counts = image_sizes(samples).most_common(8)
         sizes = [f"{size[0]}x{size[1]} ({times})" for size, times in counts]
         example = ""
-        if pairs := samples.file_pairs():
-            example = f"; {pairs[0].image} with {pairs[0].mask}"
+        for files in samples.file_sets():
+            example = f"; {files.pairs[0].image} with {files.pairs[0].mask}"
         CONSOLE.print(f"{name}: {len(samples)} images of {', '.join(sizes)}{example}")
     shares = {name: class_pixels(samples) for name, samples in sets.items()}
     CONSOLE.print(share_table(opened["train"].classes, shares))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -15,8 +13,8 @@ from segpipe import IGNORE_INDEX
 from segpipe.errors import DataError
 
 if TYPE_CHECKING:
-    from segpipe.data.catalog import ClassTable, MaskTable
-    from segpipe.data.pairs import Pair
+    from segpipe.data.catalog import ClassTable
+    from segpipe.data.samples import FileSamples
 
 Image = NDArray[np.uint8]  # (H, W, 3) RGB
 Target = NDArray[np.uint8]  # (H, W) train ids
@@ -27,8 +25,7 @@ Input = Path | Callable[[], str]
 SOME = 64  # samples that stand for all where there is no bound on the cost of one
 
 
-@dataclass(frozen=True)
-class Content:
+class Content(NamedTuple):
     """What a target holds, before the class table may refuse it."""
 
     pixels: NDArray[np.int64]  # of each class, of ignored ones, of unknown values
@@ -71,57 +68,29 @@ class DataSet(Samples, Protocol):
         """Whether several threads may read at once."""
         return True
 
-    def file_pairs(self) -> Sequence[Pair]:
-        """The files of the samples, as far as they lie in files."""
+    def file_sets(self) -> Sequence[FileSamples]:
+        """The sets in files that it consists of: none, itself, or those of a mixture."""
         return ()
-
-    def mask_table(self) -> MaskTable | None:
-        """What the masks mean, if all of them lie in files of one data set."""
-        return None
 
     def inputs(self) -> dict[str, Input]:
         """What the samples are made from, by its name in inputs.json: the path below the root of the data set."""
         return {}
 
-    def known_hashes(self) -> dict[str, str]:
-        """SHA-256 of those `inputs` that were read as a whole and have not changed since."""
-        return {}
-
-    def file_hashes(self) -> dict[str, str]:
-        """The same by their whole paths."""
-        return {}
-
-    def check_pack(self) -> None:
-        """Raise DataError if a sample in a pack differs from its files; reads some at random."""
-        return None
-
-    def pack_use(self) -> Counter[tuple[str, str]]:
-        """Samples that were read from packs, or written to them, by folder and "intact", "replaced" or "added"."""
-        return Counter()
-
-    def image(self, index: int) -> Image:
-        """The image alone."""
-        return self.read(index)[0]
-
-    def target(self, index: int) -> Target:
-        """Train ids alone."""
-        return self.read(index)[1]
-
     def size(self, index: int) -> tuple[int, int]:
         """(height, width) of a sample."""
-        height, width = self.target(index).shape
+        height, width = self.read(index)[1].shape
         return height, width
 
     def counts(self, index: int) -> NDArray[np.int64]:
         """Pixels of each class, int64 (C,); ignored pixels are not counted."""
-        counts = np.bincount(self.target(index).ravel(), minlength=IGNORE_INDEX + 1)
-        return counts[: self.classes.num_classes].astype(np.int64)
+        return self.content(index).pixels[:-2]
 
     def content(self, index: int) -> Content:
         """What the target holds."""
-        target = self.target(index)
-        counts = self.counts(index)
-        return Content(np.append(counts, [target.size - counts.sum(), 0]))
+        target = self.read(index)[1]
+        pixels = np.bincount(target.ravel(), minlength=IGNORE_INDEX + 1)
+        counts = pixels[: self.classes.num_classes]
+        return Content(np.append(counts, [pixels[IGNORE_INDEX], 0]))
 
     def countable(self) -> list[int]:
         """Indices of the samples that tell the frequencies of classes at a bounded cost, in their order."""
@@ -149,7 +118,3 @@ class DataSet(Samples, Protocol):
             other = first.setdefault(name, index)
             if other != index:
                 yield f"samples {other} and {index} are both named {name}. Give each a name of its own."
-
-    def keep_facts(self) -> None:
-        """Write what was found out about files to the cache of the data set's folder."""
-        return None

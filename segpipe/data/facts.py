@@ -81,21 +81,20 @@ class Facts:
 
         `check` may refuse its header before it is decoded.
         """
-        known, _ = self._whole(path, check, mask=True)
+        known = self._whole(path, check, mask=True)
         assert known.values is not None
         return known.header, known.values
 
-    def image(self, path: str, check: Check = anything) -> tuple[Header, bool]:
-        """Header of an image that can be decoded, and whether it had to be to know that; as for `mask`."""
-        known, fresh = self._whole(path, check, mask=False)
-        return known.header, fresh
+    def image(self, path: str, check: Check = anything) -> Header:
+        """Header of an image that can be decoded; as for `mask`."""
+        return self._whole(path, check, mask=False).header
 
-    def _whole(self, path: str, check: Check, *, mask: bool) -> tuple[Known, bool]:
-        """What is known of a file that was decoded, and whether that was now."""
+    def _whole(self, path: str, check: Check, *, mask: bool) -> Known:
+        """What is known of a file that was decoded."""
         known = self._known(path)
         if known and known.sha256 and (known.values or not mask):
             check(known.header)
-            return known, False
+            return known
 
         def read(state: State) -> Known:
             content = read_file(path)
@@ -108,7 +107,7 @@ class Facts:
             read_image(path, data=content)
             return Known(state, header, digest)
 
-        return self._learn(path, read), True
+        return self._learn(path, read)
 
     def hashes(self, paths: Iterable[str]) -> dict[str, str]:
         """SHA-256 of those files of which all was read, as they were then."""

@@ -41,15 +41,9 @@ SUFFIXES = (
     ".jpe",
     ".jfif",
     ".bmp",
-    ".dib",
     ".tif",
     ".tiff",
     ".webp",
-    ".ppm",
-    ".pgm",
-    ".pbm",
-    ".pnm",
-    ".tga",
 )
 SPLITS = (
     "train",

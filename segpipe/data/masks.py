@@ -11,7 +11,8 @@ A palette file can be read both ways. Where the two readings give an id differen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import dist
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +37,8 @@ from segpipe.errors import DataError
 if TYPE_CHECKING:
     from segpipe.data.data_set import Value
     from segpipe.data.pairs import Pair
+
+UNKNOWN = -1  # train id of a value that the class table lacks
 
 
 class MaskValues(NamedTuple):
@@ -115,13 +118,14 @@ def kind_of(table: MaskTable, header: Header) -> str:
 
 def settled(
     table: MaskTable,
-    masks: Sequence[str],
+    masks: Iterable[str],
     header: Callable[[str], Header] = read_header,
 ) -> MaskTable:
-    """`table` with the kind of the first of the files `masks`, if it names none itself."""
-    if table.kind or not masks:
-        return table
-    return replace(table, kind=kind_of(table, header(masks[0])), first=masks[0])
+    """`table` with the kind of the first of the files `masks` that can be read, if it names none itself."""
+    for path in () if table.kind else masks:
+        with suppress(DataError):
+            return replace(table, kind=kind_of(table, header(path)), first=path)
+    return table
 
 
 def check_kind(table: MaskTable, header: Header, path: str) -> None:
@@ -150,30 +154,23 @@ def target_of(table: MaskTable, mask: RawMask, path: str) -> NDArray[np.uint8]:
     return table.classes.target(ids, path)
 
 
-def counts_of(
-    table: MaskTable, header: Header, values: MaskValues, path: str
-) -> NDArray[np.int64]:
-    """Pixels of each train id in a mask file with these values, int64 (256,). Raises as `read_target` does."""
-    try:
-        trains = target_of(table, _picture(header, values), path)
-    except DataError:
-        read_target(table, path)  # names the first pixel
-        raise
-
-    pixels = list(values.pixels.values())
-    return np.bincount(trains.ravel(), pixels, IGNORE_INDEX + 1).astype(np.int64)
-
-
 def content_of(table: MaskTable, header: Header, values: MaskValues) -> Content:
     """What a mask file holds, where the table may lack some of its values."""
+    try:
+        trains = target_of(table, _picture(header, values), "")[0].tolist()
+    except DataError:
+        trains = []
+        for number in values.pixels:
+            picture = _picture(header, values._replace(pixels={number: 1}))
+            try:
+                trains += target_of(table, picture, "")[0].tolist()
+            except DataError:
+                trains.append(UNKNOWN)
+
     pixels = np.zeros(table.classes.num_classes + 2, np.int64)
-    for number, count in values.pixels.items():
-        picture = _picture(header, values._replace(pixels={number: count}))
-        try:
-            train = int(target_of(table, picture, "")[0, 0])
-            pixels[-2 if train == IGNORE_INDEX else train] += count
-        except DataError:
-            pixels[-1] += count
+    places = {IGNORE_INDEX: -2, UNKNOWN: -1}
+    for train, count in zip(trains, values.pixels.values(), strict=True):
+        pixels[places.get(train, train)] += count
 
     return Content(pixels, f"{header.layout}, {header.bits} bits")
 

@@ -7,13 +7,12 @@ entries, validation the main set.
 from __future__ import annotations
 
 from bisect import bisect
-from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import cv2
 import numpy as np
@@ -27,10 +26,9 @@ from segpipe.errors import DataError
 from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
-    from segpipe.data.pairs import Pair
+    from segpipe.data.samples import FileSamples
     from segpipe.settings.groups import DataConfig
 
-T = TypeVar("T")
 IGNORE = "ignore"  # in a map: pixels of the class enter neither loss nor score
 
 
@@ -60,31 +58,15 @@ class MixedSamples(DataSet):
     def thread_safe(self) -> bool:
         return all(one.thread_safe() for one in self.sets)
 
-    def file_pairs(self) -> Sequence[Pair]:
-        return [pair for one in self.sets for pair in one.file_pairs()]
+    def file_sets(self) -> Sequence[FileSamples]:
+        return [files for one in self.sets for files in one.file_sets()]
 
     def inputs(self) -> dict[str, Input]:
-        return self._named([one.inputs() for one in self.sets])
-
-    def file_hashes(self) -> dict[str, str]:
-        return dict(ChainMap(*(one.file_hashes() for one in self.sets)))
-
-    def known_hashes(self) -> dict[str, str]:
-        return self._named([one.known_hashes() for one in self.sets])
-
-    def _named(self, found: Sequence[Mapping[str, T]]) -> dict[str, T]:
-        """Of each set what was found, by names that tell the sets apart."""
-        named: dict[str, T] = {}
-        for origin, own in zip(self.origins, found, strict=True):
-            named |= {f"{origin.key}/{name}": value for name, value in own.items()}
-        return named
-
-    def check_pack(self) -> None:
-        for one in self.sets:
-            one.check_pack()
-
-    def pack_use(self) -> Counter[tuple[str, str]]:
-        return sum((one.pack_use() for one in self.sets), Counter())
+        found: dict[str, Input] = {}
+        for origin, one in zip(self.origins, self.sets, strict=True):
+            own = one.inputs().items()
+            found |= {f"{origin.key}/{name}": source for name, source in own}
+        return found
 
     @cached_property
     def firsts(self) -> list[int]:
@@ -132,10 +114,6 @@ class MixedSamples(DataSet):
             weight = float(len(one)) if part.weight is None else part.weight
             found.append(SubSet(part.label, samples, weight))
         return found
-
-    def keep_facts(self) -> None:
-        for one in self.sets:
-            one.keep_facts()
 
 
 def main_set(data: DataConfig) -> DataConfig:

@@ -6,7 +6,7 @@ A file is written aside and then renamed, so any number of processes may read an
 
 Before a process delivers an entry for the first time, it compares size and times of both source files (and their
 SHA-256 if those differ), and a SHA-256 of the entry and its pixels. What does not agree is read from the source files,
-reported by name, and packed again. At each start, problems.py compares some samples with their files.
+reported by name, and packed again.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cv2
 import numpy as np
+import PIL
 from numpy.typing import NDArray
 
 from segpipe.data.data_set import Sample
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from segpipe.settings.groups import DataConfig
 
 AUTO = ".segpipe-pack"  # below data.root; no reader of a data set looks into hidden folders
-# Raise the number when a reader returns other pixels; a decoder may change with OpenCV.
-FORMAT = f"4 {cv2.__version__}"
+# Raise the number when a reader returns other pixels; a decoder may change with its release.
+FORMAT = f"4 {cv2.__version__} {PIL.__version__}"
 ABANDONED_S = 3600
 # Files that stay mapped, which saves a tenth of the time of a crop; a process may have 65,530 maps.
 MOST_MAPS = 20_000
@@ -122,10 +123,6 @@ class Pack:
                 self._use[key] = "added" if content is None else "replaced"
 
         return sample
-
-    def holds(self, pair: Pair) -> bool:
-        """Whether this pair is packed."""
-        return os.path.exists(os.path.join(self.folder, self._key(pair)))
 
     def use(self) -> Counter[str]:
         """Samples that this process found "intact", or has "replaced" or "added"."""

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import csv
 import os
-import time
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from segpipe.data.catalog import PUBLISHED, published
 from segpipe.data.folders import SUFFIXES, FolderLayout, locate, missing, undivided
-from segpipe.errors import DataError, listed
+from segpipe.errors import DataError
 from segpipe.files import files_below
 
 if TYPE_CHECKING:
@@ -47,30 +45,7 @@ MASK_ENDINGS = (
     "-label",
 )
 LOSSY = (".jpg", ".jpeg", ".jpe", ".jfif", ".webp")  # no mask, if there is another
-# What lies beside pictures and is none; so is a file without a suffix.
-COMPANIONS = (
-    ".json",
-    ".xml",
-    ".txt",
-    ".csv",
-    ".md",
-    ".yaml",
-    ".yml",
-    ".html",
-    ".pdf",
-    ".log",
-    ".ini",
-    ".db",
-    ".mat",
-    ".py",
-    ".zip",
-    ".tar",
-    ".gz",
-    ".color",
-    ".part",
-)
-MOST_LEFT_OUT = 0.05  # of the files of a folder that may be of unknown formats
-SETTLED_NS = 50_000_000  # see facts.py
+LOSSLESS = tuple(suffix for suffix in SUFFIXES if suffix not in LOSSY)
 
 
 class Pair(NamedTuple):
@@ -81,32 +56,18 @@ class Pair(NamedTuple):
     mask: str
 
 
-@dataclass
-class Scan:
+class Scan(NamedTuple):
     """What the folders and lists of a split hold."""
 
-    pairs: list[Pair] = field(default_factory=list)  # sorted by name
-    # A message for every file that is not part of a pair.
-    faults: list[str] = field(default_factory=list)
-    # A message for each folder with files that are not read.
-    left_out: list[str] = field(default_factory=list)
-    # Last change of each folder and list that was read.
-    times: dict[str, int] = field(default_factory=dict)
+    pairs: list[Pair]  # sorted by name
+    faults: list[str]  # a message for every file that is not part of a pair
 
 
-_scans: dict[tuple[str, FolderLayout], Scan] = {}
-
-
-def scan(data: DataConfig, split: str) -> tuple[list[Pair], list[str]]:
+def scan(data: DataConfig, split: str) -> Scan:
     """Pairs of a split, sorted by name, and a message for every file that is not part of a pair."""
-    scans = _scans_of(data, split)
+    scans = [_scan(_layout(data, one), one) for one in joined(data, split)]
     pairs = sorted(pair for one in scans for pair in one.pairs)
-    return pairs, [fault for one in scans for fault in one.faults]
-
-
-def left_out(data: DataConfig, split: str) -> list[str]:
-    """A message for each folder of a split with files that are not read as pictures, but few enough to go on."""
-    return [message for one in _scans_of(data, split) for message in one.left_out]
+    return Scan(pairs, [fault for one in scans for fault in one.faults])
 
 
 def joined(data: DataConfig, split: str) -> list[str]:
@@ -114,15 +75,9 @@ def joined(data: DataConfig, split: str) -> list[str]:
     return (data.train_split if split == "train" else split).split("+")
 
 
-def _scans_of(data: DataConfig, split: str) -> list[Scan]:
-    """A scan for each of the splits that a split consists of."""
-    return [_scan(_layout(data, one), one) for one in joined(data, split)]
-
-
-def scan_undivided(data: DataConfig) -> tuple[list[Pair], list[str]]:
-    """All pairs of a folder data set that has no splits yet, and messages as those of `scan`."""
-    found = _scan(undivided(Path(data.root), data.images, data.masks), "all")
-    return found.pairs, found.faults
+def scan_undivided(data: DataConfig) -> Scan:
+    """As `scan`, of all pairs of a folder data set that has no splits yet."""
+    return _scan(undivided(Path(data.root), data.images, data.masks), "all")
 
 
 def pairings(data: DataConfig, split: str) -> list[Path]:
@@ -144,33 +99,18 @@ def _layout(data: DataConfig, split: str) -> FolderLayout | str:
 
 
 def _scan(layout: FolderLayout | str, split: str) -> Scan:
-    """The scan of a layout: the last one, as long as no folder or list has changed since."""
-    if isinstance(layout, str):  # why there is none
-        return Scan(faults=[layout])
+    """The scan of a layout, or the message why there is none."""
+    if isinstance(layout, str):
+        return Scan([], [layout])
 
-    known = _scans.get((split, layout))
-    if known and all(_changed(path) == then for path, then in known.times.items()):
-        return known
-
-    found = Scan()
+    found = Scan([], [])
     if layout.table:
         _pair_by_table(layout.images, layout.table, found)
     else:
         _pair_by_name(layout, split, found)
 
     found.pairs.sort()
-    if time.time_ns() - max(found.times.values(), default=0) > SETTLED_NS:
-        _scans[split, layout] = found
-
     return found
-
-
-def _changed(path: str) -> int:
-    """Time of the last change; 0 where there is no file or folder."""
-    try:
-        return os.stat(path).st_mtime_ns
-    except OSError:
-        return 0
 
 
 def _pair_by_name(layout: FolderLayout, split: str, found: Scan) -> None:
@@ -217,17 +157,14 @@ def _pair_by_name(layout: FolderLayout, split: str, found: Scan) -> None:
 
 def _in_one_folder(folder: Path, found: Scan) -> tuple[dict[str, str], dict[str, str]]:
     """Images and masks of a folder that holds both: those of another suffix if there are any, or all files twice."""
-    lossless = tuple(set(SUFFIXES) - set(LOSSY))
-    images = _pictures(folder, lossless, found)
-    masks = _pictures(folder, LOSSY, Scan())
+    images = _pictures(folder, LOSSLESS, found)
+    masks = _pictures(folder, LOSSY, Scan([], []))
     if images != masks:
-        images = {k: path for k, path in images.items() if not _ends(path, lossless)}
-        masks = {k: path for k, path in masks.items() if _ends(path, lossless)}
+        for paths, of_others in ((images, LOSSLESS), (masks, LOSSY)):
+            for stem, path in list(paths.items()):
+                if path.lower().endswith(of_others):
+                    del paths[stem]
     return images, masks
-
-
-def _ends(path: str, suffixes: tuple[str, ...]) -> bool:
-    return path.lower().endswith(suffixes)
 
 
 def _report_single(
@@ -256,7 +193,7 @@ def _report_single(
             "of another format: `segpipe import --help`."
         ]
 
-    found.faults += without_mask + without_image
+    found.faults.extend([*without_mask, *without_image])
 
 
 def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> dict[str, str]:
@@ -265,46 +202,27 @@ def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> dict[str,
     A file with a suffix in `inferior` counts only if it is the only one of its stem.
     """
     pictures: dict[str, str] = {}
-    others: list[str] = []
-    folders: list[str] = []
     start = len(str(folder)) + 1
-    for path in sorted(files_below(folder, folders)):
+    for path in sorted(files_below(folder)):
         stem, suffix = os.path.splitext(path[start:])
         suffix = suffix.lower()
-        if os.path.basename(stem).startswith("."):
+        if os.path.basename(stem).startswith(".") or suffix not in SUFFIXES:
             continue
-        if not path.isascii():
-            if not _is_text(path):
-                found.faults.append(
-                    f"{folder}/{path[start:]!a} has a name that is not UTF-8. Rename "
-                    "it, with convmv for instance."
-                )
-                continue
-            stem = _composed(stem)
-        if suffix not in SUFFIXES:
-            if suffix and suffix not in COMPANIONS:
-                others.append(path)
+        if not _is_text(path):
+            found.faults.append(
+                f"{folder}/{path[start:]!a} has a name that is not UTF-8. Rename "
+                "it, with convmv for instance."
+            )
             continue
-        other = pictures.setdefault(stem, path)
+        other = pictures.setdefault(_composed(stem), path)
         if other == path:
             continue
         if other.lower().endswith(inferior):
-            pictures[stem] = path
+            pictures[_composed(stem)] = path
         elif suffix not in inferior:
             found.faults.append(
                 f"{other} and {path} have the same stem. Remove one of them."
             )
-
-    found.times |= {path: _changed(path) for path in folders}
-    if others:
-        kinds = Counter(os.path.splitext(path)[1].lower() for path in others)
-        counts = [f"{count} {suffix}" for suffix, count in kinds.most_common()]
-        many = len(others) > MOST_LEFT_OUT * (len(pictures) + len(others))
-        (found.faults if many else found.left_out).append(
-            f"{folder} holds {len(others)} files that are not read, beside "
-            f"{len(pictures)} pictures: {listed(counts)} (the first: {others[0]!r}). "
-            "Convert the pictures among them, and move the rest away."
-        )
 
     return pictures
 
@@ -378,7 +296,7 @@ def _listed(
         known[_composed(os.path.splitext(os.path.normpath(path))[0])] = stem
 
     stems: Counter[str] = Counter()
-    for text in _text(listing, found).splitlines():
+    for text in _text(listing).splitlines():
         line = _composed(text.strip())
         bare = os.path.splitext(line)[0]
         path = os.path.normpath(listing.parent / bare)
@@ -405,7 +323,7 @@ def _report_repeated(
 
 def _pair_by_table(root: Path, table: Path, found: Scan) -> None:
     """Pairs of a CSV file with the columns image and mask, whose paths are relative to `root`."""
-    text = _text(table, found)
+    text = _text(table)
     first = text.partition("\n")[0]
     separators = ",;\t" if table.suffix == ".csv" else " "
     separator = max(separators, key=first.count)
@@ -443,14 +361,9 @@ def _pair_by_table(root: Path, table: Path, found: Scan) -> None:
     if not names and not found.faults:
         found.faults.append(f"{table} is empty: it has no pair of image and mask.")
 
-    files = [path for pair in found.pairs for path in pair[1:]]
-    folders = {os.path.dirname(path) for path in files}
-    found.times |= {path: _changed(path) for path in folders}
 
-
-def _text(path: Path, found: Scan) -> str:
+def _text(path: Path) -> str:
     """Text of a list or table. Raises DataError for one that is not UTF-8."""
-    found.times[str(path)] = _changed(str(path))
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -1,8 +1,8 @@
 """Picture files to arrays. A truncated or damaged file is an error that names it.
 
-OpenCV decodes images in PNG and JPEG and grey masks in PNG; Pillow reads all else. The format is
-that of the content; the suffix does not matter. Decoders fill the missing part of a truncated
-file with grey or black and carry on, so the end of every file is checked first.
+OpenCV decodes images in PNG and JPEG and grey masks in PNG; Pillow reads BMP, TIFF, WebP and other masks. The format
+is that of the content; the suffix does not matter. OpenCV fills the missing part of a truncated file with grey or black
+and carries on, so the end of every PNG and JPEG is checked first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import cv2
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageFile, ImageOps, TiffImagePlugin
+from PIL import Image, ImageOps, TiffImagePlugin
 
 from segpipe.disk import PASSING, patiently
 from segpipe.errors import DataError
@@ -35,32 +35,29 @@ from segpipe.errors import DataError
 PNG = (b"\x89PNG\r\n\x1a\n", b"\x00\x00\x00\x00IEND\xaeB`\x82")
 JPEG = (b"\xff\xd8", b"\xff\xd9")
 PART_BYTES, TAIL_BYTES = 2**16, 4096
-OTHERS = (b"BM", b"II*\0", b"MM\0*", b"RIFF")
-# TGA has no signature: only its suffix tells, and Pillow takes other bytes for one.
-FORMATS = ("JPEG", "BMP", "TIFF", "WEBP", "PPM")
+FORMATS = ("JPEG", "BMP", "TIFF", "WEBP")
+SIGNATURES = (JPEG[0], b"BM", b"II*\0", b"MM\0*", b"RIFF")
 PNG_LAYOUTS = {0: "grey", 2: "color", 3: "palette", 4: "grey", 6: "color"}
 LAYOUTS = {
-    **dict.fromkeys(("1", "L", "LA", "I", "I;16", "I;16B"), "grey"),
+    **dict.fromkeys(("1", "L", "LA", "I;16", "I;16B"), "grey"),
     **dict.fromkeys(("P", "PA"), "palette"),
     **dict.fromkeys(("RGB", "RGBA", "RGBX"), "color"),
 }
-WIDE = ("I", "I;16", "I;16B")  # modes of 16 bits
+WIDE = ("I;16", "I;16B")  # modes of 16 bits
 ORIENTATION_TAG = 0x0112
 TIFF_BITS, TIFF_PHOTOMETRIC = 258, 262
-TIFF_PLACES = ((273, 279), (324, 325))  # offsets and lengths of strips, or of tiles
+TRUNCATED = "is truncated: it ends before the picture does. Copy it again."
 WRITE_PNG = "Write it as PNG."
 LOSSY = (
     "{} loses information, and with it ids at every edge. Export the masks as PNG "
     "from where they were drawn."
 )
-# What libjpeg says of a file that it decodes all the same. Extraneous bytes cost no
-# pixel, and cameras write them.
+# What libjpeg says of a file that it decodes all the same. Extraneous bytes, which cameras write, cost no pixel.
 JPEG_DAMAGE = re.compile(
     "premature end of data segment|Premature end of JPEG file|bad Huffman code"
     "|found marker .* instead of RST.*|Inconsistent progression sequence.*"
     "|Invalid SOS parameters.*"
 )
-JPEG_WORDS = re.compile(f"{JPEG_DAMAGE.pattern}|Corrupt JPEG data")
 OPAQUE = 255
 CHUNK = 32  # items that a thread takes at a time: a task costs 50 us, a small mask 100
 # 20,000 pairs of 48x64 take 2.5 s in one thread, and 4.7 s (5.9 of processor time) in two.
@@ -145,8 +142,8 @@ def read_header(path: str) -> Header:
 
 def header_of(content: bytes, path: str) -> Header:
     """Header of a picture file with this content. Raises DataError if it lacks its end."""
-    with _named(path, len(content)):
-        return _opened(content, path)[1]
+    with _named(path):
+        return _opened(content)[1]
 
 
 def read_image(
@@ -164,22 +161,17 @@ def read_image(
     damaged file.
     """
     content = read_file(path) if data is None else data
-    with _named(path, len(content)):
-        image, header = _opened(content, path)
+    with _named(path):
+        image, header = _opened(content)
         turn = is_turned(header, size, exif, path)
         if content.startswith(PNG[0]):
             _check_checksums(content)
         if image is None or content.startswith(JPEG[0]):
             stored = 0 if turn else cv2.IMREAD_IGNORE_ORIENTATION
             return np.asarray(_decode(content, cv2.IMREAD_COLOR_RGB | stored), np.uint8)
-        pixels = _rgb(image)
-        if turn:  # Pillow turns by the EXIF block of the file
-            exif_block = Image.Exif()
-            exif_block[ORIENTATION_TAG] = header.orientation
-            upright = Image.fromarray(pixels)
-            upright.info["exif"] = exif_block.tobytes()
-            pixels = np.asarray(ImageOps.exif_transpose(upright))
-        return pixels
+        if turn:
+            image = ImageOps.exif_transpose(image)
+        return _rgb(image)
 
 
 def is_turned(header: Header, size: Sequence[int], rule: str, path: str) -> bool:
@@ -206,8 +198,8 @@ def is_turned(header: Header, size: Sequence[int], rule: str, path: str) -> bool
 def read_mask(path: str, data: bytes | None = None) -> RawMask:
     """Pixels of a mask file as stored. Raises DataError for a damaged file, and for formats that lose ids."""
     content = read_file(path) if data is None else data
-    with _named(path, len(content)):
-        image, header = _opened(content, path)
+    with _named(path):
+        image, header = _opened(content)
         check_mask(header, path)
         if image is None:
             _check_checksums(content)
@@ -246,50 +238,47 @@ def check_mask(header: Header, path: str) -> None:
 
 
 @contextmanager
-def _named(path: str, length: int) -> Iterator[None]:
-    """Turns an EOFError, and a ValueError with the rest of a sentence, into a DataError that names the file."""
+def _named(path: str) -> Iterator[None]:
+    """Turns a ValueError with the rest of a sentence into a DataError that names the file."""
     try:
         yield
-    except EOFError:
-        raise DataError(
-            f"{path} is truncated: its {length} bytes end before the image does. Copy it again."
-        ) from None
     except ValueError as error:
         raise DataError(f"{path} {error}") from None
 
 
-def _opened(content: bytes, path: str) -> tuple[ImageFile.ImageFile | None, Header]:
-    """Header of a picture whose file reaches its end; except for PNG, the picture as well, not decoded yet."""
+def _opened(content: bytes) -> tuple[Image.Image | None, Header]:
+    """Header of a picture whose file reaches its end; and but for PNG, the picture. A JPEG is not decoded yet."""
     if not content:
         raise ValueError("is empty. Copy it again, or convert it.")
 
     for signature, end in (PNG, JPEG):
         if content.startswith(signature) and end not in content[-TAIL_BYTES:]:
-            raise EOFError
+            raise ValueError(TRUNCATED)
 
     if content.startswith(PNG[0]):
         return None, _png_header(content)
 
-    formats = (*FORMATS, "TGA") if path.lower().endswith(".tga") else FORMATS
     try:
-        image = Image.open(io.BytesIO(content), formats=formats)
-    except Exception:  # whatever Pillow raises for damaged data
-        if content.startswith(OTHERS):
-            raise EOFError from None
-        if content.startswith(JPEG[0]):
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
+        pages = getattr(image, "n_frames", 1)
+        if image.format != "JPEG":
+            image.load()
+    except Exception as error:  # whatever Pillow raises for damaged data
+        if content.startswith(SIGNATURES):
             raise ValueError(
-                "is damaged: its header cannot be read. Copy it again."
+                f"is truncated or damaged ({error}). Copy it again."
             ) from None
         raise ValueError(
-            "is neither PNG nor JPEG, BMP, TIFF, WebP, PNM or TGA. Copy it again, or convert it."
+            "is neither PNG nor JPEG, BMP, TIFF, WebP. Copy it again, or convert it."
         ) from None
 
-    _check_whole(image, content)
+    if pages > 1:
+        raise ValueError("holds several pages. Write each as a file.")
     return image, _header(image)
 
 
 def _chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Of each chunk of a PNG: its kind, and where its body starts and ends. Raises EOFError behind the end."""
+    """Of each chunk of a PNG: its kind, and where its body starts and ends. Raises ValueError behind the end."""
     start = len(PNG[0])
     while start < len(content):
         end = start + 8 + int.from_bytes(content[start : start + 4])
@@ -299,7 +288,7 @@ def _chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
             return
         start = end + 4
 
-    raise EOFError
+    raise ValueError(TRUNCATED)
 
 
 def _png_header(content: bytes) -> Header:
@@ -335,31 +324,7 @@ def _check_checksums(content: bytes) -> None:
             )
 
 
-def _check_whole(image: ImageFile.ImageFile, content: bytes) -> None:
-    """Raise EOFError if the header places pixels behind the end of the file."""
-    size = len(content)
-    if isinstance(image, TiffImagePlugin.TiffImageFile):
-        for places, lengths in TIFF_PLACES:
-            starts = image.tag_v2.get(places, ())
-            strips = zip(starts, image.tag_v2.get(lengths, ()), strict=False)
-            if any(start + length > size for start, length in strips):
-                raise EOFError
-    elif image.format == "WEBP" and size < 8 + int.from_bytes(content[4:8], "little"):
-        raise EOFError
-    elif image.format == "BMP":
-        bits = int.from_bytes(content[28:30], "little")
-        if image.mode == "1" and bits == 8:
-            raise ValueError(
-                "is a BMP of 8 bits with a palette of black and white, which Pillow "
-                f"reads as 0 everywhere. {WRITE_PNG}"
-            )
-        codec, _, start, _ = image.tile[0]
-        row = (image.width * bits + 31) // 32 * 4
-        if codec == "raw" and start + row * image.height > size:
-            raise EOFError
-
-
-def _header(image: ImageFile.ImageFile) -> Header:
+def _header(image: Image.Image) -> Header:
     """Header of a picture of another format than PNG."""
     orientation = _exif_orientation(image.info.get("exif", b""))
     if image.format == "JPEG":
@@ -367,19 +332,17 @@ def _header(image: ImageFile.ImageFile) -> Header:
         return Header(image.height, image.width, "color", 8, orientation, fault)
 
     layout = LAYOUTS.get(image.mode)
-    if layout is None or (image.mode == "I" and image.format != "PPM"):
+    if layout is None:
         raise ValueError(
             f"has pixels of the mode {image.mode}, but grey or RGB of 8 or 16 bits were needed."
         )
+    if image.format == "BMP" and image.mode == "1":
+        raise ValueError(
+            "is a BMP of black and white, of which Pillow reads some as 0 everywhere. "
+            f"{WRITE_PNG}"
+        )
 
-    bits = 8
-    if image.mode in WIDE:
-        bits = 16
-    elif image.mode == "1":
-        bits = 1
-
-    if image.format in ("TIFF", "WEBP") and _has_pages(image):
-        raise ValueError("holds several pages. Write each as a file.")
+    bits = 16 if image.mode in WIDE else 8
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         bits = image.tag_v2.get(TIFF_BITS, (1,))[0]
         if image.tag_v2.get(ORIENTATION_TAG, 1) != 1:
@@ -391,17 +354,7 @@ def _header(image: ImageFile.ImageFile) -> Header:
     return Header(image.height, image.width, layout, bits, orientation, fault)
 
 
-def _has_pages(image: ImageFile.ImageFile) -> bool:
-    try:
-        image.seek(1)
-    except Exception:  # there is no second one, or it is damaged
-        return False
-    finally:
-        image.seek(0)
-    return True
-
-
-def _mask_fault(image: ImageFile.ImageFile, layout: str, bits: int) -> str:
+def _mask_fault(image: Image.Image, layout: str, bits: int) -> str:
     if image.format == "WEBP":
         return LOSSY.format("WebP")
     if isinstance(image, TiffImagePlugin.TiffImageFile):
@@ -409,11 +362,6 @@ def _mask_fault(image: ImageFile.ImageFile, layout: str, bits: int) -> str:
             return LOSSY.format("JPEG inside TIFF")
         if image.tag_v2.get(TIFF_PHOTOMETRIC) == 0:
             return f"its grey values are inverted. {WRITE_PNG}"
-
-    if image.format == "PPM" and image.tile[0][0] != "raw":
-        return (
-            f"Pillow scales values of a PNM with another maximum than 255. {WRITE_PNG}"
-        )
 
     if bits not in (8, 16) or (layout == "color" and bits != 8):
         return f"{image.format} with {bits} bits per pixel is not read. {WRITE_PNG}"
@@ -446,13 +394,11 @@ def _decode(content: bytes, flags: int) -> NDArray[Any]:
     return np.asarray(pixels)
 
 
-def _stored(image: ImageFile.ImageFile) -> NDArray[Any]:
+def _stored(image: Image.Image) -> NDArray[Any]:
     """Pixels as they are stored: (H, W) of grey values or indices, or (H, W, channels)."""
     try:
         pixels = np.asarray(image)
     except Exception as error:  # whatever Pillow raises for damaged data
-        if "truncated" in str(error):
-            raise EOFError from None
         raise ValueError(f"cannot be decoded ({error}). Write it again.") from None
 
     if image.mode in WIDE:
@@ -461,7 +407,7 @@ def _stored(image: ImageFile.ImageFile) -> NDArray[Any]:
     return pixels.astype(np.uint8) * np.uint8(255 if image.mode == "1" else 1)
 
 
-def _rgb(image: ImageFile.ImageFile) -> NDArray[np.uint8]:
+def _rgb(image: Image.Image) -> NDArray[np.uint8]:
     """Colors uint8 (H, W, 3): grey is repeated, alpha dropped, of 16 bits the upper 8."""
     pixels = _stored(image)
     if image.mode in WIDE:
@@ -476,8 +422,8 @@ def decoders_heard() -> Iterator[Callable[[], str]]:
     """A function that returns what decoders have written to the standard error in the block.
 
     OpenCV decodes a damaged JPEG to grey areas and says so nowhere else. So the file
-    descriptor 2 of the whole process points to a file meanwhile. Whatever else was
-    written there is passed on at the end.
+    descriptor 2 of the whole process points to a file meanwhile, whose other text is
+    passed on at the end.
     """
     if sys.stderr is None:  # closed, as of a daemon
         yield lambda: ""
@@ -499,7 +445,7 @@ def decoders_heard() -> Iterator[Callable[[], str]]:
             os.dup2(terminal, 2)
             os.close(terminal)
             lines = written().splitlines(keepends=True)
-            others = [line for line in lines if not JPEG_WORDS.search(line)]
+            others = [line for line in lines if not JPEG_DAMAGE.search(line)]
             sys.stderr.write("".join(others))
 
 
@@ -525,11 +471,8 @@ def threaded(
 ) -> list[R]:
     """Results of `work` in the order of `items`, computed by threads where items take longer than SMALL_S.
 
-    Decoders work outside Python's lock.
-
-    No thread outlives the call. While a thread ends, it frees OpenCV's thread-local
-    memory under a lock; a loader process forked at that moment would inherit the lock
-    locked, and hang. So this waits until the system has ended all.
+    Decoders work outside Python's lock. No thread outlives the call: while one ends, it frees OpenCV's thread-local
+    memory under a lock, and a loader process forked at that moment would inherit the lock locked, and hang.
     """
     given = list(items)
     results: list[R] = []
@@ -544,10 +487,10 @@ def threaded(
             break
         size = CHUNK
 
-    first = len(results)
-    chunks = [given[at : at + CHUNK] for at in range(first, len(given), CHUNK)]
-    if not chunks:
+    left = range(len(results), len(given), CHUNK)
+    if not left:
         return results
+    chunks = [given[at : at + CHUNK] for at in left]
     threads: list[int] = []
     pool = ThreadPoolExecutor(
         min(16, os.cpu_count() or 1),

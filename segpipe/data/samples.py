@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from random import SystemRandom
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -39,7 +38,6 @@ from segpipe.data.facts import Facts, facts_of
 from segpipe.data.masks import (
     check_sizes,
     content_of,
-    counts_of,
     read_target,
     settled,
 )
@@ -51,12 +49,12 @@ from segpipe.data.readers import Progress, R, read_image, silent, threaded
 from segpipe.errors import DataError
 from segpipe.keys import generator, sample_key
 from segpipe.plugins import is_path
+from segpipe.settings.groups import FILE_SETS
 
 if TYPE_CHECKING:
     from segpipe.settings.config import Config
     from segpipe.settings.groups import DataConfig
 
-SOME_PACKED = 16  # samples of a pack that are read to check it
 LEAST_SIDE = 4  # pixels; Fast-SCNN convolves without padding at stride 2
 
 # A word of a name that is a number, with a short prefix at most: 08640, f00930, frame0012.
@@ -78,19 +76,16 @@ class FileSamples(DataSet):
     def classes(self) -> ClassTable:
         return self.table.classes
 
-    def file_pairs(self) -> Sequence[Pair]:
-        return self.pairs
+    def file_sets(self) -> Sequence[FileSamples]:
+        return (self,)
 
     def inputs(self) -> dict[str, Input]:
         paths = [*self.sources, *self._paths()]
         return {self._below(path): Path(path) for path in paths}
 
-    def file_hashes(self) -> dict[str, str]:
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 by path of those images and masks that were read as a whole and have not changed since."""
         return self.facts.hashes(self._paths())
-
-    def known_hashes(self) -> dict[str, str]:
-        known = self.file_hashes()
-        return {self._below(path): digest for path, digest in known.items()}
 
     def _paths(self) -> list[str]:
         """Of images and masks."""
@@ -105,32 +100,6 @@ class FileSamples(DataSet):
         if path.startswith(below):  # relpath takes 20 times as long
             return path[len(below) :]
         return Path(os.path.relpath(path, below)).as_posix()
-
-    def mask_table(self) -> MaskTable:
-        return self.table
-
-    def check_pack(self) -> None:
-        """Each start draws others: what one misses, the next ones find."""
-        if self.pack is None:
-            return
-
-        some = SystemRandom().sample(range(len(self)), min(SOME_PACKED, len(self)))
-        for index in some:
-            if not self.pack.holds(self.pairs[index]):
-                continue
-            found, expected = self.read(index), self.decode(index)
-            if not all(map(np.array_equal, found, expected)):
-                raise DataError(
-                    f"{self.pack.folder} holds other pixels of {self.name(index)} than "
-                    f"{self.pairs[index].image} and its mask. Delete the pack, then "
-                    "build it again with `segpipe pack`."
-                )
-
-    def pack_use(self) -> Counter[tuple[str, str]]:
-        if self.pack is None:
-            return Counter()
-        use = self.pack.use().items()
-        return Counter({(self.pack.folder, kind): count for kind, count in use})
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -152,32 +121,22 @@ class FileSamples(DataSet):
             check_sizes(pair, image.shape[:2], target.shape)
         return image, target
 
-    def image(self, index: int) -> Image:
-        exif, size = self.table.exif, self.size(index)
-        return read_image(self.pairs[index].image, exif=exif, size=size)
-
-    def target(self, index: int) -> Target:
-        return read_target(self.table, self.pairs[index].mask)
-
     def size(self, index: int) -> tuple[int, int]:
         """Of the mask, which is that of the image when it is upright. Reads a header at most."""
         header = self.facts.header(self.pairs[index].mask)
         return header.height, header.width
 
     def counts(self, index: int) -> NDArray[np.int64]:
-        path = self.pairs[index].mask
-        counts = counts_of(self.table, *self.facts.mask(path), path)
-        return counts[: self.classes.num_classes]
+        pixels = self.content(index).pixels
+        if pixels[-1]:  # raises, and names the first pixel
+            read_target(self.table, self.pairs[index].mask)
+        return pixels[:-2]
 
     def content(self, index: int) -> Content:
-        path = self.pairs[index].mask
-        return content_of(self.table, *self.facts.mask(path))
+        return content_of(self.table, *self.facts.mask(self.pairs[index].mask))
 
     def countable(self) -> list[int]:
         return list(range(len(self)))
-
-    def keep_facts(self) -> None:
-        self.facts.keep()
 
 
 @dataclass(frozen=True)
@@ -206,6 +165,12 @@ class SyntheticSamples(DataSet):
 
     def size(self, index: int) -> tuple[int, int]:
         return self.scene_size
+
+    def problems(
+        self, indices: Sequence[int], progress: Progress = silent
+    ) -> Iterator[str]:
+        """None: there is nothing to be wrong."""
+        return iter(())
 
 
 @dataclass
@@ -284,19 +249,21 @@ def open_splits(config: Config, *, packed: bool = True) -> Splits:
     return Splits(train, open_samples(data, data.split, seed, packed=packed))
 
 
-def open_readable(data: DataConfig, split: str, seed: int) -> DataSet | None:
-    """Samples of a split, of its complete pairs if there are other files too; None if there are none."""
+def open_readable(
+    data: DataConfig, split: str, seed: int
+) -> tuple[DataSet | None, list[str]]:
+    """Samples of a split, of its complete pairs if there are other files too, or None; and why it is not whole."""
     try:
-        return open_samples(data, split, seed)
-    except DataError:
-        if data.mix or is_path(data.name):
-            return None
-
+        return open_samples(data, split, seed), []
+    except DataError as error:
+        faults = [str(error)]
     try:
-        pairs = scan(data, split)[0]
-        return file_samples(data, pairs) if pairs else None
+        if data.mix or data.name not in FILE_SETS or not mask_table(data):
+            return None, faults
+        pairs, found = scan(data, split)
+        return file_samples(data, pairs) if pairs else None, found or faults
     except DataError:
-        return None
+        return None, faults
 
 
 def _open(data: DataConfig, split: str, seed: int) -> DataSet:
@@ -317,18 +284,20 @@ def _open_files(data: DataConfig, split: str) -> FileSamples:
     pairs, faults = scan(data, split)
     if faults:
         raise DataError(faults[0])
-    samples = file_samples(data, pairs)
     sources = pairings(data, split)
     if data.classes or data.name == "folder":
         sources.append(table_path(data))
-    return replace(samples, sources=tuple(map(str, sources)))
+    return file_samples(data, pairs, sources)
 
 
-def file_samples(data: DataConfig, pairs: list[Pair]) -> FileSamples:
+def file_samples(
+    data: DataConfig, pairs: Sequence[Pair], sources: Sequence[Path] = ()
+) -> FileSamples:
     """The samples of some pairs of a data set in files."""
     facts = facts_of(data.root)
     table = settled(mask_table(data), [pair.mask for pair in pairs], facts.header)
-    return FileSamples(table, tuple(pairs), open_pack(data, table), facts)
+    pack = open_pack(data, table)
+    return FileSamples(table, tuple(pairs), pack, facts, tuple(map(str, sources)))
 
 
 def _open_mixture(data: DataConfig, split: str, seed: int) -> DataSet:
@@ -434,7 +403,8 @@ def over(
             found.append(work(index))
             progress(len(found), len(indices))
 
-    samples.keep_facts()
+    for files in samples.file_sets():
+        files.facts.keep()
     return found
 
 
@@ -482,13 +452,14 @@ def _classes_of(samples: DataSet, seen: set[int], enough: int) -> set[int]:
 
 def check_scorable(samples: DataSet, split: str) -> None:
     """Raise DataError if no image of validation has a labelled pixel, or one in a file is too small for a network."""
-    for index, pair in enumerate(samples.file_pairs()):
-        height, width = samples.size(index)
-        if min(height, width) < LEAST_SIDE:
-            raise DataError(
-                f"{pair.image} of split {split} is {height}x{width}, "
-                f"but networks need at least {LEAST_SIDE} pixels on each side. Remove it."
-            )
+    for files in samples.file_sets():
+        for index, pair in enumerate(files.pairs):
+            height, width = files.size(index)
+            if min(height, width) < LEAST_SIDE:
+                raise DataError(
+                    f"{pair.image} of split {split} is {height}x{width}, "
+                    f"but networks need at least {LEAST_SIDE} pixels on each side. Remove it."
+                )
 
     if not _classes_of(samples, set(), 1):
         raise DataError(_unlabelled(samples, f"images of split {split}", "measure"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 from collections.abc import Sequence
 from itertools import chain
 from math import ceil
@@ -67,10 +68,11 @@ def shared_files(first: DataSet, second: DataSet) -> list[tuple[str, str]]:
 
     Reads only files whose sizes occur in both, and whose SHA-256 is not known.
     """
-    files = [[pair.image for pair in each.file_pairs()] for each in (first, second)]
+    sets = first.file_sets(), second.file_sets()
+    files = [[pair.image for one in each for pair in one.pairs] for each in sets]
     sizes = {path: os.stat(path).st_size for path in chain(*files)}
     common = {sizes[path] for path in files[0]} & {sizes[path] for path in files[1]}
-    known = first.file_hashes() | second.file_hashes()
+    known = dict(ChainMap(*(one.hashes() for one in chain(*sets))))
 
     def hashed(paths: Sequence[str]) -> list[tuple[str, str]]:
         """SHA-256 and path of the files whose size occurs on both sides."""
@@ -140,7 +142,7 @@ def take(
             size = samples.size(index)
             seen = UNKNOWN_LOOK
             if index in looked_at:
-                image = samples.image(index)
+                image, _ = samples.read(index)
                 height, width, _ = image.shape
                 size = height, width
                 seen = look(image)

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from segpipe.data.catalog import MaskTable, mask_table
-from segpipe.data.facts import Facts, facts_of
 from segpipe.data.masks import (
     check_kind,
     check_sizes,
-    counts_of,
-    settled,
+    content_of,
+    read_target,
 )
 from segpipe.data.mix import all_parts
-from segpipe.data.pairs import Pair, left_out, scan
-from segpipe.data.plugin_samples import open_plugin
 from segpipe.data.readers import (
     JPEG_DAMAGE,
     Header,
@@ -33,12 +26,13 @@ from segpipe.data.readers import (
     silent,
     threaded,
 )
-from segpipe.data.samples import check_scorable, image_pixels
+from segpipe.data.samples import check_scorable, image_pixels, open_readable
 from segpipe.errors import DataError, listed
-from segpipe.settings.groups import FILE_SETS
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import DataSet
+    from segpipe.data.pairs import Pair
+    from segpipe.data.samples import FileSamples
     from segpipe.settings.groups import DataConfig
 
 FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores
@@ -52,16 +46,10 @@ def verify(data: DataConfig, sets: Mapping[str, DataSet]) -> None:
     `data.verify`: "headers" checks pairs, sizes and the ends of files, "full" decodes everything, "auto" the first 300
     million pixels of a split.
     """
-    for problem in problems(data, sets):
-        raise DataError(problem)
-
-    for part in all_parts(data, sets):
-        if part.data.name in FILE_SETS:
-            for note in left_out(part.data, part.split):
-                print(note, file=sys.stderr)
-
     for split, samples in sets.items():
-        samples.check_pack()
+        for part in samples.parts():
+            for error in _errors(data, part.samples, silent):
+                raise error
         if split != "train":
             check_scorable(samples, split)
 
@@ -78,121 +66,100 @@ def problems(
     With `grouped`, files with the same fault have one message, with their number and the
     first names.
     """
-    errors = _errors(data, list(splits), progress)
-    yield from _grouped(errors) if grouped else map(str, errors)
+    found: dict[str, DataError] = {}  # what concerns all splits comes once
+    for part in all_parts(data, splits):
+        samples, faults = open_readable(part.data, part.split, 0)
+        errors = [DataError(fault) for fault in faults]
+        if samples is not None:
+            errors += _errors(part.data, samples, progress)
+        found |= {str(error): error for error in errors}
+    yield from _grouped(found.values()) if grouped else found
 
 
 def _errors(
-    data: DataConfig, splits: list[str], progress: Progress
+    data: DataConfig, samples: DataSet, progress: Progress
 ) -> Iterator[DataError]:
-    """Each problem of the data; what concerns all splits comes once."""
-    of_all_splits = set[str]()
-    for part in all_parts(data, splits):
-        try:
-            if part.data.name in FILE_SETS:
-                yield from _file_errors(part.data, part.split, progress)
-            elif part.data.name != "synthetic":
-                yield from _plugin_errors(part.data, part.split, progress)
-        except DataError as error:
-            if str(error) not in of_all_splits:
-                yield error
-            of_all_splits.add(str(error))
+    """Each problem of the samples of one data set."""
+    for files in samples.file_sets():
+        yield from _file_errors(data, files, progress)
+        files.facts.keep()
 
-    for root in {part.data.root for part in all_parts(data, splits)}:
-        facts_of(root).keep()
+    if not samples.file_sets():
+        number = total = len(samples)
+        if data.verify != "full":
+            number = min(total, SOME)
+        chosen = [place * total // number for place in range(number)]
+        yield from map(DataError, samples.problems(chosen, progress))
 
 
 def _file_errors(
-    data: DataConfig, split: str, progress: Progress
+    data: DataConfig, files: FileSamples, progress: Progress
 ) -> Iterator[DataError]:
-    """Problems of a split in files. Raises DataError for one that concerns all of them."""
-    facts, table = facts_of(data.root), mask_table(data)
-    pairs, messages = scan(data, split)
-    yield from map(DataError, messages)
-    for pair in pairs:  # the first mask that can be read says of which kind all are
-        with suppress(DataError):
-            table = settled(table, [pair.mask], facts.header)
-            break
-
+    """Problems of files that are paired."""
     num_pixels = 0
-    for start in range(0, len(pairs), BLOCK):
+    for start in range(0, len(files), BLOCK):
         decode = data.verify == "full"
         if data.verify == "auto":
             decode = num_pixels < FULL_VERIFY_PIXELS
-        check = _Check(facts, table, data.max_pixels, decode)
+        block = files.pairs[start : start + BLOCK]
         with decoders_heard() as written:
-            block = pairs[start : start + BLOCK]
-            num_pixels += sum(threaded(check.pair, block))
-            damage = JPEG_DAMAGE.search(written())
-        for path in check.decoded if damage else ():
-            if message := jpeg_damage(path):
-                facts.forget(path)
-                check.faults[path] = DataError(message)
-        progress(start + len(block), len(pairs))
-        for pair in block:
-            for place in (pair.image, pair.mask, pair.name):
-                if place in check.faults:
-                    yield check.faults[place]
+            checked = threaded(partial(_checked, files, data.max_pixels, decode), block)
+            damaged = JPEG_DAMAGE.search(written())
+        progress(start + len(block), len(files))
+        for pair, (pixels, errors) in zip(block, checked, strict=True):
+            num_pixels += pixels
+            if damaged and (message := jpeg_damage(pair.image)):
+                files.facts.forget(pair.image)
+                yield DataError(message)
+            yield from errors
 
 
-@dataclass
-class _Check:
-    """What is wrong with pairs of files: by file, or by the name of the pair if the two do not agree."""
+def _checked(
+    files: FileSamples, most_pixels: int, decode: bool, pair: Pair
+) -> tuple[int, list[DataError]]:
+    """Pixels of a pair, and what is wrong with it; with `decode`, all of each file is read, not only its header."""
+    facts, table = files.facts, files.table
+    errors: list[DataError] = []
+    headers: list[Header] = []
 
-    facts: Facts
-    table: MaskTable
-    most_pixels: int
-    decode: bool  # whether to read all of each file, not only its header
-    faults: dict[str, DataError] = field(default_factory=dict)
-    decoded: list[str] = field(default_factory=list)  # images
-
-    def pair(self, pair: Pair) -> int:
-        """Pixels of a pair that was checked."""
-        image = self._header(pair.image, mask=False)
-        mask = self._header(pair.mask, mask=True)
-        if image is None:
-            return 0
-        if mask is not None:
-            try:
-                turned = is_turned(image, mask[:2], self.table.exif, pair.image)
-                check_sizes(pair, image.upright if turned else image[:2], mask[:2])
-            except DataError as error:
-                self.faults[pair.name] = error
-
-        return image.height * image.width
-
-    def _header(self, path: str, *, mask: bool) -> Header | None:
-        """Header of a file without a fault."""
-        check = partial(self._check, path, mask)
-        try:
-            if not self.decode:
-                header = self.facts.header(path)
-                check(header)
-            elif mask:
-                header, values = self.facts.mask(path, check)
-                counts_of(self.table, header, values, path)
-            else:
-                header, fresh = self.facts.image(path, check)
-                if fresh:
-                    self.decoded.append(path)
-        except DataError as error:
-            self.faults[path] = error
-            return None
-
-        return header
-
-    def _check(self, path: str, mask: bool, header: Header) -> None:
+    def check(path: str, is_mask: bool, header: Header) -> None:
         """Raise DataError for a file that should not be decoded."""
         area = header.height * header.width
-        if area > self.most_pixels:
+        if area > most_pixels:
             raise DataError(
-                f"{path} is {header.height}x{header.width}, {area} pixels, but data.max_pixels = {self.most_pixels}. "
+                f"{path} is {header.height}x{header.width}, {area} pixels, but data.max_pixels = {most_pixels}. "
                 "Cut it into tiles, or raise data.max_pixels."
             )
-
-        if mask:
+        if is_mask:
             check_mask(header, path)
-            check_kind(self.table, header, path)
+            check_kind(table, header, path)
+
+    for path in (pair.image, pair.mask):
+        is_mask = path == pair.mask
+        own = partial(check, path, is_mask)
+        try:
+            if not decode:
+                header = facts.header(path)
+                own(header)
+            elif is_mask:
+                header, values = facts.mask(path, own)
+                if content_of(table, header, values).pixels[-1]:
+                    read_target(table, path)  # raises, and names the first pixel
+            else:
+                header = facts.image(path, own)
+            headers.append(header)
+        except DataError as error:
+            errors.append(error)
+
+    if errors:
+        return 0, errors
+    image, mask = headers
+    try:
+        turned = is_turned(image, mask[:2], table.exif, pair.image)
+        check_sizes(pair, image.upright if turned else image[:2], mask[:2])
+    except DataError as error:
+        errors.append(error)
+    return image.height * image.width, errors
 
 
 def _grouped(errors: Iterable[DataError]) -> Iterator[str]:
@@ -207,18 +174,6 @@ def _grouped(errors: Iterable[DataError]) -> Iterator[str]:
             names = listed([error.where for error in others], 3)
             more = f" The same in {len(others)} more: {names}."
         yield f"{first}{more}"
-
-
-def _plugin_errors(
-    data: DataConfig, split: str, progress: Progress
-) -> Iterator[DataError]:
-    """Problems of a data set of the user: of all samples with data.verify=full, else of some."""
-    samples = open_plugin(data, split)
-    total = number = len(samples)
-    if data.verify != "full":
-        number = min(total, SOME)
-    chosen = [place * total // number for place in range(number)]
-    yield from map(DataError, samples.problems(chosen, progress))
 
 
 def missing_labels(split: str, samples: DataSet) -> Iterator[str]:

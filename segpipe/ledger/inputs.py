@@ -58,7 +58,7 @@ def record(
     sets = list(sets)
     found = inputs_of(sets)
     # What the checks of this start, or an earlier one, have read of files that did not change.
-    known = {name: value for one in sets for name, value in one.known_hashes().items()}
+    known = _known(sets, found)
     if not path.is_file():
         content = _content(config, found, known if hashed else None)
         text = json.dumps(content, indent=1)
@@ -185,6 +185,19 @@ def inputs_of(sets: Iterable[DataSet]) -> dict[str, Input]:
     for one in sets:
         found |= one.inputs()
     return dict(sorted(found.items()))
+
+
+def _known(sets: Iterable[DataSet], found: Mapping[str, Input]) -> Hashes:
+    """SHA-256 of those inputs that were read as a whole and have not changed since."""
+    by_path: Hashes = {}
+    for one in sets:
+        for files in one.file_sets():
+            by_path |= files.hashes()
+    return {
+        name: by_path[str(source)]
+        for name, source in found.items()
+        if str(source) in by_path
+    }
 
 
 def sizes_of(found: Mapping[str, Input]) -> Sizes:

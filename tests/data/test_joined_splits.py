@@ -29,8 +29,8 @@ def data(tmp_path: Path) -> DataConfig:
 
 
 def images(data: DataConfig, split: str) -> list[str]:
-    pairs = open_samples(data, split, 0).file_pairs()
-    return [Path(pair.image).relative_to(data.root).as_posix() for pair in pairs]
+    (files,) = open_samples(data, split, 0).file_sets()
+    return [Path(pair.image).relative_to(data.root).as_posix() for pair in files.pairs]
 
 
 def test_training_reads_both_splits(data: DataConfig) -> None:

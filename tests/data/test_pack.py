@@ -91,7 +91,7 @@ def test_packed_samples_are_those_of_the_files_and_no_file_is_decoded_again(
     assert use(samples) == {"added": NUM}
     again = opened(data)
     monkeypatch.setattr(
-        FileSamples, "target", lambda self, index: pytest.fail("decoded again")
+        FileSamples, "decode", lambda self, index: pytest.fail("decoded again")
     )
     for _ in range(2):
         assert same(read_all(again), expected)
@@ -119,7 +119,7 @@ def test_a_data_set_may_move_with_its_pack(
         replace(data, root=f"{data.root}_moved")
     )
     monkeypatch.setattr(
-        FileSamples, "target", lambda self, index: pytest.fail("decoded again")
+        FileSamples, "decode", lambda self, index: pytest.fail("decoded again")
     )
     assert same(read_all(moved), expected)
 
@@ -153,7 +153,7 @@ def test_another_time_alone_decodes_nothing(
     for path in Path(data.root).rglob("*.png"):
         os.utime(path, ns=(1, 1))
     monkeypatch.setattr(
-        FileSamples, "target", lambda self, index: pytest.fail("decoded again")
+        FileSamples, "decode", lambda self, index: pytest.fail("decoded again")
     )
     assert same(read_all(opened(data)), expected)
 
