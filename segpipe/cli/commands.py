@@ -167,19 +167,6 @@ COMMANDS = {
         overrides=("data",),
         starts="data_sets.prepare",
     ),
-    "tune-loader": Command(
-        "find the number of loader processes",
-        "Measures the updates of the configured network on this device, then the loader with 0, 1, 2, ... workers,\n"
-        "until a further one gains less than 5 %. Prints a table, the setting to use, and whether the loader limits\n"
-        "training.",
-        (
-            Setting(
-                "seconds", 5.0, "time for each number of workers", low=0.05, high=600
-            ),
-        ),
-        overrides=("data", "augment"),
-        starts="speed.tune_loader",
-    ),
     "split": Command(
         "divide a folder of images into training and validation",
         "Writes train.txt and val.txt. Whole sequences go to one side, since neighboring frames of a video in both\n"
@@ -402,6 +389,7 @@ COMMANDS = {
             Setting("updates", 20, "updates per measurement", low=1),
             Setting("folder", "runs", "folder for the runs of the checks"),
         ),
+        starts="speed.gpu_check",
     ),
     "runs": Command(
         "compare runs in a table",

@@ -1,4 +1,4 @@
-"""`segpipe describe`, `tune-loader` and `profile`: what a network costs, and where a training spends its time.
+"""`segpipe describe`, `profile` and `gpu-check`: what a network costs, where a training spends its time, on which GPU.
 
 torch is imported inside the functions: `profile` sets the environment of its process first.
 """
@@ -6,13 +6,11 @@ torch is imported inside the functions: `profile` sets the environment of its pr
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import closing
-from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -29,15 +27,8 @@ from segpipe.settings.config import Config, check, config_hash
 if TYPE_CHECKING:
     import torch
 
-    from segpipe.data.data_set import DataSet
-    from segpipe.distributed.group import Group
-
 SMALLEST = 32  # side of an image
 WARM_UP = 2  # forwards that are not timed
-GAIN = 0.05  # a further worker that gains less is the last one that is measured
-MARGIN = 1.2  # times the network's rate: more would only wait
-UPDATES = 4  # that are timed, after one that is not
-STEPS = 10**5  # more than are measured
 
 
 def describe(given: dict[str, Any]) -> int:
@@ -73,8 +64,8 @@ def counts(
 ) -> dict[str, Any]:
     """Sizes of the network for images of `size`.
 
-    A MAC is one multiplication with its addition, in convolutions and matrix products. Activations are the values that
-    convolutions give. Memory is that of tensors alive at once in fp32, weights included, without an optimizer.
+    A MAC is one multiplication with its addition, in convolutions and matrix products. Memory is that of tensors alive
+    at once in fp32, weights included, without an optimizer.
     """
     import torch
 
@@ -88,7 +79,7 @@ def counts(
     params = sum(value.numel() for value in net.parameters())
     auxiliary = sum(value.numel() for value in net.train_only.parameters())
     with torch.no_grad():
-        macs, activations = operations(net.eval(), image)
+        macs = operations(net.eval(), image)
         inference = _peak(lambda: net(image))
 
     def update() -> None:
@@ -106,7 +97,6 @@ def counts(
         "parameters": params - auxiliary,
         "parameters_in_training": params,
         "macs": macs,
-        "activations": activations,
         "inference_memory_mib": _mib(inference + weights),
         f"training_memory_mib_at_batch_{batch}": _mib(training + weights),
         "output_stride": net.output_stride,
@@ -150,24 +140,13 @@ def _mib(num_bytes: int) -> float:
     return round(num_bytes / 2**20, 1)
 
 
-def operations(net: torch.nn.Module, image: torch.Tensor) -> tuple[int, int]:
-    """MACs and activations of one forward."""
-    from torch.nn.modules.conv import _ConvNd
+def operations(net: torch.nn.Module, image: torch.Tensor) -> int:
+    """MACs of one forward."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    values = 0
-
-    def count(module: torch.nn.Module, given: Any, out: torch.Tensor) -> None:
-        nonlocal values
-        values += out.numel()
-
-    layers = [layer for layer in net.modules() if isinstance(layer, _ConvNd)]
-    hooks = [layer.register_forward_hook(count) for layer in layers]
     with FlopCounterMode(display=False) as counter:
         net(image)
-    for hook in hooks:
-        hook.remove()
-    return counter.get_total_flops() // 2, values
+    return int(counter.get_total_flops()) // 2
 
 
 def latency(
@@ -202,110 +181,6 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
-
-
-def tune_loader(given: dict[str, Any]) -> int:
-    """Exit code. Prints samples per second by number of loader processes, and whether the loader limits training."""
-    config = compose(given["overrides"])
-    check(config, world_size=1)
-    import torch
-
-    from segpipe.data.samples import open_samples
-    from segpipe.distributed.group import join, leave
-
-    samples = open_samples(config.data, "train", config.seed)
-    flags.apply(config.compute.threads, config.compute.mode)
-    group = join(config.compute, {})
-    try:
-        needed = network_rate(config, group, samples)
-        gpus = torch.cuda.device_count() if group.device.type == "cuda" else 1
-        nproc = config.compute.nproc
-        ranks = gpus if nproc == "auto" else int(nproc)
-        cores = max(len(os.sched_getaffinity(0)) // ranks, 1)
-        CONSOLE.print(
-            f"The network ({config.model.name}, {group.device}) takes {needed:.1f} samples/s."
-        )
-
-        def measure(workers: int) -> float:
-            rate = loader_rate(config, group, samples, workers, given["seconds"])
-            CONSOLE.print(f"workers {workers:3}: {rate:.1f} samples/s")
-            return rate
-
-        workers, rate = choose(measure, cores, needed)
-    finally:
-        leave(group)
-    said = "The loader is not the bottleneck."
-    if rate < needed:
-        said = (
-            "The loader is the bottleneck. Keep decoded samples (data.pack=auto, see docs/data.md), remove transforms "
-            "from augment.extra, or take a machine with more cores per GPU."
-        )
-    CONSOLE.print(f"data.workers={workers} for each of {ranks} processes. {said}")
-    return 0
-
-
-def choose(
-    measure: Callable[[int], float], cores: int, needed: float
-) -> tuple[int, float]:
-    """The fewest workers that keep the network busy, or else the best number, and samples per second with them.
-
-    Measures 0, 1, 2, ... workers, up to `cores`; stops where a further one gains less than GAIN, or where there is
-    MARGIN to the rate `needed`. No worker is never enough: the network waits while the training process loads.
-    """
-    measure(0)
-    rates: list[float] = []
-    for workers in range(1, cores + 1):
-        rates.append(measure(workers))
-        gained = workers == 1 or rates[-1] >= (1 + GAIN) * rates[-2]
-        if not gained or rates[-1] >= MARGIN * needed:
-            break
-    wanted = min(MARGIN * needed, max(rates) / (1 + GAIN))
-    chosen = next(place for place, rate in enumerate(rates) if rate >= wanted)
-    return chosen + 1, rates[chosen]
-
-
-def loader_rate(
-    config: Config, group: Group, samples: DataSet, workers: int, seconds: float
-) -> float:
-    """Samples per second that `workers` loader processes deliver in the order and with the checks of a training."""
-    from segpipe.train.batches import shard_stream
-
-    # Without balance: counting the masks would take longer than this.
-    data = replace(config.data, workers=workers, balance=0.0)
-    measured = replace(config, data=data)
-    prepared = 1 + workers * (config.data.prefetch + 1)  # while the workers started
-    with closing(shard_stream(measured, group, samples, range(STEPS), None)) as stream:
-        for _ in range(prepared):
-            next(stream)
-        start, batches = time.perf_counter(), 0
-        while (passed := time.perf_counter() - start) < seconds or batches < 2:
-            next(stream)
-            batches += 1
-    return batches * config.compute.samples_per_shard / passed
-
-
-def network_rate(config: Config, group: Group, samples: DataSet) -> float:
-    """Samples per second that whole updates of the configured network take, with batches that are there already."""
-    from segpipe.train.batches import shard_stream
-    from segpipe.train.recorder import Watch
-    from segpipe.train.state import build_state
-    from segpipe.train.step import TrainStep, train_step
-
-    config = replace(
-        config,
-        data=replace(config.data, balance=0.0, workers=0),
-        loss=replace(config.loss, class_weights="none", teacher=""),
-    )
-    own = group.own_shards(config.compute.shards)
-    state = build_state(config, samples.classes, group.device)
-    step = TrainStep(config, Watch(group, state))
-    with closing(shard_stream(config, group, samples, range(1), None)) as stream:
-        shards = [next(stream) for _ in own]
-    times = [
-        _seconds(lambda: train_step(step, shards), group.device)
-        for _ in range(1 + UPDATES)
-    ]
-    return config.global_batch / min(times[1:])
 
 
 def profile(given: dict[str, Any]) -> int:
@@ -347,3 +222,15 @@ def profile(given: dict[str, Any]) -> int:
         CONSOLE.print(sentence)
     CONSOLE.print(f"trace for ui.perfetto.dev: {own / 'trace.json'}")
     return 0
+
+
+def gpu_check(given: dict[str, Any]) -> int:
+    """Exit code of all checks that need a GPU, within a time limit."""
+    if find_spec("benchmarks") is None or find_spec("benchmarks.gpu") is None:
+        raise ConfigError(
+            "gpu-check runs benchmarks/gpu.py, which is not installed. Run it in a clone of segpipe."
+        )
+    flags.set_environment()  # before torch is imported
+    from benchmarks.gpu import check
+
+    return check(given)

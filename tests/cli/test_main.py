@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from segpipe import __version__
-from segpipe.cli import gpu_check, main
+from segpipe.cli import main, speed
 from segpipe.cli.commands import COMMANDS, RUN, TRUST
 from segpipe.cli.main import main as segpipe
 from segpipe.settings.config import SETTINGS
@@ -140,7 +140,7 @@ def test_ctrl_c_is_no_traceback(
 def test_gpu_check_outside_a_clone_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_check, "find_spec", lambda name: None)
+    monkeypatch.setattr(speed, "find_spec", lambda name: None)
     assert "in a clone" in printed(capsys, "gpu-check", code=2)
 
 
@@ -188,7 +188,6 @@ def test_each_script_is_one_command() -> None:
         "runs",
         "split",
         "train",
-        "tune-loader",
         "weights",
     }
     assert set(found) == COMMANDS.keys() - without

@@ -1,4 +1,4 @@
-"""What stops loader processes is found before they start, with its fix; and how many of them are worth it."""
+"""What stops loader processes is found before they start, with its fix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 
 from runs import TINY, torch_restored
 from segpipe.cli.main import main as segpipe
-from segpipe.cli.speed import choose
 from segpipe.data.catalog import STREET, ClassTable
 from segpipe.data.data_set import DataSet
 from segpipe.data.loader import Pixels
@@ -97,41 +96,6 @@ def test_a_run_is_refused_before_its_folder_is_claimed(
         )
     assert "cannot pickle '_thread.lock' object" in capsys.readouterr().err
     assert not (tmp_path / "runs/a").exists()
-
-
-@pytest.mark.parametrize(
-    ("measured", "needed", "tried", "workers"),
-    [
-        # The fourth gains 2 %, the fifth is not measured.
-        ((90, 10, 20, 29, 29.5, 99), 500, 5, 3),
-        # 27 is 1.35 times what the network takes.
-        ((10, 9, 18, 27, 36), 20, 4, 3),
-        ((10, 9, 9.1, 27, 36), 100, 3, 1),
-        # No worker is not chosen: the network would wait while it loads.
-        ((500, 10), 3, 2, 1),
-    ],
-)
-def test_measuring_stops_where_a_worker_gains_nothing(
-    measured: tuple[float, ...], needed: float, tried: int, workers: int
-) -> None:
-    asked = []
-
-    def measure(number: int) -> float:
-        asked.append(number)
-        return measured[number]
-
-    found = choose(measure, 5, needed)
-    assert (len(asked), found) == (tried, (workers, measured[workers]))
-
-
-def test_tune_loader_prints_what_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
-    with torch_restored():
-        assert (
-            segpipe(["tune-loader", *TINY, "seconds=0.05", "compute.nproc=1000"]) == 0
-        )
-    text = capsys.readouterr().out
-    assert "data.workers=1 for each of 1000 processes" in text
-    assert "bottleneck" in text
 
 
 def test_the_samples_of_a_set_in_files_travel(tmp_path: Path) -> None:
