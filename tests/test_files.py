@@ -23,8 +23,7 @@ from segpipe.errors import CheckpointError, DataError, SegpipeError
 from segpipe.files import put, sha256, write_atomically
 from segpipe.ledger.rows import read_file
 from segpipe.ledger.writer import LedgerWriter
-from segpipe.run.callbacks import Tracker
-from segpipe.run.tracking import read_metrics
+from segpipe.run.tracking import Tracker, read_metrics
 
 OLD, NEW = b"old content", b"new content, longer"
 ALWAYS = 99

@@ -29,7 +29,7 @@ from examples.race import augment, plain
 from segpipe.data.data_set import Samples
 from segpipe.data.samples import SyntheticSamples
 from segpipe.errors import ImpureAugmentError
-from segpipe.run.pictures import blend
+from segpipe.predict.outputs import blend
 
 HERE = Path(__file__).resolve().parent
 REFUSED = ImpureAugmentError.exit_code

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
-from segpipe.run.pictures import Picture
+from segpipe.run.pages import Picture
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import Samples

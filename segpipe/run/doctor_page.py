@@ -15,8 +15,8 @@ from segpipe.data.catalog import ClassTable
 from segpipe.data.data_set import DataSet, Sample
 from segpipe.datasets.census import Census, near_duplicates
 from segpipe.errors import DataError, listed
-from segpipe.run.pages import render_page
-from segpipe.run.pictures import blend, shrink
+from segpipe.predict.outputs import blend
+from segpipe.run.pages import render_page, shrink
 from segpipe.run.preflight import first_batch
 from segpipe.settings.config import Config
 

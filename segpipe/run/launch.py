@@ -41,7 +41,6 @@ from segpipe.errors import (
 )
 from segpipe.files import not_written, sha256_of
 from segpipe.run import lock
-from segpipe.run.callbacks import Tracker, open_tracker
 from segpipe.run.console import (
     ERRORS,
     TrainView,
@@ -60,9 +59,11 @@ from segpipe.run.report import (
 from segpipe.run.trackers import check_tracking
 from segpipe.run.tracking import (
     FILE_NAME,
+    Tracker,
     failure,
     note_failure,
     note_lost,
+    open_tracker,
     read_metrics,
 )
 from segpipe.settings.config import Config, check, config_hash

@@ -1,11 +1,11 @@
-"""The results of a run or of an evaluation on one page, and the same page while the run lives."""
+"""The results of a run or of an evaluation on one page."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,9 +23,7 @@ from segpipe.run.detail import (
     detail,
     examples,
 )
-from segpipe.run.pages import COLORS, GREY, chart, points_of, render_page
-from segpipe.run.pictures import Picture
-from segpipe.run.tracking import FILE_NAME, read_metrics
+from segpipe.run.pages import COLORS, GREY, Picture, chart, points_of, render_page
 from segpipe.settings.config import Config, flat, to_mapping
 
 # torch is imported inside the functions: a command imports this module before it sets the environment of processes.
@@ -41,7 +39,6 @@ PAGE = "report.html"
 WORST = "Worst images"
 LATEST = "Latest prediction"
 WEAKEST = "Examples of weak classes"
-REWRITTEN_S = 60.0  # the live page, between validations
 LAST_LINES = 8  # of metrics.jsonl, on the live page
 NEIGHBORS = 10  # places in the order of the names within which images look much alike
 WEAK = 0.6  # IoU below which a class gets advice
@@ -181,49 +178,6 @@ def _pictures(
         name = samples.name(index)
         pictures.append(Picture(name, score, image, target, predict(image)))
     return pictures
-
-
-class LivePage:
-    """report.html of a run that goes on, written whole after each validation, and every minute between."""
-
-    def on_start(self, config: Config, step: int) -> None:
-        """Keep the configuration."""
-        self._config = config
-        self._data: ReportData | None = None
-
-    def on_validation(
-        self, step: int, scores: dict[str, Any], pictures: Sequence[Picture]
-    ) -> None:
-        """Write the page."""
-        self._data = ReportData(
-            config=to_mapping(self._config),
-            result={"steps": step},
-            confusion=scores["confusion"],
-            names=scores["names"],
-            palette=scores["palette"],
-            history=read_metrics(self._config.run_dir / FILE_NAME),
-            pictures={LATEST: pictures[:1], WORST: pictures[1:]},
-            live=True,
-        )
-        self._write()
-
-    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the page again, if the last time was a minute ago."""
-        if self._data and time.monotonic() - self._written > REWRITTEN_S:
-            history = read_metrics(self._config.run_dir / FILE_NAME)
-            self._data = replace(self._data, result={"steps": step}, history=history)
-            self._write()
-
-    def on_end(self, result: dict[str, Any]) -> None:
-        """Stop the page of a run that did not finish; a finished one has its report."""
-        if self._data and "miou" not in result:
-            self._data = replace(self._data, live=False)
-            self._write()
-
-    def _write(self) -> None:
-        assert self._data is not None
-        self._written = time.monotonic()
-        write_report(self._config.run_dir / PAGE, self._data)
 
 
 def is_live(path: Path) -> bool:

@@ -23,7 +23,7 @@ from segpipe.errors import ConfigError
 from segpipe.settings.config import Config, recipe, to_mapping
 
 if TYPE_CHECKING:
-    from segpipe.run.pictures import Picture
+    from segpipe.run.pages import Picture
     from segpipe.run.tracking import Callback
 
 _METHODS = ("on_start", "on_metrics", "on_validation", "on_end")  # of `Callback`

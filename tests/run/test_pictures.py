@@ -6,8 +6,8 @@ import cv2
 import numpy as np
 import pytest
 
-from segpipe.run.pages import chart, jpeg_url
-from segpipe.run.pictures import Picture, blend, errors, shrink
+from segpipe.predict.outputs import blend
+from segpipe.run.pages import Picture, chart, errors, jpeg_url, shrink
 
 PALETTE = ((255, 0, 0), (0, 0, 255))
 

@@ -19,11 +19,10 @@ import pytest
 
 from segpipe.run import pages
 from segpipe.run.folder import finished
-from segpipe.run.pictures import Picture
+from segpipe.run.pages import Picture
 from segpipe.run.report import (
     LATEST,
     WORST,
-    LivePage,
     ReportData,
     advice,
     is_live,
@@ -31,6 +30,7 @@ from segpipe.run.report import (
     worst_images,
     write_report,
 )
+from segpipe.run.tracking import LivePage
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, to_mapping
 

@@ -23,10 +23,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from runs import run
 from segpipe.errors import ConfigError
 from segpipe.run import trackers
-from segpipe.run.callbacks import open_tracker
-from segpipe.run.pictures import Picture
+from segpipe.run.pages import Picture
 from segpipe.run.trackers import check_tracking, run_id
-from segpipe.run.tracking import read_metrics
+from segpipe.run.tracking import open_tracker, read_metrics
 from segpipe.settings.compose import compose
 from segpipe.settings.config import (
     FREE_KEYS,
@@ -705,7 +704,7 @@ TRAINING = """
 import sys
 from pathlib import Path
 from segpipe.settings.config import from_mapping
-from segpipe.run.callbacks import open_tracker
+from segpipe.run.tracking import open_tracker
 
 mode, folder, resume_step = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 run = {"root": str(folder.parent), "name": folder.name}

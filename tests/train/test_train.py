@@ -47,7 +47,7 @@ from segpipe.export.gates.controls import CONTROLS
 from segpipe.export.graph.formats import FORMATS
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
-from segpipe.run import callbacks
+from segpipe.run import tracking
 from segpipe.run.overview import read_row
 from segpipe.settings.compose import compose
 from segpipe.settings.groups import DataConfig
@@ -577,7 +577,7 @@ def test_full_disk_under_metrics_is_told_in_a_line(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(callbacks.Tracker, "log", full)
+    monkeypatch.setattr(tracking.Tracker, "log", full)
     assert run(tmp_path / "run") == 2
     assert f"{tmp_path / 'run'} could not be written: No space left" in told(capsys)
 
