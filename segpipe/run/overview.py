@@ -252,12 +252,12 @@ def write_overview(
         ("validation", "miou", "Validation mIoU, %"),
         ("train", "loss", "Training loss"),
     ):
-        lines = [
-            (points_of(history, kind, key), color)
-            for color, group in zip(COLORS, histories, strict=False)
-            for history in group
-        ]
-        charts.append(chart(title, lines, marked=key == "miou"))
+        lines, colors = {}, []
+        for color, group in zip(COLORS, histories, strict=False):
+            for history in group:
+                lines[f"_{len(lines)}"] = points_of(history, kind, key)
+                colors.append(color)
+        charts.append(chart(title, lines, marked=key == "miou", colors=colors))
     classes = dict.fromkeys(name for row in rows for name in row.iou)
     return write_page(
         "overview.html.j2",

@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -126,32 +125,34 @@ def _data_url(kind: str, content: bytes) -> str:
 
 def chart(
     title: str,
-    lines: Sequence[tuple[Points, str]],
+    lines: Mapping[str, Points],
     *,
     marked: bool = False,
-    labels: Sequence[str] = (),
+    colors: Sequence[str] = COLORS,
 ) -> str:
-    """`data:` URL of curves with their colors, y over x, at least down to 0; empty if there is no point.
+    """`data:` URL of curves by their labels, y over x, at least down to 0; empty if there is no point.
 
-    marked: a dot at each point. labels: of the lines, for a legend.
+    The title of a single curve has its last value; several get a legend, but for labels that begin with _.
+    marked: a dot at each point.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    named = zip_longest(lines, labels)
-    drawn = [(*line, label) for line, label in named if line[0]]
+    colored = zip(lines.items(), colors, strict=False)
+    drawn = [(*line, color) for line, color in colored if line[1]]
     if not drawn:
         return ""
     content = io.BytesIO()
     with rc_context(STYLE):
         figure = Figure(figsize=(4.8, 2.6), layout="constrained")
         axes = figure.subplots()
-        for points, color, label in drawn:
+        for label, points, color in drawn:
             dot = "." if marked or len(points) == 1 else ""
             axes.plot(*zip(*points, strict=True), color=color, marker=dot, label=label)
-        if labels:
+        if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend(frameon=False)
-        axes.set_title(title)
+        last = f": {points[-1][1]:.3g}" if len(drawn) == 1 else ""
+        axes.set_title(f"{title}{last}")
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         axes.locator_params(axis="x", integer=True)
         axes.grid(alpha=0.3)

@@ -23,7 +23,7 @@ from segpipe.run.detail import (
     detail,
     examples,
 )
-from segpipe.run.pages import COLORS, GREY, Picture, chart, points_of, render_page
+from segpipe.run.pages import Picture, chart, points_of, render_page
 from segpipe.settings.config import Config, flat, to_mapping
 
 # torch is imported inside the functions: a command imports this module before it sets the environment of processes.
@@ -43,20 +43,6 @@ LAST_LINES = 8  # of metrics.jsonl, on the live page
 NEIGHBORS = 10  # places in the order of the names within which images look much alike
 WEAK = 0.6  # IoU below which a class gets advice
 RARE = 0.01  # share of the labelled pixels
-# Keys of a result that the page shows in tables of their own.
-IN_TABLES = (
-    "versions",
-    "iou",
-    "precision",
-    "recall",
-    "f1",
-    "boundary_iou",
-    "sequences",
-    "interval_95",
-    "note",
-    "latency_ms",
-    "date",
-)
 
 
 @dataclass(frozen=True)
@@ -203,7 +189,6 @@ def render(data: ReportData) -> str:
     iou = [-1.0 if value is None else value for value in figures["iou"].values()]
     sequences = result.get("sequences") or {}
     settings, default = flatten(data.config), flat(Config())
-    record = {key: result[key] for key in result if key not in IN_TABLES}
     return render_page(
         "report.html.j2",
         name=data.config.get("run", {}).get("name", "run"),
@@ -219,7 +204,6 @@ def render(data: ReportData) -> str:
         confusion=(counts / np.maximum(labelled, 1)[:, None]).tolist(),
         sequences=lowest_first(sequences),
         note=result.get("note") or flattering(sequences),
-        protocol=_protocol(data.config),
         warnings=[
             f"Step {line['step']}: {line.get('text', '')}"
             for line in data.history
@@ -233,10 +217,6 @@ def render(data: ReportData) -> str:
         settings=settings,
         default=default,
         changed=[key for key in settings if default.get(key) != settings[key]],
-        records={
-            "Result": flatten(record),
-            "Versions": flatten(result.get("versions", {})),
-        },
     )
 
 
@@ -247,21 +227,16 @@ def _about(data: ReportData) -> list[str]:
     where = f"split {result.get('split', own.get('split', ''))}"
     if own.get("hold_out"):
         where = f"sequence {own['hold_out']}, held out"
-    images = f"{result['images']} images" if "images" in result else ""
-    model, source = config.get("model", {}).get("name", ""), own.get("name", "")
-    git = result.get("git") or {}
-    commit = f"commit {git['commit'][:8]}" if git.get("commit") else ""
-    parts = [model, f"data {source}", where, images, f"seed {config.get('seed')}"]
-    parts += [commit, result.get("date", "")]
-    return [part for part in parts if part]
-
-
-def _protocol(config: Mapping[str, Any]) -> str:
-    """A sentence on what else than split train was trained on; empty if nothing."""
-    split = config.get("data", {}).get("train_split", "train")
-    if split == "train":
-        return ""
-    return f"Trained on {split}: another protocol than training on train. Compare with results of the same one only."
+    parts = [config.get("model", {}).get("name", ""), f"data {own.get('name')}", where]
+    if "images" in result:
+        parts.append(f"{result['images']} images")
+    parts.append(f"seed {config.get('seed')}")
+    if git := result.get("git"):
+        parts.append(f"commit {git['commit'][:8]}")
+    split = own.get("train_split", "train")
+    if split != "train":
+        parts.append(f"trained on {split}: another protocol, compare within it only")
+    return [part for part in [*parts, result.get("date")] if part]
 
 
 def _progress(data: ReportData) -> dict[str, Any]:
@@ -315,34 +290,36 @@ def advice(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, str]:
 
 def _charts(data: ReportData) -> dict[str, str]:
     """Curves of the training by their titles, and the reliability diagram."""
-    history, charts = data.history, {}
-    loss = points_of(history, "train", "loss")
-    checked = points_of(history, "validation", "loss")
-    keys = {key for line in history for key in line if key.startswith("loss_")}
-    parts = {key: points_of(history, "train", key) for key in sorted(keys)}
-    named = {"loss": loss, "validation cross-entropy": checked}
-    groups = {
-        "Loss": {key: points for key, points in named.items() if points},
-        "Parts of the loss": parts if len(parts) > 1 else {},
-        "Learning rate": {"": points_of(history, "train", "lr")},
-        "Validation mIoU, %": {"": points_of(history, "validation", "miou")},
+    parts = sorted(
+        {key for line in data.history for key in line if key.startswith("loss_")}
+    )
+    curves = {
+        "Loss": {"loss": "train", "validation cross-entropy": "validation"},
+        "Parts of the loss": dict.fromkeys(parts, "train") if len(parts) > 1 else {},
+        "Learning rate": {"lr": "train"},
+        "Validation mIoU, %": {"miou": "validation"},
     }
-    for title, lines in groups.items():
-        last = [points[-1][1] for points in lines.values() if points]
-        drawn = [*zip(lines.values(), COLORS, strict=False)]
-        labels = list(lines) if len(lines) > 1 else []
-        head = f"{title}: {last[0]:.3g}" if len(last) == 1 else title
-        marked = "mIoU" in title
-        if last:
-            charts[title] = chart(head, drawn, marked=marked, labels=labels)
+    charts = {}
+    for title, kinds in curves.items():
+        lines = {
+            label: points_of(data.history, kind, "loss" if title == "Loss" else label)
+            for label, kind in kinds.items()
+        }
+        charts[title] = chart(title, lines, marked="mIoU" in title)
     if data.calibration is not None and data.calibration[:, 0].any():
         pixels, share, right, _ = data.calibration[data.calibration[:, 0] > 0].T
         off = float(abs(share - right).sum() / pixels.sum())
-        points = [*zip(100 * share / pixels, 100 * right / pixels, strict=True)]
-        title = f"Right pixels by confidence, %: {100 * off:.1f} off"
-        drawn = [([(0, 0), (100, 100)], GREY), (points, COLORS[0])]
-        charts["Reliability"] = chart(title, drawn, marked=True)
-    return charts
+        charts["Reliability"] = chart(
+            f"Right pixels by confidence, %: {100 * off:.1f} off",
+            {
+                "measured": [
+                    *zip(100 * share / pixels, 100 * right / pixels, strict=True)
+                ],
+                "ideal": [(0, 0), (100, 100)],
+            },
+            marked=True,
+        )
+    return {title: drawn for title, drawn in charts.items() if drawn}
 
 
 def _trends(data: ReportData) -> dict[str, str]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from segpipe.settings.config import Config, recipe, to_mapping
 
 if TYPE_CHECKING:
     from segpipe.run.pages import Picture
-    from segpipe.run.tracking import Callback
 
 _METHODS = ("on_start", "on_metrics", "on_validation", "on_end")  # of `Callback`
 _PROJECT = "segpipe"
@@ -33,6 +32,27 @@ _WANDB_MODES = ("online", "offline", "disabled", "shared", "run", "dryrun")
 _MLFLOW_TAG, _MLFLOW_GROUP = "segpipe.id", "segpipe.group"
 _MLFLOW_BATCH = 100  # parameters that MLflow takes at once
 _MLFLOW_VALUE = 500  # characters of a parameter
+
+
+class Callback(Protocol):
+    """Shows a run elsewhere. Methods may be missing and may raise; they are called in order, beside the training."""
+
+    def on_start(self, config: Config, step: int) -> None:
+        """Before the first update; `step` is above 0 when the run is resumed."""
+
+    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Figures of one step, by names such as `train/loss`."""
+
+    def on_validation(
+        self, step: int, scores: dict[str, Any], pictures: Sequence[Picture]
+    ) -> None:
+        """After each validation: miou, iou by class, `confusion` int64 (C, C), `names` and `palette` of the classes.
+
+        The pictures are the first image of the split, the same each time, and then the worst ones.
+        """
+
+    def on_end(self, result: dict[str, Any]) -> None:
+        """At the end: `exit_code`, and of a finished run also result.json and the list `files`."""
 
 
 def tracker_classes(config: Config) -> dict[str, Callable[[], Callback]]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from segpipe.disk import append, patiently
 from segpipe.errors import CollectiveError, SegpipeError
@@ -45,27 +45,6 @@ FAILURE = "failure.json"
 REWRITTEN_S = 60.0  # the live page, between validations
 # Keys of every line, and the types of their values.
 RESERVED = {"step": (int,), "kind": (str,), "time_s": (int, float)}
-
-
-class Callback(Protocol):
-    """Shows a run elsewhere. Methods may be missing and may raise; they are called in order, beside the training."""
-
-    def on_start(self, config: Config, step: int) -> None:
-        """Before the first update; `step` is above 0 when the run is resumed."""
-
-    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Figures of one step, by names such as `train/loss`."""
-
-    def on_validation(
-        self, step: int, scores: dict[str, Any], pictures: Sequence[Picture]
-    ) -> None:
-        """After each validation: miou, iou by class, `confusion` int64 (C, C), `names` and `palette` of the classes.
-
-        The pictures are the first image of the split, the same each time, and then the worst ones.
-        """
-
-    def on_end(self, result: dict[str, Any]) -> None:
-        """At the end: `exit_code`, and of a finished run also result.json and the list `files`."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -62,9 +62,8 @@ def test_a_run_says_what_it_was_trained_on(
     settings = (*files, "train.steps=1", "train.progress=true", "data.split=test")
     assert run(folder, *settings) == 0
     assert "7 training images of train+val" in capsys.readouterr().out
-    assert (
-        "Trained on train+val: another protocol" in (folder / "report.html").read_text()
-    )
+    page = (folder / "report.html").read_text()
+    assert "trained on train+val: another protocol" in page
     assert "val/val_frame00.png" in (folder / "inputs.json").read_text()
     assert run(tmp_path / "leak", *files, "data.split=val") == 2
     assert "byte for byte" in capsys.readouterr().err

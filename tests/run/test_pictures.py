@@ -65,9 +65,9 @@ def test_shrinking_ids_makes_no_new_ones() -> None:
 def test_flat_and_single_curves_are_drawn_the_same_each_time(
     points: list[tuple[float, float]],
 ) -> None:
-    url = chart("loss", [(points, "#3b82f6")])
+    url = chart("loss", {"": points})
     assert url.startswith("data:image/svg+xml;base64,")
     drawn = base64.b64decode(url.partition(",")[2])
     assert b"#3b82f6" in drawn
-    assert chart("loss", [(points, "#3b82f6")]) == url
-    assert chart("loss", [([], "#3b82f6")]) == ""
+    assert chart("loss", {"": points}) == url
+    assert chart("loss", {"": []}) == ""
