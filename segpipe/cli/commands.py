@@ -403,12 +403,6 @@ COMMANDS = {
                 "run folders to compare, or patterns such as runs/lr*; none: all below root",
             ),
             Setting(
-                "sort",
-                "miou",
-                "column to sort by",
-                choices=("date", "miou", "name", "model", "data", "steps"),
-            ),
-            Setting(
                 "group",
                 "",
                 "one line per recipe, with mean and range over this setting: group=seed",

@@ -18,9 +18,8 @@ from segpipe.run.overview import (
     RecipeGroup,
     Row,
     find_runs,
-    group_table,
     grouped,
-    ordered,
+    print_runs,
     run_table,
     write_overview,
 )
@@ -39,20 +38,17 @@ def main(given: dict[str, Any]) -> int:
             f"group = {by} is not a setting that decides what is trained."
             f"{nearest(by, recipe)}"
         )
-    rows = ordered(find_runs(Path(given["root"]), given["runs"]), given["sort"])
-    groups = grouped(rows, by) if by else []
+    rows = find_runs(Path(given["root"]), given["runs"])
+    groups = grouped(rows, by)
     if given["out"]:
-        write_overview(Path(given["out"]), rows, groups, by)
+        write_overview(Path(given["out"]), groups)
         print(f"written: {given['out']}")
     elif given["json"]:
         print(json.dumps([_plain(item) for item in (groups if by else rows)]))
     elif by:
-        CONSOLE.print(group_table(groups))
+        CONSOLE.print(run_table(groups))
     else:
-        CONSOLE.print(run_table(rows))
-        for row in rows:
-            if row.reason:
-                CONSOLE.print(f"{row.name} {row.state}: {row.reason}")
+        print_runs(rows)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from glob import glob
@@ -18,13 +18,12 @@ from rich.text import Text
 
 from segpipe.errors import ConfigError, Interrupted
 from segpipe.files import read_json
-from segpipe.run.console import percent
+from segpipe.run.console import CONSOLE, percent
 from segpipe.run.pages import COLORS, chart, points_of, write_page
 from segpipe.run.tracking import FILE_NAME, failure, read_metrics
 from segpipe.settings.config import FREE_KEYS, flat, saved_config
 from segpipe.settings.setting import shown
 
-DESCENDING = ("date", "miou", "steps")
 SETTINGS_SHOWN = 6  # columns of a table; the page and --json have all
 
 
@@ -37,9 +36,9 @@ class Row:
     model: str | None = None
     data: str | None = None
     miou: float | None = None
-    steps: int | None = None
-    digest: str | None = None  # of the averaged weights
-    date: str | None = None  # last change, local time
+    steps: int = 0
+    digest: str = ""  # of the averaged weights
+    date: str = ""  # last change, local time
     seconds: float | None = None  # of training
     iou: dict[str, float | None] = field(default_factory=dict)  # by class
     state: str = "finished"
@@ -62,84 +61,76 @@ class RecipeGroup:
         return [row.miou for row in self.rows if row.miou is not None]
 
     @property
+    def range(self) -> tuple[float | None, float | None]:
+        """Lowest and highest mIoU of the finished runs."""
+        return min(self.scores, default=None), max(self.scores, default=None)
+
+    @property
     def mean(self) -> float | None:
         """Mean mIoU of the finished runs; None without one."""
         return fmean(self.scores) if self.scores else None
 
 
 def find_runs(root: Path, patterns: Sequence[str] = ()) -> list[Row]:
-    """The runs below `root`; with patterns, the run folders that they name or match, and the runs below those.
+    """The runs below `root`, or with patterns those that they name or match and the runs below those; the best first.
 
-    Raises ConfigError if root is not a folder, or a pattern matches nothing.
+    Raises ConfigError if there is none.
     """
-    if not patterns and not root.is_dir():
-        raise ConfigError(
-            f"root = {root} is not a folder. Set root to the folder that holds the runs."
-        )
     folders: dict[Path, str] = {}
     for pattern in patterns or [str(root)]:
-        matches = [Path(match) for match in sorted(glob(pattern))]
-        found = [file.parent for top in matches for file in top.rglob("config.json")]
-        if patterns and not found:
+        tops = [Path(match) for match in sorted(glob(pattern))]
+        found = [file.parent for top in tops for file in top.rglob("config.json")]
+        if not found:
             raise ConfigError(
-                f"runs = {pattern}: no run is there. Name run folders, or match them: 'runs=[runs/lr*]'."
+                f"{'runs' if patterns else 'root'} = {pattern}: no run is there. Name the folder that holds runs by "
+                f"root=FOLDER, or match run folders: 'runs=[runs/lr*]'."
             )
         for folder in sorted(found):
             name = folder if patterns else folder.relative_to(root)
             folders[folder] = str(name)
-    return [read_row(folder, name) for folder, name in folders.items()]
+    return best_first(read_row(folder, name) for folder, name in folders.items())
 
 
 def read_row(folder: Path, name: str) -> Row:
     """The run in `folder`; a file that cannot be read is named in `state`."""
-    row = Row(name, folder, date=_date(folder))
+    newest = max(path.stat().st_mtime for path in folder.glob("*.json*"))
+    row = Row(name, folder, date=f"{datetime.fromtimestamp(newest):%Y-%m-%d %H:%M}")
     try:
         config = saved_config(folder)
     except ConfigError:
         return replace(row, state="config.json is damaged")
-    row = replace(
-        row,
-        model=config.model.name,
-        data=config.data.name,
-        settings={k: v for k, v in flat(config).items() if k not in FREE_KEYS},
-    )
+    found: dict[str, Any] = {
+        "model": config.model.name,
+        "data": config.data.name,
+        "settings": {k: v for k, v in flat(config).items() if k not in FREE_KEYS},
+    }
     try:
         result = read_json(folder / "result.json")
         score = result["miou"]
-        row = replace(
-            row,
-            miou=None if score is None else float(score),
-            steps=int(result["steps"]),
-            digest=str(result["ema_digest"]),
-            seconds=result.get("train_seconds"),
-            iou=result.get("iou", {}),
-        )
+        found |= {
+            "miou": None if score is None else float(score),
+            "steps": int(result["steps"]),
+            "digest": str(result["ema_digest"]),
+            "seconds": result.get("train_seconds"),
+            "iou": result.get("iou", {}),
+        }
     except FileNotFoundError:
         metrics = read_metrics(folder / FILE_NAME)
         steps = metrics[-1]["step"] if metrics else 0
         state = f"unfinished, step {steps} of {config.train.steps}"
-        row = replace(row, steps=steps, state=state)
+        found |= {"steps": steps, "state": state}
     except (OSError, ValueError, TypeError, LookupError):
-        row = replace(row, state="result.json is damaged")
+        found["state"] = "result.json is damaged"
     code, reason = failure(folder)
     if reason:
         state = "interrupted" if code == Interrupted.exit_code else "failed"
-        row = replace(row, state=state, reason=reason)
-    return row
+        found |= {"state": state, "reason": reason}
+    return replace(row, **found)
 
 
-def _date(folder: Path) -> str:
-    """When a file of the run's progress last changed."""
-    paths = (folder / name for name in ("config.json", "result.json", FILE_NAME))
-    newest = max(path.stat().st_mtime for path in paths if path.exists())
-    return datetime.fromtimestamp(newest).strftime("%Y-%m-%d %H:%M")
-
-
-def ordered(rows: Sequence[Row], column: str) -> list[Row]:
-    """Rows sorted by a column, the newest, best or longest first; rows without a value come last."""
-    known = [row for row in rows if getattr(row, column) is not None]
-    known.sort(key=lambda row: getattr(row, column), reverse=column in DESCENDING)
-    return known + [row for row in rows if getattr(row, column) is None]
+def best_first(rows: Iterable[Row]) -> list[Row]:
+    """Rows by falling mIoU, those without one last."""
+    return sorted(rows, key=lambda row: (row.miou is None, -(row.miou or 0.0)))
 
 
 def differing(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -149,11 +140,13 @@ def differing(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in keys if len({_text(each.get(key)) for each in known}) > 1]
 
 
-def grouped(rows: Sequence[Row], by: str) -> list[RecipeGroup]:
-    """Groups of the runs that differ in setting `by` alone, the best mean first.
+def grouped(rows: Sequence[Row], by: str = "") -> list[RecipeGroup]:
+    """Groups of the runs that differ in setting `by` alone, the best mean first; without it each run is alone.
 
     Of runs with one value of `by`, a finished one counts: a repeated run is no second sample.
     """
+    if not by:
+        return [RecipeGroup(row.settings, [row]) for row in rows]
     groups: dict[str, RecipeGroup] = {}
     for row in sorted(rows, key=lambda row: row.miou is None):
         if row.settings:
@@ -170,61 +163,47 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def run_table(rows: Sequence[Row]) -> Table:
-    """A line for each run, with settings in which they differ."""
-    columns: dict[str, list[Any]] = {
-        "name": [row.name for row in rows],
-        "mIoU %": [_percent(row.miou) for row in rows],
-        "steps": [row.steps for row in rows],
-        "state": [row.state for row in rows],
-    }
-    more = {
-        "date": [row.date for row in rows],
-        "digest": [row.digest and row.digest[:12] for row in rows],
-    }
-    return _table(columns, [row.settings for row in rows], more)
+def print_runs(rows: Sequence[Row]) -> None:
+    """Print a line for each run, and why runs ended early."""
+    CONSOLE.print(run_table(grouped(rows)))
+    for row in rows:
+        if row.reason:
+            CONSOLE.print(f"{row.name} {row.state}: {row.reason}")
 
 
-def group_table(groups: Sequence[RecipeGroup]) -> Table:
-    """A line for each recipe: mean and range over its runs."""
-    columns: dict[str, list[Any]] = {
-        groups[0].by if groups else "": [
-            ",".join(shown(row.settings[group.by]) for row in group.rows)
-            for group in groups
-        ],
-        "finished": [f"{len(each.scores)} of {len(each.rows)}" for each in groups],
-        "mean mIoU %": [_percent(group.mean) for group in groups],
-        "lowest": [_percent(min(group.scores, default=None)) for group in groups],
-        "highest": [_percent(max(group.scores, default=None)) for group in groups],
-    }
-    return _table(columns, [group.settings for group in groups], {})
-
-
-def _percent(value: float | None) -> str | None:
-    return None if value is None else percent(value, 2)
-
-
-def _table(
-    columns: Mapping[str, Sequence[Any]],
-    recipes: Sequence[Mapping[str, Any]],
-    more: Mapping[str, Sequence[Any]],
-) -> Table:
-    """A table of columns by their titles, with up to SETTINGS_SHOWN settings in which the recipes differ."""
-    keys = differing(recipes)
-    settings = {
-        key: [shown(recipe[key]) if recipe else None for recipe in recipes]
-        for key in keys[:SETTINGS_SHOWN]
-    }
+def run_table(groups: Sequence[RecipeGroup]) -> Table:
+    """A line for each run, or for each recipe with mean and range over its runs; with settings in which they differ."""
+    keys = differing([group.settings for group in groups])
+    settings, rest = keys[:SETTINGS_SHOWN], keys[SETTINGS_SHOWN:]
+    titles = ["name", "mIoU %", "steps", "state", *settings, "date", "digest"]
+    if groups and (by := groups[0].by):
+        titles = [by, "mean mIoU %", "lowest", "highest", "finished", *settings]
     table = Table(caption_justify="left")
-    whole = {**columns, **settings, **more}
-    for place, title in enumerate(whole):
-        is_short = place > 0 and title not in settings
+    for title in titles:
+        is_short = title not in (titles[0], *settings)
         table.add_column(title, overflow="fold", no_wrap=is_short)
-    for cells in zip(*whole.values(), strict=True):
-        table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells))
-    if rest := keys[SETTINGS_SHOWN:]:
+    for group in groups:
+        known = group.settings
+        cells = [shown(known[key]) if known else "-" for key in settings]
+        table.add_row(*map(Text, _cells(group, cells)))
+    if rest:
         table.caption = f"They also differ in: {', '.join(rest)}."
     return table
+
+
+def _cells(group: RecipeGroup, settings: Sequence[str]) -> list[str]:
+    rows, scores = group.rows, group.scores
+    if group.by:
+        return [
+            ",".join(shown(row.settings[group.by]) for row in rows),
+            *(percent(value, 2) for value in (group.mean, *group.range)),
+            f"{len(scores)} of {len(rows)}",
+            *settings,
+        ]
+    (row,) = rows
+    score = percent(row.miou, 2)
+    about = [row.name, score, str(row.steps), row.state]
+    return [*about, *settings, row.date, row.digest[:12]]
 
 
 def _link(row: Row, page: Path) -> str:
@@ -234,29 +213,27 @@ def _link(row: Row, page: Path) -> str:
     return quote(os.path.relpath(report.resolve(), here)) if report.exists() else ""
 
 
-def write_overview(
-    path: Path, rows: Sequence[Row], groups: Sequence[RecipeGroup] = (), by: str = ""
-) -> Path:
-    """Write the page for runs, or for groups of runs that differ in setting `by` alone: a table, and their curves."""
-    if not by:
-        groups = [RecipeGroup(row.settings, [row]) for row in rows]
+def write_overview(path: Path, groups: Sequence[RecipeGroup]) -> Path:
+    """Write the page for runs, or for groups of runs that differ in one setting alone: a table, and their curves."""
+    rows = [row for group in groups for row in group.rows]
     recipes = [group.settings for group in groups if group.settings]
     keys = differing(recipes)
     shared = recipes[0] if recipes else {}
-    drawn = groups[: len(COLORS)]
     histories = [
-        [read_metrics(row.folder / FILE_NAME) for row in group.rows] for group in drawn
+        (read_metrics(row.folder / FILE_NAME), color)
+        for group, color in zip(groups, COLORS, strict=False)
+        for row in group.rows
     ]
     charts = []
     for kind, key, title in (
         ("validation", "miou", "Validation mIoU, %"),
         ("train", "loss", "Training loss"),
     ):
-        lines, colors = {}, []
-        for color, group in zip(COLORS, histories, strict=False):
-            for history in group:
-                lines[f"_{len(lines)}"] = points_of(history, kind, key)
-                colors.append(color)
+        lines = {
+            f"_{place}": points_of(history, kind, key)
+            for place, (history, _) in enumerate(histories)
+        }
+        colors = [color for _, color in histories]
         charts.append(chart(title, lines, marked=key == "miou", colors=colors))
     classes = dict.fromkeys(name for row in rows for name in row.iou)
     return write_page(
@@ -265,7 +242,7 @@ def write_overview(
         classes=list(classes),
         links={row.folder: _link(row, path) for row in rows},
         number=len(rows),
-        by=by,
+        by=groups[0].by if groups else "",
         keys=keys,
         groups=groups,
         colors=COLORS,

@@ -29,23 +29,16 @@ from segpipe.run.console import CONSOLE
 from segpipe.run.folder import finished
 from segpipe.run.overview import (
     Row,
-    group_table,
+    best_first,
     grouped,
-    ordered,
+    print_runs,
     read_row,
     run_table,
 )
 from segpipe.run.tracking import failure
 from segpipe.settings.compose import CONF, CommandLine, explained, quoted, resolve
 from segpipe.settings.config import Config
-from segpipe.settings.setting import shown
 
-# Of sweepers with a direction, what it must be: a job returns its mIoU.
-DIRECTIONS = {
-    "direction": "maximize",
-    "optim.maximize": True,
-    "ax_config.experiment.minimize": False,
-}
 # Runs that differ in nothing else repeat one recipe.
 REPEATS = ("seed", "data.hold_out")
 Check = Callable[[Config], object]  # raises SegpipeError
@@ -108,14 +101,12 @@ class Jobs:
         self._searched = not str(sweeper._target_).endswith(".BasicSweeper")
         self._jobs: dict[Path, SweepJob] = {}
         self._examined: list[Any] = []
-        for key, needed in DIRECTIONS.items():
-            found = OmegaConf.select(sweeper, key)
-            direction = getattr(found, "name", found)  # of an enumeration
-            if found is not None and direction != needed:
-                raise ConfigError(
-                    f"hydra.sweeper.{key} = {direction}, but jobs return their mIoU, "
-                    f"higher is better. Set hydra.sweeper.{key}={shown(needed)}."
-                )
+        direction = OmegaConf.select(sweeper, "direction")
+        if getattr(direction, "name", direction) == "minimize":
+            raise ConfigError(
+                "hydra.sweeper.direction = minimize, but jobs return their mIoU, higher is better. Set "
+                "hydra.sweeper.direction=maximize."
+            )
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -218,17 +209,13 @@ class Jobs:
 
     def summarize(self) -> int:
         """Print all jobs, the best first, and means over seeds; returns the first exit code that is not 0."""
-        rows = ordered([job.row() for job in self._jobs.values()], "miou")
-        if rows:
-            CONSOLE.print(run_table(rows))
-        for row in rows:
-            if row.reason:
-                CONSOLE.print(f"{row.name}: {row.reason}")
+        rows = best_first(job.row() for job in self._jobs.values())
+        print_runs(rows)
         scored = [row for row in rows if row.miou is not None]
         for by in REPEATS:
             groups = [group for group in grouped(scored, by) if len(group.scores) > 1]
             if groups:
-                CONSOLE.print(group_table(groups))
+                CONSOLE.print(run_table(groups))
         return next((job.code for job in self._jobs.values() if job.code), 0)
 
 

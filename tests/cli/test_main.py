@@ -114,8 +114,8 @@ def test_overview_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["evaluate", "run=nowhere"], "nowhere"),
         (["compare", "a"], "b is missing"),
         (["weights", "run=nowhere", "out=x.pt"], "ends in .safetensors"),
-        (["runs", "sort=miuo"], "Did you mean miou?"),
-        (["runs", "root=/nowhere"], "root = /nowhere is not a folder"),
+        (["runs", "which=miuo"], "'which=miuo' is not an argument"),
+        (["runs", "root=/nowhere"], "root = /nowhere: no run is there"),
         (["gpu-check", "--device", "cpu", "--only", "nothing"], "only = nothing"),
     ],
 )

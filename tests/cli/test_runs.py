@@ -1,4 +1,4 @@
-"""`segpipe runs`: finished, unfinished and damaged runs in one sorted table."""
+"""`segpipe runs`: finished, unfinished and damaged runs in one table."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from segpipe.cli.main import main as segpipe
 from segpipe.run.console import LOOKS
-from segpipe.run.overview import find_runs, write_overview
+from segpipe.run.overview import find_runs, grouped, write_overview
 from segpipe.run.pages import COLORS
 from segpipe.settings.compose import compose
 from segpipe.settings.config import to_mapping
@@ -65,20 +65,10 @@ def listed(
     return list(json.loads(capsys.readouterr().out))
 
 
-@pytest.mark.parametrize(
-    ("column", "names"),
-    [
-        ("date", ["sweep/b", "a", "c"]),
-        ("miou", ["sweep/b", "a", "c"]),
-        ("steps", ["c", "a", "sweep/b"]),
-        ("name", ["a", "c", "sweep/b"]),
-        ("model", ["c", "sweep/b", "a"]),
-    ],
-)
-def test_runs_are_sorted(
-    root: Path, column: str, names: list[str], capsys: pytest.CaptureFixture[str]
+def test_the_best_run_comes_first(
+    root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert [row["name"] for row in listed(capsys, root, f"sort={column}")] == names
+    assert [row["name"] for row in listed(capsys, root)] == ["sweep/b", "a", "c"]
 
 
 def test_rows_hold_what_the_files_say(
@@ -191,7 +181,7 @@ def test_name_score_steps_and_state_are_readable_in_every_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "segpipe.cli.runs.CONSOLE",
+        "segpipe.run.overview.CONSOLE",
         Console(force_terminal=True, width=width, no_color=True, **LOOKS),
     )
     reason = (
@@ -224,7 +214,7 @@ def test_name_score_steps_and_state_are_readable_in_every_terminal(
     for name in names:
         assert name in "".join(cell[0] for cell in found)  # folded
     scores = [line[1:4] for line in found if line[1]]
-    assert scores == [["50.00", "300", "finished"]] * 5 + [["-", "300", "failed"]]
+    assert scores == [["50.00", "300", "finished"]] * 5 + [["n/a", "300", "failed"]]
     assert f"\nbroken failed: {reason}\n" in below
 
 
@@ -234,7 +224,7 @@ def test_the_page_shows_the_score_first_and_a_reason_on_one_line(
     failed = write_recipe(tmp_path, "a", None, "optim.lr=1000000.0")
     write_recipe(tmp_path, "b", 0.5)
     (failed / "failure.json").write_text('{"exit_code": 6, "reason": "loss \\"nan\\""}')
-    page = write_overview(tmp_path / "page.html", find_runs(tmp_path))
+    page = write_overview(tmp_path / "page.html", grouped(find_runs(tmp_path)))
     text = page.read_text()
     places = [
         text.index(f">{title}</button></th>")
@@ -250,8 +240,8 @@ def test_seeds_are_grouped_with_mean_range_and_number(
 ) -> None:
     assert segpipe(["runs", f"root={seeds}", "group=seed"]) == 0
     text = capsys.readouterr().out
-    assert cells(text, "1,2,3") == ["1,2,3", "2 of 3", "53.00", "50.00", "56.00", "0.1"]
-    assert cells(text, "1") == ["1", "1 of 1", "40.00", "40.00", "40.00", "0.01"]
+    assert cells(text, "1,2,3") == ["1,2,3", "53.00", "50.00", "56.00", "2 of 3", "0.1"]
+    assert cells(text, "1") == ["1", "40.00", "40.00", "40.00", "1 of 1", "0.01"]
     best, _ = listed(capsys, seeds, "group=seed")
     assert best["scores"] == [0.5, 0.56]
     assert best["runs"] == ["s1", "s2", "s3"]
@@ -268,8 +258,8 @@ def test_a_repeated_run_is_no_second_sample(
     write_recipe(seeds, "third", 0.53, "seed=3", "optim.lr=0.1")  # it had failed
     assert segpipe(["runs", f"root={seeds}", "group=seed"]) == 0
     text = capsys.readouterr().out
-    assert cells(text, "1") == ["1", "1 of 1", "40.00", "40.00", "40.00", "0.01"]
-    assert cells(text, "1,2,3") == ["1,2,3", "3 of 3", "53.00", "50.00", "56.00", "0.1"]
+    assert cells(text, "1") == ["1", "40.00", "40.00", "40.00", "1 of 1", "0.01"]
+    assert cells(text, "1,2,3") == ["1,2,3", "53.00", "50.00", "56.00", "3 of 3", "0.1"]
 
 
 def test_runs_are_named_or_matched(
@@ -307,8 +297,10 @@ def test_the_page_has_one_table_and_all_curves_and_loads_nothing(
     if by:
         assert "50.00 to 56.00" in text
         assert "2 of 3" in text
-    again = write_overview(seeds / "again.html", find_runs(seeds))
-    assert write_overview(page, find_runs(seeds)).read_text() == again.read_text()
+    again = write_overview(seeds / "again.html", grouped(find_runs(seeds)))
+    assert (
+        write_overview(page, grouped(find_runs(seeds))).read_text() == again.read_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -332,6 +324,6 @@ def test_a_value_of_another_type_is_named_too(
 ) -> None:
     (root / "a" / "config.json").write_text('{"model": 5}')
     (root / "c" / "result.json").write_text('{"miou": "high", "steps": null}')
-    states = {row["name"]: row["state"] for row in listed(capsys, root, "sort=miou")}
+    states = {row["name"]: row["state"] for row in listed(capsys, root)}
     assert states["a"] == "config.json is damaged"
     assert states["c"] == "result.json is damaged"
