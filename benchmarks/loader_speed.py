@@ -29,10 +29,11 @@ from benchmarks import measure as measuring
 from benchmarks.baselines.recipes import Mmseg, Pidnet, Recipe, Torchvision
 from segpipe.data import augment
 from segpipe.data.augment import Augmenter
+from segpipe.data.data_set import FileSamples
 from segpipe.data.loader import train_batches
 from segpipe.data.order import Order
 from segpipe.data.ring import keep_memory
-from segpipe.data.samples import FileSamples, open_samples
+from segpipe.data.samples import open_samples
 from segpipe.keys import sample_key
 from segpipe.settings.groups import AugmentConfig, DataConfig
 

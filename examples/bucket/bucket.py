@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.data.catalog import load_masks
+from segpipe.data.data_set import FileSamples
 from segpipe.data.masks import settled
 from segpipe.data.pairs import Pair
 from segpipe.data.readers import read_header
-from segpipe.data.samples import FileSamples
 from segpipe.errors import DataError
 
 

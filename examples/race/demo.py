@@ -26,8 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from examples.race import augment, plain
-from segpipe.data.data_set import Samples
-from segpipe.data.samples import SyntheticSamples
+from segpipe.data.data_set import Samples, SyntheticSamples
 from segpipe.errors import ImpureAugmentError
 from segpipe.predict.outputs import blend
 

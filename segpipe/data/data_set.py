@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe import IGNORE_INDEX
+from segpipe import IGNORE_INDEX, plugins
+from segpipe.data.catalog import STREET, ClassTable, MaskTable
+from segpipe.data.facts import Facts
+from segpipe.data.masks import Content, check_sizes, content_of, read_target
+from segpipe.data.pack import Pack, Sample
+from segpipe.data.readers import Progress, read_image, silent
 from segpipe.errors import DataError
+from segpipe.keys import generator, sample_key
 
 if TYPE_CHECKING:
-    from segpipe.data.catalog import ClassTable
-    from segpipe.data.samples import FileSamples
+    from segpipe.data.mix import DataPart
+    from segpipe.data.pairs import Pair
+    from segpipe.settings.groups import DataConfig
 
-Image = NDArray[np.uint8]  # (H, W, 3) RGB
-Target = NDArray[np.uint8]  # (H, W) train ids
-Sample = tuple[Image, Target]
-Value = int | tuple[int, int, int]  # an id or a color in a mask
+NEEDED = ("__len__", "name", "read", "classes")  # files(index), size(index): if it can
+SHAPES = {
+    "image": "uint8 (H, W, 3) in RGB order",
+    "target": "uint8 (H, W) of class ids",
+}
 # A file; or of a sample that names none, what reads it and returns its SHA-256.
 Input = Path | Callable[[], str]
 SOME = 64  # samples that stand for all where there is no bound on the cost of one
-
-
-class Content(NamedTuple):
-    """What a target holds, before the class table may refuse it."""
-
-    pixels: NDArray[np.int64]  # of each class, of ignored ones, of unknown values
-    kind: str = ""  # of the mask file, such as "grey, 8 bits"
 
 
 class SubSet(NamedTuple):
@@ -103,7 +111,7 @@ class DataSet(Samples, Protocol):
     def problems(
         self,
         indices: Sequence[int],
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        progress: Progress = silent,
     ) -> Iterator[str]:
         """Message for every sample among these that cannot be read, or has the name of another one."""
         first: dict[str, int] = {}
@@ -118,3 +126,317 @@ class DataSet(Samples, Protocol):
             other = first.setdefault(name, index)
             if other != index:
                 yield f"samples {other} and {index} are both named {name}. Give each a name of its own."
+
+
+@dataclass(frozen=True)
+class FileSamples(DataSet):
+    """Samples in files, and the pack that holds what was already decoded, if there is one."""
+
+    table: MaskTable
+    pairs: tuple[Pair, ...]
+    pack: Pack | None = None
+    facts: Facts = field(default_factory=lambda: Facts("/"), repr=False, compare=False)
+    sources: tuple[str, ...] = ()  # class table and list of pairs, if they are files
+
+    @property
+    def classes(self) -> ClassTable:
+        return self.table.classes
+
+    def file_sets(self) -> Sequence[FileSamples]:
+        return (self,)
+
+    def inputs(self) -> dict[str, Input]:
+        paths = [*self.sources, *self._paths()]
+        return {self._below(path): Path(path) for path in paths}
+
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 by path of those images and masks that were read as a whole and have not changed since."""
+        return self.facts.hashes(self._paths())
+
+    def _paths(self) -> list[str]:
+        """Of images and masks."""
+        paths: list[str] = []
+        for pair in self.pairs:
+            paths += pair[1:]
+        return paths
+
+    def _below(self, path: str) -> str:
+        """The path below the root."""
+        below = f"{self.facts.root.rstrip('/')}/"
+        if path.startswith(below):  # relpath takes 20 times as long
+            return path[len(below) :]
+        return Path(os.path.relpath(path, below)).as_posix()
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def name(self, index: int) -> str:
+        return self.pairs[index].name
+
+    def read(self, index: int) -> Sample:
+        if self.pack is None:
+            return self.decode(index)
+        return self.pack.read(self.pairs[index], partial(self.decode, index))
+
+    def decode(self, index: int) -> Sample:
+        """The sample from its two files."""
+        pair = self.pairs[index]
+        target = read_target(self.table, pair.mask)
+        image = read_image(pair.image, exif=self.table.exif, size=target.shape)
+        if image.shape[:2] != target.shape:
+            check_sizes(pair, image.shape[:2], target.shape)
+        return image, target
+
+    def size(self, index: int) -> tuple[int, int]:
+        """Of the mask, which is that of the image when it is upright. Reads a header at most."""
+        header = self.facts.header(self.pairs[index].mask)
+        return header.height, header.width
+
+    def counts(self, index: int) -> NDArray[np.int64]:
+        pixels = self.content(index).pixels
+        if pixels[-1]:  # raises, and names the first pixel
+            read_target(self.table, self.pairs[index].mask)
+        return pixels[:-2]
+
+    def content(self, index: int) -> Content:
+        return content_of(self.table, *self.facts.mask(self.pairs[index].mask))
+
+    def countable(self) -> list[int]:
+        return list(range(len(self)))
+
+
+@dataclass(frozen=True)
+class SyntheticSamples(DataSet):
+    """Procedural street scenes, painted when read; scene i is a pure function of (seed, split, i) and the size."""
+
+    seed: int
+    split: str
+    num: int
+    scene_size: tuple[int, int]  # (height, width) in pixels
+    classes: ClassTable = STREET
+
+    def __len__(self) -> int:
+        return self.num
+
+    def name(self, index: int) -> str:
+        return f"{self.split}_{index:06d}"
+
+    def read(self, index: int) -> Sample:
+        if not 0 <= index < self.num:
+            raise IndexError(f"scene {index} of {self.num}")
+        from segpipe.data.scenes import paint_scene
+
+        key = sample_key(self.seed, 0, index, f"scene/{self.split}")
+        return paint_scene(generator(key), self.scene_size)
+
+    def size(self, index: int) -> tuple[int, int]:
+        return self.scene_size
+
+    def problems(
+        self, indices: Sequence[int], progress: Progress = silent
+    ) -> Iterator[str]:
+        """None: there is nothing to be wrong."""
+        return iter(())
+
+
+@dataclass(frozen=True)
+class MixedSamples(DataSet):
+    """The samples of several data sets, one set after another, with the classes of the shared table."""
+
+    classes: ClassTable
+    origins: tuple[DataPart, ...]
+    sets: tuple[DataSet, ...]
+    # Of each set: shared train id per own train id, (256,).
+    ids: tuple[NDArray[np.uint8], ...]
+
+    def thread_safe(self) -> bool:
+        return all(one.thread_safe() for one in self.sets)
+
+    def file_sets(self) -> Sequence[FileSamples]:
+        return [files for one in self.sets for files in one.file_sets()]
+
+    def inputs(self) -> dict[str, Input]:
+        found: dict[str, Input] = {}
+        for origin, one in zip(self.origins, self.sets, strict=True):
+            own = one.inputs().items()
+            found |= {f"{origin.key}/{name}": source for name, source in own}
+        return found
+
+    @cached_property
+    def firsts(self) -> list[int]:
+        """Index of the first sample of each set."""
+        return [0, *accumulate(map(len, self.sets))][:-1]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sets))
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Number of the set, and index of the sample in it."""
+        number = bisect(self.firsts, index) - 1
+        return number, index - self.firsts[number]
+
+    def name(self, index: int) -> str:
+        number, own = self.place(index)
+        return f"{self.origins[number].label}/{self.sets[number].name(own)}"
+
+    def read(self, index: int) -> Sample:
+        number, own = self.place(index)
+        image, target = self.sets[number].read(own)
+        return image, np.asarray(cv2.LUT(target, self.ids[number]), np.uint8)
+
+    def size(self, index: int) -> tuple[int, int]:
+        number, own = self.place(index)
+        return self.sets[number].size(own)
+
+    def counts(self, index: int) -> NDArray[np.int64]:
+        number, own = self.place(index)
+        counts = self.sets[number].counts(own)
+        shared = np.zeros(IGNORE_INDEX + 1, np.int64)
+        np.add.at(shared, self.ids[number][: len(counts)], counts)
+        return shared[: self.classes.num_classes]
+
+    def countable(self) -> list[int]:
+        found: list[int] = []
+        for first, one in zip(self.firsts, self.sets, strict=True):
+            found += [first + index for index in one.countable()]
+        return found
+
+    def parts(self) -> list[SubSet]:
+        found = []
+        for part, one, ids in zip(self.origins, self.sets, self.ids, strict=True):
+            samples = MixedSamples(self.classes, (part,), (one,), (ids,))
+            weight = float(len(one)) if part.weight is None else part.weight
+            found.append(SubSet(part.label, samples, weight))
+        return found
+
+
+@dataclass(frozen=True)
+class PluginSamples(DataSet):
+    """A split as the user's class has it. Raises DataError for whatever is not as docs/plugins.md says."""
+
+    source: Any
+    classes: ClassTable
+    path: str  # import path of the class
+    split: str
+    root: str = "."
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def thread_safe(self) -> bool:
+        """The user's class need not be."""
+        return False
+
+    def name(self, index: int) -> str:
+        name = self.source.name(index)
+        if not isinstance(name, str) or not name:
+            raise DataError(
+                f"{self._where}: name({index}) is {name!r}, but a text that is not "
+                "empty was needed."
+            )
+        return name
+
+    def read(self, index: int) -> Sample:
+        """Image and target, checked."""
+        try:
+            image, target = self.source.read(index)
+        except Exception as error:
+            raise DataError(
+                f"{self._where}: read({index}) of {len(self)} samples failed: {plugins.located(error)}."
+            ) from error
+        if problem := self._problem(image, target):
+            raise DataError(f"{self._where}: sample {self.name(index)} has {problem}")
+        return np.ascontiguousarray(image), np.ascontiguousarray(target)
+
+    def size(self, index: int) -> tuple[int, int]:
+        if not hasattr(self.source, "size"):
+            return super().size(index)
+        height, width = self.source.size(index)
+        return int(height), int(width)
+
+    def inputs(self) -> dict[str, Input]:
+        """The files that the samples name; of a sample that names none, its arrays."""
+        found: dict[str, Input] = {}
+        for index in range(len(self)):
+            files = self.source.files(index) if hasattr(self.source, "files") else ()
+            for path in map(Path, files):
+                found[Path(os.path.relpath(path, self.root)).as_posix()] = path
+            if not files:
+                found[f"{self.split}/{self.name(index)}"] = partial(self.sha256, index)
+        return found
+
+    def sha256(self, index: int) -> str:
+        """SHA-256 of a sample's arrays and their shape."""
+        image, target = self.read(index)
+        digest = hashlib.sha256(repr(image.shape).encode())
+        digest.update(image.tobytes())
+        digest.update(target.tobytes())
+        return digest.hexdigest()
+
+    @property
+    def _where(self) -> str:
+        return f"data.name = {self.path}, split {self.split}"
+
+    def _problem(self, image: Any, target: Any) -> str:
+        for (what, needed), array, ndim in zip(
+            SHAPES.items(), (image, target), (3, 2), strict=True
+        ):
+            if not isinstance(array, np.ndarray):
+                found = f"a {type(array).__name__}"
+            elif array.dtype != np.uint8 or array.ndim != ndim:
+                found = f"{array.dtype} {array.shape}"
+            else:
+                continue
+            return f"the {what} {found}, but a numpy array {needed} was needed."
+        if image.shape != (*target.shape, 3):
+            return (
+                f"an image {image.shape} and a target {target.shape}, but (H, W, 3) "
+                "and (H, W) were needed."
+            )
+        last = self.classes.num_classes - 1
+        wrong = target[(target > last) & (target != IGNORE_INDEX)]
+        if wrong.size:
+            return (
+                f"class id {wrong.min()}, but the classes end at {last}; "
+                f"{IGNORE_INDEX} means ignored."
+            )
+        return ""
+
+
+def open_plugin(data: DataConfig, split: str) -> PluginSamples:
+    """Samples of a data set of the user.
+
+    Raises ConfigError if its object cannot be made, and DataError for what is wrong with it.
+    """
+    path = data.name
+    loaded = plugins.load("data.name", path)
+    source = plugins.call("data.name", path, loaded, data.args, data.root, split)
+    lacking = [name for name in NEEDED if not hasattr(source, name)]
+    if lacking:
+        raise DataError(
+            f"data.name = {path}: the object has no {', '.join(lacking)}. See docs/plugins.md."
+        )
+    if not len(source):
+        raise DataError(f"data.name = {path}: split {split} has no sample.")
+    table = _table(source, path)
+    return PluginSamples(source, table, path, split, data.root or ".")
+
+
+def _table(source: Any, path: str) -> ClassTable:
+    """Class table of the user's object, which may give names and colors instead."""
+    if isinstance(source.classes, ClassTable):
+        return source.classes
+    names = tuple(map(str, source.classes))
+    palette = tuple(
+        (int(red), int(green), int(blue))
+        for red, green, blue in getattr(source, "palette", ())
+    )
+    distinct = 1 <= len(set(names)) == len(names) < IGNORE_INDEX
+    if len(palette) != len(names) or not distinct:
+        raise DataError(
+            f"data.name = {path}: classes has {len(names)} names and palette "
+            f"{len(palette)} colors, but a ClassTable, or different names with one RGB "
+            "color each, were needed."
+        )
+    ids = {train: train for train in range(len(names))} | {IGNORE_INDEX: IGNORE_INDEX}
+    return ClassTable(path.rpartition(":")[2], names, palette, ids)

@@ -20,14 +20,15 @@ from typing import Any, NamedTuple
 import cv2
 import PIL
 
-from segpipe.data.masks import MaskValues, values_of
 from segpipe.data.readers import (
     Header,
+    MaskValues,
     header_of,
     read_file,
     read_header,
     read_image,
     read_mask,
+    values_of,
 )
 from segpipe.errors import CheckpointError
 from segpipe.files import sha256_of, write_atomically

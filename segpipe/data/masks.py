@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import dist
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
 import numpy as np
@@ -23,92 +23,31 @@ from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import MaskTable
-from segpipe.data.data_set import Content
 from segpipe.data.readers import (
     OPAQUE,
     Header,
+    MaskValues,
     Pixels,
     RawMask,
+    count_ids,
+    packed,
     read_header,
     read_mask,
+    runs,
 )
 from segpipe.errors import DataError
 
 if TYPE_CHECKING:
-    from segpipe.data.data_set import Value
     from segpipe.data.pairs import Pair
 
 UNKNOWN = -1  # train id of a value that the class table lacks
 
 
-class MaskValues(NamedTuple):
-    """What the pixels of a mask file hold, before a class table says what it means.
+class Content(NamedTuple):
+    """What a target holds, before the class table may refuse it."""
 
-    A color is the number R + 256 G + 65536 B, so that all of it can be written as JSON.
-    """
-
-    kind: str  # ids or colors, as they are stored
-    pixels: dict[int, int]  # of each id or color
-    palette: dict[int, list[int]]  # RGBA of each index that occurs
-    opaque: bool  # no pixel of a file of colors is transparent
-
-    @classmethod
-    def of_json(cls, row: list[Any]) -> MaskValues:
-        """From the lists and texts that JSON makes of it."""
-        kind, pixels, palette, opaque = row
-        counts = dict(zip(map(int, pixels), pixels.values(), strict=True))
-        colors = dict(zip(map(int, palette), palette.values(), strict=True))
-        return cls(kind, counts, colors, opaque)
-
-    def value(self, number: int) -> Value:
-        """The id or color that a number stands for."""
-        if self.kind == "ids":
-            return number
-        return number & 255, number >> 8 & 255, number >> 16
-
-
-def values_of(mask: RawMask) -> MaskValues:
-    """What a mask holds."""
-    if mask.ids is None:
-        assert mask.rgba is not None
-        opaque = bool((mask.rgba[..., 3] == OPAQUE).all())
-        return MaskValues("colors", _count_colors(mask.rgba), {}, opaque)
-
-    pixels = _count_ids(mask.ids)
-    palette = {}
-    if mask.palette is not None:
-        palette = {index: mask.palette[index].tolist() for index in pixels}
-
-    return MaskValues("ids", pixels, palette, True)
-
-
-def _count_ids(ids: Pixels) -> dict[int, int]:
-    """Pixels of each id that occurs."""
-    counts = np.bincount(ids.ravel())
-    present = np.flatnonzero(counts)
-    return dict(zip(present.tolist(), counts[present].tolist(), strict=True))
-
-
-def _count_colors(rgba: NDArray[np.uint8]) -> dict[int, int]:
-    """Pixels of each color. Sorts the starts of runs of equal pixels only, which are few in a mask."""
-    packed = _packed(rgba) & 0xFFFFFF
-    starts, lengths = _runs(packed)
-    colors, places = np.unique(packed[starts], return_inverse=True)
-    counts = np.bincount(places, lengths).astype(np.int64)
-    return dict(zip(colors.tolist(), counts.tolist(), strict=True))
-
-
-def _packed(rgba: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """RGBA (..., 4) as one number per pixel, uint32 (n,)."""
-    return np.ascontiguousarray(rgba).view("<u4").ravel()
-
-
-def _runs(values: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where each run of equal values starts, and its length."""
-    changes = np.flatnonzero(values[1:] != values[:-1]) + 1
-    starts = np.append(0, changes)
-    lengths = np.diff(starts, append=values.size)
-    return starts, lengths
+    pixels: NDArray[np.int64]  # of each class, of ignored ones, of unknown values
+    kind: str = ""  # of the mask file, such as "grey, 8 bits"
 
 
 def kind_of(table: MaskTable, header: Header) -> str:
@@ -213,7 +152,7 @@ def _check_palette(
     table: MaskTable, palette: NDArray[np.uint8], ids: Pixels, path: str
 ) -> None:
     """Raise DataError where an index means one class as an id and another one by its color."""
-    for index in _count_ids(ids):
+    for index in count_ids(ids):
         red, green, blue, _ = palette[index].tolist()
         by_color = table.colors.get((red, green, blue))
         by_id = table.classes.train_ids.get(index)
@@ -267,11 +206,11 @@ def _target_of_colors(
     """Train ids of an RGBA picture. Maps the start of each run of equal pixels, which are few in a mask."""
     _check_opaque(pixels[..., 3], path)
     keys, trains = table.color_keys
-    packed = _packed(pixels)
-    starts, lengths = _runs(packed)
-    places = np.minimum(np.searchsorted(keys, packed[starts]), len(keys) - 1)
-    if (keys[places] != packed[starts]).any():
-        unknown = ~np.isin(packed, keys).reshape(pixels.shape[:2])
+    colors = packed(pixels)
+    starts, lengths = runs(colors)
+    places = np.minimum(np.searchsorted(keys, colors[starts]), len(keys) - 1)
+    if (keys[places] != colors[starts]).any():
+        unknown = ~np.isin(colors, keys).reshape(pixels.shape[:2])
         raise DataError(_unknown_color(table, pixels, unknown, path))
 
     return np.repeat(trains[places], lengths).reshape(pixels.shape[:2])

@@ -6,27 +6,21 @@ entries, validation the main set.
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import ClassTable
-from segpipe.data.data_set import DataSet, Input, Sample, SubSet
 from segpipe.data.folders import near
 from segpipe.errors import DataError
 from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
-    from segpipe.data.samples import FileSamples
     from segpipe.settings.groups import DataConfig
 
 IGNORE = "ignore"  # in a map: pixels of the class enter neither loss nor score
@@ -43,77 +37,6 @@ class DataPart:
     weight: float | None = None
     # Class of this set: class of the shared table, or IGNORE.
     names: Mapping[str, str] | None = None
-
-
-@dataclass(frozen=True)
-class MixedSamples(DataSet):
-    """The samples of several data sets, one set after another, with the classes of the shared table."""
-
-    classes: ClassTable
-    origins: tuple[DataPart, ...]
-    sets: tuple[DataSet, ...]
-    # Of each set: shared train id per own train id, (256,).
-    ids: tuple[NDArray[np.uint8], ...]
-
-    def thread_safe(self) -> bool:
-        return all(one.thread_safe() for one in self.sets)
-
-    def file_sets(self) -> Sequence[FileSamples]:
-        return [files for one in self.sets for files in one.file_sets()]
-
-    def inputs(self) -> dict[str, Input]:
-        found: dict[str, Input] = {}
-        for origin, one in zip(self.origins, self.sets, strict=True):
-            own = one.inputs().items()
-            found |= {f"{origin.key}/{name}": source for name, source in own}
-        return found
-
-    @cached_property
-    def firsts(self) -> list[int]:
-        """Index of the first sample of each set."""
-        return [0, *accumulate(map(len, self.sets))][:-1]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.sets))
-
-    def place(self, index: int) -> tuple[int, int]:
-        """Number of the set, and index of the sample in it."""
-        number = bisect(self.firsts, index) - 1
-        return number, index - self.firsts[number]
-
-    def name(self, index: int) -> str:
-        number, own = self.place(index)
-        return f"{self.origins[number].label}/{self.sets[number].name(own)}"
-
-    def read(self, index: int) -> Sample:
-        number, own = self.place(index)
-        image, target = self.sets[number].read(own)
-        return image, np.asarray(cv2.LUT(target, self.ids[number]), np.uint8)
-
-    def size(self, index: int) -> tuple[int, int]:
-        number, own = self.place(index)
-        return self.sets[number].size(own)
-
-    def counts(self, index: int) -> NDArray[np.int64]:
-        number, own = self.place(index)
-        counts = self.sets[number].counts(own)
-        shared = np.zeros(IGNORE_INDEX + 1, np.int64)
-        np.add.at(shared, self.ids[number][: len(counts)], counts)
-        return shared[: self.classes.num_classes]
-
-    def countable(self) -> list[int]:
-        found: list[int] = []
-        for first, one in zip(self.firsts, self.sets, strict=True):
-            found += [first + index for index in one.countable()]
-        return found
-
-    def parts(self) -> list[SubSet]:
-        found = []
-        for part, one, ids in zip(self.origins, self.sets, self.ids, strict=True):
-            samples = MixedSamples(self.classes, (part,), (one,), (ids,))
-            weight = float(len(one)) if part.weight is None else part.weight
-            found.append(SubSet(part.label, samples, weight))
-        return found
 
 
 def main_set(data: DataConfig) -> DataConfig:

@@ -30,7 +30,6 @@ import numpy as np
 import PIL
 from numpy.typing import NDArray
 
-from segpipe.data.data_set import Sample
 from segpipe.errors import DataError
 from segpipe.files import sha256
 
@@ -51,6 +50,9 @@ GIVE_UP = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
 # A source file: size, time of change of the content, and of the inode: cp -p, touch and
 # archives set the first time, nothing sets the second.
 State = list[int]
+Sample = tuple[
+    NDArray[np.uint8], NDArray[np.uint8]
+]  # image (H, W, 3) RGB, target (H, W) of train ids
 
 
 class PackEntry(NamedTuple):

@@ -6,12 +6,10 @@ was decoded, facts.py what was found out about files.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,35 +17,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.data.catalog import (
-    STREET,
     ClassTable,
-    MaskTable,
     mask_table,
     table_path,
 )
 from segpipe.data.data_set import (
-    Content,
     DataSet,
-    Image,
-    Input,
-    Sample,
+    FileSamples,
+    MixedSamples,
     Samples,
-    Target,
+    SyntheticSamples,
+    open_plugin,
 )
-from segpipe.data.facts import Facts, facts_of
-from segpipe.data.masks import (
-    check_sizes,
-    content_of,
-    read_target,
-    settled,
-)
-from segpipe.data.mix import MixedSamples, main_set, parts, shared_ids
-from segpipe.data.pack import Pack, open_pack
+from segpipe.data.facts import facts_of
+from segpipe.data.masks import settled
+from segpipe.data.mix import main_set, parts, shared_ids
+from segpipe.data.pack import Sample, open_pack
 from segpipe.data.pairs import Pair, pairings, scan
-from segpipe.data.plugin_samples import open_plugin
-from segpipe.data.readers import Progress, R, read_image, silent, threaded
+from segpipe.data.readers import Progress, R, silent, threaded
 from segpipe.errors import DataError
-from segpipe.keys import generator, sample_key
 from segpipe.plugins import is_path
 from segpipe.settings.groups import FILE_SETS
 
@@ -60,117 +48,6 @@ LEAST_SIDE = 4  # pixels; Fast-SCNN convolves without padding at stride 2
 # A word of a name that is a number, with a short prefix at most: 08640, f00930, frame0012.
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])([A-Za-z]{0,6})([0-9]+)(?![0-9A-Za-z])")
 _END = re.compile(r"[\W_]+$")
-
-
-@dataclass(frozen=True)
-class FileSamples(DataSet):
-    """Samples in files, and the pack that holds what was already decoded, if there is one."""
-
-    table: MaskTable
-    pairs: tuple[Pair, ...]
-    pack: Pack | None = None
-    facts: Facts = field(default_factory=lambda: Facts("/"), repr=False, compare=False)
-    sources: tuple[str, ...] = ()  # class table and list of pairs, if they are files
-
-    @property
-    def classes(self) -> ClassTable:
-        return self.table.classes
-
-    def file_sets(self) -> Sequence[FileSamples]:
-        return (self,)
-
-    def inputs(self) -> dict[str, Input]:
-        paths = [*self.sources, *self._paths()]
-        return {self._below(path): Path(path) for path in paths}
-
-    def hashes(self) -> dict[str, str]:
-        """SHA-256 by path of those images and masks that were read as a whole and have not changed since."""
-        return self.facts.hashes(self._paths())
-
-    def _paths(self) -> list[str]:
-        """Of images and masks."""
-        paths: list[str] = []
-        for pair in self.pairs:
-            paths += pair[1:]
-        return paths
-
-    def _below(self, path: str) -> str:
-        """The path below the root."""
-        below = f"{self.facts.root.rstrip('/')}/"
-        if path.startswith(below):  # relpath takes 20 times as long
-            return path[len(below) :]
-        return Path(os.path.relpath(path, below)).as_posix()
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def name(self, index: int) -> str:
-        return self.pairs[index].name
-
-    def read(self, index: int) -> Sample:
-        if self.pack is None:
-            return self.decode(index)
-        return self.pack.read(self.pairs[index], partial(self.decode, index))
-
-    def decode(self, index: int) -> Sample:
-        """The sample from its two files."""
-        pair = self.pairs[index]
-        target = read_target(self.table, pair.mask)
-        image = read_image(pair.image, exif=self.table.exif, size=target.shape)
-        if image.shape[:2] != target.shape:
-            check_sizes(pair, image.shape[:2], target.shape)
-        return image, target
-
-    def size(self, index: int) -> tuple[int, int]:
-        """Of the mask, which is that of the image when it is upright. Reads a header at most."""
-        header = self.facts.header(self.pairs[index].mask)
-        return header.height, header.width
-
-    def counts(self, index: int) -> NDArray[np.int64]:
-        pixels = self.content(index).pixels
-        if pixels[-1]:  # raises, and names the first pixel
-            read_target(self.table, self.pairs[index].mask)
-        return pixels[:-2]
-
-    def content(self, index: int) -> Content:
-        return content_of(self.table, *self.facts.mask(self.pairs[index].mask))
-
-    def countable(self) -> list[int]:
-        return list(range(len(self)))
-
-
-@dataclass(frozen=True)
-class SyntheticSamples(DataSet):
-    """Procedural street scenes, painted when read; scene i is a pure function of (seed, split, i) and the size."""
-
-    seed: int
-    split: str
-    num: int
-    scene_size: tuple[int, int]  # (height, width) in pixels
-    classes: ClassTable = STREET
-
-    def __len__(self) -> int:
-        return self.num
-
-    def name(self, index: int) -> str:
-        return f"{self.split}_{index:06d}"
-
-    def read(self, index: int) -> Sample:
-        if not 0 <= index < self.num:
-            raise IndexError(f"scene {index} of {self.num}")
-        from segpipe.data.scenes import paint_scene
-
-        key = sample_key(self.seed, 0, index, f"scene/{self.split}")
-        return paint_scene(generator(key), self.scene_size)
-
-    def size(self, index: int) -> tuple[int, int]:
-        return self.scene_size
-
-    def problems(
-        self, indices: Sequence[int], progress: Progress = silent
-    ) -> Iterator[str]:
-        """None: there is nothing to be wrong."""
-        return iter(())
 
 
 @dataclass
@@ -208,7 +85,9 @@ class CachedSamples:
             return self._kept[index]
         return self.keep(index, *self.samples.read(index))
 
-    def keep(self, index: int, image: Image, target: Target) -> Sample:
+    def keep(
+        self, index: int, image: NDArray[np.uint8], target: NDArray[np.uint8]
+    ) -> Sample:
         """The sample, which is kept if it fits."""
         size = self._bytes + image.nbytes + target.nbytes
         if size <= self.budget_mib * 2**20:

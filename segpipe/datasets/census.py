@@ -14,7 +14,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.data.data_set import Content, DataSet
+from segpipe.data.data_set import DataSet
+from segpipe.data.masks import Content
 from segpipe.data.readers import Progress, silent
 from segpipe.data.samples import over
 from segpipe.errors import DataError

@@ -30,9 +30,8 @@ from segpipe.data.samples import check_scorable, image_pixels, open_readable
 from segpipe.errors import DataError, listed
 
 if TYPE_CHECKING:
-    from segpipe.data.data_set import DataSet
+    from segpipe.data.data_set import DataSet, FileSamples
     from segpipe.data.pairs import Pair
-    from segpipe.data.samples import FileSamples
     from segpipe.settings.groups import DataConfig
 
 FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores

@@ -9,9 +9,15 @@ from typing import Any
 
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import Color
-from segpipe.data.data_set import Value
-from segpipe.data.masks import MaskValues, values_of
-from segpipe.data.readers import Progress, read_mask, silent, threaded
+from segpipe.data.readers import (
+    MaskValues,
+    Progress,
+    Value,
+    read_mask,
+    silent,
+    threaded,
+    values_of,
+)
 from segpipe.errors import DataError
 
 MOST_CLASSES = 254

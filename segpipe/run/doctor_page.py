@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.data.catalog import ClassTable
-from segpipe.data.data_set import DataSet, Sample
+from segpipe.data.data_set import DataSet
+from segpipe.data.pack import Sample
 from segpipe.datasets.census import Census, near_duplicates
 from segpipe.errors import DataError, listed
 from segpipe.predict.outputs import blend

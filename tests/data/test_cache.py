@@ -9,9 +9,10 @@ import torch
 from segpipe.data import ring
 from segpipe.data.augment import Augmenter
 from segpipe.data.catalog import CAMVID, ClassTable
-from segpipe.data.data_set import Sample, Samples
+from segpipe.data.data_set import Samples
 from segpipe.data.loader import eval_images, train_batches
 from segpipe.data.order import Order
+from segpipe.data.pack import Sample
 from segpipe.data.samples import CachedSamples, open_samples
 from segpipe.settings.groups import AugmentConfig, DataConfig
 

@@ -17,9 +17,9 @@ from PIL import Image
 
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import load_masks
+from segpipe.data.data_set import FileSamples
 from segpipe.data.pack import Pack
 from segpipe.data.pairs import Pair
-from segpipe.data.samples import FileSamples
 from segpipe.errors import DataError
 
 NUMBER = 100

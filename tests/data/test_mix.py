@@ -12,9 +12,9 @@ import pytest
 
 from runs import DIGESTS, run
 from segpipe.cli.main import main as segpipe
-from segpipe.data.data_set import DataSet
+from segpipe.data.data_set import DataSet, MixedSamples
 from segpipe.data.frequency import FILE_NAME, PixelCounts, load
-from segpipe.data.mix import MixedSamples, absent_root, parts
+from segpipe.data.mix import absent_root, parts
 from segpipe.data.samples import (
     CachedSamples,
     check_labelled,

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from segpipe.data.catalog import STREET
-from segpipe.data.samples import SyntheticSamples, class_pixels, open_samples
+from segpipe.data.data_set import SyntheticSamples
+from segpipe.data.samples import class_pixels, open_samples
 from segpipe.data.scenes import CLASSES
 from segpipe.datasets.problems import problems
 from segpipe.settings.groups import DataConfig
