@@ -117,7 +117,7 @@ def _instructions(name: str, entry: PublishedSet) -> list[str]:
 
 def _is_whole(data: DataConfig, split: str, number: int) -> bool:
     """Whether a split has all of its pairs; prints how many, and what is missing."""
-    pairs, faults = scan(data, split)
+    pairs, faults, _ = scan(data, split)
     of = f" of {number}" if number else ""
     CONSOLE.print(f"{split}: {len(pairs)}{of} images with masks")
     for fault in faults[:SHOWN]:
@@ -146,14 +146,14 @@ def split(given: dict[str, Any]) -> int:
             raise ConfigError(
                 f"{path} already divides the images. Set replace=true to write train.txt and val.txt anew."
             )
-    pairs, faults = scan_undivided(data)
-    if faults:
+    found = scan_undivided(data)
+    if faults := found.faults:
         more = f" ({len(faults)} problems in all)" if len(faults) > 1 else ""
         raise DataError(f"{faults[0]}{more}")
-    names, pixels = [pair.name for pair in pairs], None
+    names, pixels = [pair.name for pair in found.pairs], None
     if table_path(data).is_file():
-        samples = file_samples(data, pairs)
-        with progress("reading masks", len(pairs)) as show:
+        samples = file_samples(data, found)
+        with progress("reading masks", len(names)) as show:
             pixels = np.stack(image_pixels(samples, range(len(samples)), show))
     ways = {key: given[key] for key in ("val", "by", "seed", "pattern")}
     chosen = np.array(divide(names, **ways, pixels=pixels))

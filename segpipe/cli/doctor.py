@@ -77,10 +77,10 @@ def _offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
     """Print the class table that the masks suggest, and write it if asked for; returns whether there is one now."""
     path = table_path(data)
     scans = [scan(data, split) for split in splits]
-    pairs = sorted({pair for own, _ in scans for pair in own})
-    pairs = pairs or scan_undivided(data)[0]
+    pairs = sorted({pair for found in scans for pair in found.pairs})
+    pairs = pairs or scan_undivided(data).pairs
     if not pairs:
-        faults = [fault for _, own in scans for fault in own]
+        faults = [fault for found in scans for fault in found.faults]
         CONSOLE.print([*faults, f"{data.root} has no image with a mask."][0])
         return False
     with progress("reading masks") as show:
@@ -99,7 +99,7 @@ def _not_divided(data: DataConfig, splits: list[str]) -> str:
     root = Path(data.root)
     if data.name != "folder" or data.mix or split_lists(root):
         return ""
-    if any(scan(data, split) != ([], [no_split(root, split)]) for split in splits):
+    if any(scan(data, split)[:2] != ([], [no_split(root, split)]) for split in splits):
         return ""
     return (
         f"{root} is not divided into {' and '.join(splits)} yet, so no more was checked. Next: `segpipe split "

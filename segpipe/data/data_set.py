@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
+from random import SystemRandom
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import cv2
@@ -37,6 +38,7 @@ SHAPES = {
 }
 # A file; or of a sample that names none, what reads it and returns its SHA-256.
 Input = Path | Callable[[], str]
+SOME_PACKED = 16  # samples of a pack that are read to check it
 SOME = 64  # samples that stand for all where there is no bound on the cost of one
 
 
@@ -137,6 +139,7 @@ class FileSamples(DataSet):
     pack: Pack | None = None
     facts: Facts = field(default_factory=lambda: Facts("/"), repr=False, compare=False)
     sources: tuple[str, ...] = ()  # class table and list of pairs, if they are files
+    notes: tuple[str, ...] = ()  # about files that are not read
 
     @property
     def classes(self) -> ClassTable:
@@ -152,6 +155,19 @@ class FileSamples(DataSet):
     def hashes(self) -> dict[str, str]:
         """SHA-256 by path of those images and masks that were read as a whole and have not changed since."""
         return self.facts.hashes(self._paths())
+
+    def check_pack(self) -> None:
+        """Raise DataError for packed pixels that are not those of the files. Each start draws others to compare."""
+        some = SystemRandom().sample(range(len(self)), min(SOME_PACKED, len(self)))
+        for index in some:
+            pair = self.pairs[index]
+            if self.pack is None or not self.pack.holds(pair):
+                continue
+            if not all(map(np.array_equal, self.read(index), self.decode(index))):
+                raise DataError(
+                    f"{self.pack.folder} holds other pixels of {pair.name} than {pair.image} and its mask. Delete "
+                    "the pack, then build it again with `segpipe pack`."
+                )
 
     def _paths(self) -> list[str]:
         """Of images and masks."""

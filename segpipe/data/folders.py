@@ -44,6 +44,10 @@ SUFFIXES = (
     ".tif",
     ".tiff",
     ".webp",
+    ".ppm",
+    ".pgm",
+    ".pbm",
+    ".pnm",
 )
 SPLITS = (
     "train",

@@ -6,7 +6,7 @@ A file is written aside and then renamed, so any number of processes may read an
 
 Before a process delivers an entry for the first time, it compares size and times of both source files (and their
 SHA-256 if those differ), and a SHA-256 of the entry and its pixels. What does not agree is read from the source files,
-reported by name, and packed again.
+reported by name, and packed again. At each start, problems.py compares some samples with their files.
 """
 
 from __future__ import annotations
@@ -125,6 +125,10 @@ class Pack:
                 self._use[key] = "added" if content is None else "replaced"
 
         return sample
+
+    def holds(self, pair: Pair) -> bool:
+        """Whether this pair is packed."""
+        return os.path.exists(os.path.join(self.folder, self._key(pair)))
 
     def use(self) -> Counter[str]:
         """Samples that this process found "intact", or has "replaced" or "added"."""

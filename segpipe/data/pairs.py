@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from segpipe.data.catalog import PUBLISHED, published
 from segpipe.data.folders import SUFFIXES, FolderLayout, locate, missing, undivided
-from segpipe.errors import DataError
+from segpipe.errors import DataError, listed
 from segpipe.files import files_below
 
 if TYPE_CHECKING:
@@ -45,6 +45,12 @@ MASK_ENDINGS = (
     "-label",
 )
 LOSSY = (".jpg", ".jpeg", ".jpe", ".jfif", ".webp")  # no mask, if there is another
+# What lies beside pictures and is none; so is a file without a suffix.
+COMPANIONS = (
+    *(".json", ".xml", ".txt", ".csv", ".md", ".yaml", ".yml", ".html", ".pdf", ".log"),
+    *(".ini", ".db", ".mat", ".py", ".zip", ".tar", ".gz", ".color", ".part"),
+)
+MOST_UNREAD = 0.05  # share of the files of a folder that may be of unknown formats
 LOSSLESS = tuple(suffix for suffix in SUFFIXES if suffix not in LOSSY)
 
 
@@ -61,13 +67,17 @@ class Scan(NamedTuple):
 
     pairs: list[Pair]  # sorted by name
     faults: list[str]  # a message for every file that is not part of a pair
+    notes: list[str]  # a message for each folder with a few files that are not read
 
 
 def scan(data: DataConfig, split: str) -> Scan:
-    """Pairs of a split, sorted by name, and a message for every file that is not part of a pair."""
-    scans = [_scan(_layout(data, one), one) for one in joined(data, split)]
-    pairs = sorted(pair for one in scans for pair in one.pairs)
-    return Scan(pairs, [fault for one in scans for fault in one.faults])
+    """Pairs of a split, sorted by name, and messages about the other files."""
+    found = Scan([], [], [])
+    for one in joined(data, split):
+        for every, own in zip(found, _scan(_layout(data, one), one), strict=True):
+            every.extend(own)
+    found.pairs.sort()
+    return found
 
 
 def joined(data: DataConfig, split: str) -> list[str]:
@@ -101,9 +111,9 @@ def _layout(data: DataConfig, split: str) -> FolderLayout | str:
 def _scan(layout: FolderLayout | str, split: str) -> Scan:
     """The scan of a layout, or the message why there is none."""
     if isinstance(layout, str):
-        return Scan([], [layout])
+        return Scan([], [layout], [])
 
-    found = Scan([], [])
+    found = Scan([], [], [])
     if layout.table:
         _pair_by_table(layout.images, layout.table, found)
     else:
@@ -158,7 +168,7 @@ def _pair_by_name(layout: FolderLayout, split: str, found: Scan) -> None:
 def _in_one_folder(folder: Path, found: Scan) -> tuple[dict[str, str], dict[str, str]]:
     """Images and masks of a folder that holds both: those of another suffix if there are any, or all files twice."""
     images = _pictures(folder, LOSSLESS, found)
-    masks = _pictures(folder, LOSSY, Scan([], []))
+    masks = _pictures(folder, LOSSY, Scan([], [], []))
     if images != masks:
         for paths, of_others in ((images, LOSSLESS), (masks, LOSSY)):
             for stem, path in list(paths.items()):
@@ -202,11 +212,16 @@ def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> dict[str,
     A file with a suffix in `inferior` counts only if it is the only one of its stem.
     """
     pictures: dict[str, str] = {}
+    unread: list[str] = []
     start = len(str(folder)) + 1
     for path in sorted(files_below(folder)):
         stem, suffix = os.path.splitext(path[start:])
         suffix = suffix.lower()
-        if os.path.basename(stem).startswith(".") or suffix not in SUFFIXES:
+        if os.path.basename(stem).startswith("."):
+            continue
+        if suffix not in SUFFIXES:
+            if suffix and suffix not in COMPANIONS:
+                unread.append(path)
             continue
         if not _is_text(path):
             found.faults.append(
@@ -224,6 +239,12 @@ def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> dict[str,
                 f"{other} and {path} have the same stem. Remove one of them."
             )
 
+    if unread:
+        many = len(unread) > MOST_UNREAD * (len(pictures) + len(unread))
+        (found.faults if many else found.notes).append(
+            f"{folder} holds {len(unread)} files that are not read, beside {len(pictures)} pictures: "
+            f"{listed([repr(path) for path in unread])}. Convert the pictures among them, and move the rest away."
+        )
     return pictures
 
 

@@ -35,15 +35,15 @@ from segpipe.errors import DataError
 PNG = (b"\x89PNG\r\n\x1a\n", b"\x00\x00\x00\x00IEND\xaeB`\x82")
 JPEG = (b"\xff\xd8", b"\xff\xd9")
 PART_BYTES, TAIL_BYTES = 2**16, 4096
-FORMATS = ("JPEG", "BMP", "TIFF", "WEBP")
+FORMATS = ("JPEG", "BMP", "TIFF", "WEBP", "PPM")
 SIGNATURES = (JPEG[0], b"BM", b"II*\0", b"MM\0*", b"RIFF")
 PNG_LAYOUTS = {0: "grey", 2: "color", 3: "palette", 4: "grey", 6: "color"}
 LAYOUTS = {
-    **dict.fromkeys(("1", "L", "LA", "I;16", "I;16B"), "grey"),
+    **dict.fromkeys(("1", "L", "LA", "I", "I;16", "I;16B"), "grey"),
     **dict.fromkeys(("P", "PA"), "palette"),
     **dict.fromkeys(("RGB", "RGBA", "RGBX"), "color"),
 }
-WIDE = ("I;16", "I;16B")  # modes of 16 bits
+WIDE = ("I", "I;16", "I;16B")  # modes of 16 bits
 ORIENTATION_TAG = 0x0112
 TIFF_BITS, TIFF_PHOTOMETRIC = 258, 262
 TRUNCATED = "is truncated: it ends before the picture does. Copy it again."
@@ -332,6 +332,7 @@ def _opened(content: bytes) -> tuple[Image.Image | None, Header]:
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
         pages = getattr(image, "n_frames", 1)
+        scaled = image.format == "PPM" and image.tile[0][0] != "raw"
         if image.format != "JPEG":
             image.load()
     except Exception as error:  # whatever Pillow raises for damaged data
@@ -340,9 +341,13 @@ def _opened(content: bytes) -> tuple[Image.Image | None, Header]:
                 f"is truncated or damaged ({error}). Copy it again."
             ) from None
         raise ValueError(
-            "is neither PNG nor JPEG, BMP, TIFF, WebP. Copy it again, or convert it."
+            "is neither PNG nor JPEG, BMP, TIFF, WebP or PNM. Copy it again, or convert it."
         ) from None
 
+    if scaled:
+        raise ValueError(
+            f"is a PNM with another maximum than 255 or 65535, whose values Pillow scales. {WRITE_PNG}"
+        )
     if pages > 1:
         raise ValueError("holds several pages. Write each as a file.")
     return image, _header(image)
@@ -403,7 +408,7 @@ def _header(image: Image.Image) -> Header:
         return Header(image.height, image.width, "color", 8, orientation, fault)
 
     layout = LAYOUTS.get(image.mode)
-    if layout is None:
+    if layout is None or (image.mode == "I" and image.format != "PPM"):
         raise ValueError(
             f"has pixels of the mode {image.mode}, but grey or RGB of 8 or 16 bits were needed."
         )

@@ -33,7 +33,7 @@ from segpipe.data.facts import facts_of
 from segpipe.data.masks import settled
 from segpipe.data.mix import main_set, parts, shared_ids
 from segpipe.data.pack import Sample, open_pack
-from segpipe.data.pairs import Pair, pairings, scan
+from segpipe.data.pairs import Scan, pairings, scan
 from segpipe.data.readers import Progress, R, silent, threaded
 from segpipe.errors import DataError
 from segpipe.plugins import is_path
@@ -139,8 +139,9 @@ def open_readable(
     try:
         if data.mix or data.name not in FILE_SETS or not mask_table(data):
             return None, faults
-        pairs, found = scan(data, split)
-        return file_samples(data, pairs) if pairs else None, found or faults
+        found = scan(data, split)
+        samples = file_samples(data, found) if found.pairs else None
+        return samples, found.faults or faults
     except DataError:
         return None, faults
 
@@ -160,23 +161,25 @@ def _open(data: DataConfig, split: str, seed: int) -> DataSet:
 def _open_files(data: DataConfig, split: str) -> FileSamples:
     """The samples of a split in files. Raises DataError for the first one without its other half."""
     mask_table(data)  # a missing root is named before a missing split
-    pairs, faults = scan(data, split)
-    if faults:
-        raise DataError(faults[0])
+    found = scan(data, split)
+    if found.faults:
+        raise DataError(found.faults[0])
     sources = pairings(data, split)
     if data.classes or data.name == "folder":
         sources.append(table_path(data))
-    return file_samples(data, pairs, sources)
+    return file_samples(data, found, sources)
 
 
 def file_samples(
-    data: DataConfig, pairs: Sequence[Pair], sources: Sequence[Path] = ()
+    data: DataConfig, found: Scan, sources: Sequence[Path] = ()
 ) -> FileSamples:
-    """The samples of some pairs of a data set in files."""
+    """The samples of the pairs of a data set in files."""
     facts = facts_of(data.root)
-    table = settled(mask_table(data), [pair.mask for pair in pairs], facts.header)
-    pack = open_pack(data, table)
-    return FileSamples(table, tuple(pairs), pack, facts, tuple(map(str, sources)))
+    table = settled(mask_table(data), [pair.mask for pair in found.pairs], facts.header)
+    pack, paths = open_pack(data, table), tuple(map(str, sources))
+    return FileSamples(
+        table, tuple(found.pairs), pack, facts, paths, tuple(found.notes)
+    )
 
 
 def _open_mixture(data: DataConfig, split: str, seed: int) -> DataSet:

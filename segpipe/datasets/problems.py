@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -49,6 +50,10 @@ def verify(data: DataConfig, sets: Mapping[str, DataSet]) -> None:
         for part in samples.parts():
             for error in _errors(data, part.samples, silent):
                 raise error
+            for files in part.samples.file_sets():
+                files.check_pack()
+                for note in files.notes:
+                    print(note, file=sys.stderr)
         if split != "train":
             check_scorable(samples, split)
 

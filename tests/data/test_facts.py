@@ -13,7 +13,12 @@ import pytest
 
 from benchmarks import frames
 from segpipe.data import facts
+from segpipe.data.catalog import load_masks
 from segpipe.data.facts import CACHE, facts_of
+from segpipe.data.masks import read_target, settled
+from segpipe.data.pack import Pack
+from segpipe.data.pairs import Pair, scan
+from segpipe.data.readers import read_image
 from segpipe.data.samples import (
     check_labelled,
     class_pixels,
@@ -168,6 +173,73 @@ def test_photos_of_other_suffixes_are_read(data: DataConfig, suffix: str) -> Non
     image.unlink()
     verify(data, SPLITS)
     assert len(open_samples(data, "train", 0)) == 3
+
+
+@pytest.mark.parametrize("suffix", [".ppm", ".pnm", ".bmp"])
+def test_pictures_without_loss_are_read_exactly(tmp_path: Path, suffix: str) -> None:
+    path = str(tmp_path / f"a{suffix}")
+    cv2.imwrite(path, pixels(0)[..., ::-1])
+    assert np.array_equal(read_image(path), pixels(0))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_a_mask_may_be_a_pgm(tmp_path: Path, dtype: type) -> None:
+    (tmp_path / "classes.yaml").write_text("names: [a, b, c]\n")
+    path = str(tmp_path / "m.pgm")
+    cv2.imwrite(path, mask_of(0).astype(dtype))
+    table = settled(load_masks(tmp_path / "classes.yaml"), [path])
+    assert np.array_equal(read_target(table, path), mask_of(0))
+
+
+def test_a_mask_whose_values_pillow_would_scale_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "classes.yaml").write_text("names: [a, b, c]\n")
+    path = tmp_path / "m.pgm"
+    path.write_bytes(b"P5 3 1 2\n" + bytes([0, 1, 2]))
+    with pytest.raises(DataError, match=r"another maximum than 255.*PNG"):
+        read_target(load_masks(tmp_path / "classes.yaml"), str(path))
+
+
+@pytest.mark.parametrize("name", ["1.exr", "1.jxl", "1.tga", "1.png "])
+def test_pairs_of_kinds_that_nobody_reads_are_named(
+    data: DataConfig, name: str
+) -> None:
+    for kind in ("images", "masks"):
+        path = Path(data.root) / kind / "train/1.png"
+        path.rename(path.with_name(name))
+    faults = scan(data, "train").faults
+    assert len(faults) == 2
+    assert all(f"{name}'" in fault and "not read" in fault for fault in faults)
+
+
+def test_a_few_files_of_unknown_kinds_are_counted(
+    data: DataConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(40):
+        for kind in ("images", "masks"):
+            path = Path(data.root) / kind / "train" / f"x{number}.png"
+            path.write_bytes((Path(data.root) / kind / "train/1.png").read_bytes())
+    folder = Path(data.root) / "images/train"
+    (folder / "a.raw2").write_text("")
+    verify(data, SPLITS)
+    told = "holds 1 files that are not read, beside 43 pictures"
+    assert told in capsys.readouterr().err
+
+
+def test_a_pack_with_other_pixels_is_refused_at_the_start(data: DataConfig) -> None:
+    """As if whoever wrote it had read other files, with every checksum right."""
+    data.pack = "auto"
+    samples = open_samples(data, "train", 0)
+    for index in range(len(samples)):
+        samples.read(index)
+    verify(data, SPLITS)
+    pack = Pack(str(Path(data.root) / ".segpipe-pack"), samples.pack.table)
+    for path in (Path(data.root) / ".segpipe-pack").iterdir():
+        path.unlink()
+    for pair in samples.pairs:
+        pack.read(Pair(*pair), lambda: (pixels(77), mask_of(1)))
+    assert np.array_equal(open_samples(data, "train", 0).read(0)[0], pixels(77))
+    with pytest.raises(DataError, match=r"holds other pixels of \d than"):
+        verify(data, SPLITS)
 
 
 def test_a_validation_without_a_label_is_refused(data: DataConfig) -> None:
