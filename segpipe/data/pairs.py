@@ -74,8 +74,10 @@ def scan(data: DataConfig, split: str) -> Scan:
     """Pairs of a split, sorted by name, and messages about the other files."""
     found = Scan([], [], [])
     for one in joined(data, split):
-        for every, own in zip(found, _scan(_layout(data, one), one), strict=True):
-            every.extend(own)
+        own = _scan(_layout(data, one), one)
+        found.pairs.extend(own.pairs)
+        found.faults.extend(own.faults)
+        found.notes.extend(own.notes)
     found.pairs.sort()
     return found
 
