@@ -24,7 +24,7 @@ from segpipe.models.preprocess import colored
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter, Crop
     from segpipe.data.data_set import Samples
-    from segpipe.data.ring import Room
+    from segpipe.data.ring import Take
     from segpipe.data.samples import CachedSamples
 
 ID_BYTES = 16  # of a sample: epoch and index, int64
@@ -215,15 +215,14 @@ class _Shards:
     seed: int
     watch: Callable[[Augmenter, Pixels, int, bool], tuple[Crop, Any]] | None
 
-    def make(self, request: Request, room: Room) -> tuple[_Header, Tensor]:
+    def make(self, request: Request, take: Take) -> tuple[_Header, Tensor]:
         """The batch that a request names."""
         height, width = self.augmenter.config.crop_size
         shape = (len(request.members), height, width)
-        data = room.take(_num_bytes(shape))
+        data = take(_num_bytes(shape))
         image, target, ids, color = (part.numpy() for part in _views(data, shape))
         made = []
         for row, (epoch, index) in enumerate(request.members):
-            room.at(row)
             key = sample_key(self.seed, epoch, index, "augment")
             pixels = self.samples.read(index)
             if row in request.watched:
@@ -240,12 +239,13 @@ class _Shards:
 
         return _Header(shape, request.place, tuple(made)), data
 
-    def label(self, request: Request, row: int) -> str:
-        """A sample of the batch."""
-        if row >= len(request.members):
-            return "no sample"
-        epoch, index = request.members[row]
-        return f"sample {index} ({self.samples.name(index)}) of epoch {epoch}"
+    def label(self, request: Request) -> str:
+        """The samples of the batch."""
+        named = [
+            f"{index} ({self.samples.name(index)}) of epoch {epoch}"
+            for epoch, index in request.members
+        ]
+        return f"sample {', '.join(named)}"
 
 
 @dataclass(frozen=True)
@@ -254,16 +254,16 @@ class _Images:
 
     samples: Samples
 
-    def make(self, index: int, room: Room) -> tuple[_Header, Tensor]:
+    def make(self, index: int, take: Take) -> tuple[_Header, Tensor]:
         """The image of this index with its target."""
         image, target = self.samples.read(index)
         shape = (1, *target.shape)
-        data = room.take(_num_bytes(shape))
+        data = take(_num_bytes(shape))
         views = _views(data, shape)
         views[0].numpy()[0] = image
         views[1].numpy()[0] = target
         return _Header(shape), data
 
-    def label(self, index: int, row: int) -> str:
+    def label(self, index: int) -> str:
         """The image."""
         return f"image {index} ({self.samples.name(index)})"

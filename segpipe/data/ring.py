@@ -25,8 +25,9 @@ import traceback
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context, reduction
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -52,26 +53,17 @@ REASONS: dict[int, str] = {
     signal.SIGKILL: "often memory. Lower data.workers or data.prefetch, or give the job more memory",
 }
 Item = tuple[Any, Tensor]  # header and memory, as `Items.make` returns them
-
-
-class Room(Protocol):
-    """Where a process makes an item."""
-
-    def take(self, size: int) -> Tensor:
-        """Flat memory for the item, uint8 (size,)."""
-
-    def at(self, row: int) -> None:
-        """This sample of the item is made next."""
+Take = Callable[[int], Tensor]
 
 
 class Items(Protocol):
     """What the processes of a loader make."""
 
-    def make(self, request: Any, room: Room) -> Item:
-        """A header, which is small to pickle, and the memory from `room` that holds the item."""
+    def make(self, request: Any, take: Take) -> Item:
+        """A header, which is small to pickle, and the memory that holds the item: `take(size)`, uint8 (size,)."""
 
-    def label(self, request: Any, row: int) -> str:
-        """A sample of an item, for messages."""
+    def label(self, request: Any) -> str:
+        """The samples of an item, for messages."""
 
 
 @dataclass(frozen=True)
@@ -105,40 +97,26 @@ def deliver(
     """
     if how.workers:
         return Ring(items, iter(requests), how).deliver()
-    return _in_process(items, requests, Fresh(how.pinned))
+    return _in_process(items, requests, how.pinned)
 
 
 def _in_process(
-    items: Items, requests: Iterable[Any], room: Fresh
+    items: Items, requests: Iterable[Any], pinned: bool
 ) -> Generator[Item, None, None]:
     """On one thread as in a worker: the bits of user code with torch must not depend on `data.workers`."""
+    take = partial(torch.empty, dtype=torch.uint8, pin_memory=pinned)
     for request in requests:
         with one_thread():
-            item = items.make(request, room)
+            item = items.make(request, take)
         yield item
 
 
-class Fresh:
-    """New memory for each item; page-locked if `pinned`."""
-
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
-
-    def take(self, size: int) -> Tensor:
-        """As in `Room`."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-
-    def at(self, row: int) -> None:
-        """As in `Room`; nobody looks."""
-
-
 class SharedBlock:
-    """Shared memory, filled with zeros: a page of state per worker, then the slots. Pickled while a process starts."""
+    """Shared memory in slots, filled with zeros. Pickled while a process starts."""
 
-    def __init__(self, workers: int, num_slots: int, slot_bytes: int) -> None:
-        self._workers = workers
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
-        self._size = workers * PAGE_BYTES + num_slots * self.slot_bytes
+        self._size = num_slots * self.slot_bytes
         self._fd = os.memfd_create("segpipe")
         os.ftruncate(self._fd, self._size)
         self._map()
@@ -154,40 +132,13 @@ class SharedBlock:
     def _map(self) -> None:
         self.bytes = np.frombuffer(mmap.mmap(self._fd, self._size), np.uint8)
 
-    def row(self, worker: int) -> NDArray[np.int64]:
-        """The row of its item that a worker makes, int64 (1,)."""
-        return self.bytes[PAGE_BYTES * worker :][:8].view(np.int64)
-
     def slot(self, number: int) -> NDArray[np.uint8]:
         """Memory of a slot."""
-        start = PAGE_BYTES * self._workers + number * self.slot_bytes
-        return self.bytes[start:][: self.slot_bytes]
+        return self.bytes[number * self.slot_bytes :][: self.slot_bytes]
 
     def close(self) -> None:
         """The memory stays as long as a tensor needs it."""
         os.close(self._fd)
-
-
-class Slot:
-    """Room in a slot of the ring."""
-
-    def __init__(self, memory: NDArray[np.uint8], row: NDArray[np.int64]) -> None:
-        self._memory = torch.from_numpy(memory)
-        self._row = row
-        self.at(0)
-
-    def take(self, size: int) -> Tensor:
-        """As in `Room`. Raises DataError for more than there is."""
-        if size > len(self._memory):
-            raise DataError(
-                f"a sample takes {size} bytes, but a slot of the loader has "
-                f"{len(self._memory)}. Set data.workers=0."
-            )
-        return self._memory[:size]
-
-    def at(self, row: int) -> None:
-        """As in `Room`."""
-        self._row[0] = row
 
 
 class Slots:
@@ -261,7 +212,7 @@ class Ring:
         """As the function of this name."""
         how = self._how
         num_slots = self._ahead + how.spare
-        self._block = SharedBlock(how.workers, num_slots, how.slot_bytes)
+        self._block = SharedBlock(num_slots, how.slot_bytes)
         # Should nobody close the generator: at its exit multiprocessing sends daemons SIGTERM, which they ignore, and
         # waits. Not atexit, which does not run in a process that multiprocessing has spawned.
         Finalize(self, _kill, args=(self._processes,), exitpriority=10)
@@ -283,7 +234,7 @@ class Ring:
             # torch is imported once instead of once per worker.
             context.set_forkserver_preload(["segpipe.data.loader"])
         ours, theirs = context.Pipe()
-        given = self._items, self._block, len(self._processes), theirs
+        given = self._items, self._block, theirs
         process = context.Process(target=work, args=given, daemon=True)  # type: ignore[attr-defined]
         with warnings.catch_warnings():
             # Python 3.12 and later warn of any thread; the workers take no lock that a thread of torch could hold.
@@ -350,11 +301,10 @@ class Ring:
         self._block.close()
 
     def _label(self, worker: int) -> str:
-        """The sample that a worker is at: of the first item that it has not sent."""
+        """The samples that a worker is at: of the first item that it has not sent."""
         for number, asked in self._asked.items():
             if asked.worker == worker and number not in self._answers:
-                row = int(self._block.row(worker)[0])
-                return f" while it made {self._items.label(asked.request, row)}"
+                return f" while it made {self._items.label(asked.request)}"
         return ""
 
     def _death(self, worker: int) -> DataError:
@@ -406,25 +356,33 @@ def _kill(processes: list[BaseProcess]) -> None:
         process.join(EXIT_S)
 
 
-def work(items: Items, block: SharedBlock, worker: int, pipe: Connection) -> None:
+def work(items: Items, block: SharedBlock, pipe: Connection) -> None:
     """What a loader process does until the trainer is gone: it makes what it is asked for.
 
     It has one thread and no random state of its own.
     """
     isolate()
     starter = os.getppid()
-    row = block.row(worker)
     with contextlib.suppress(OSError):
         while (message := _received(pipe, starter)) is not None:
             number, slot, request = message
             answer: Any
             try:
-                header, data = items.make(request, Slot(block.slot(slot), row))
+                header, data = items.make(request, partial(_slot, block, slot))
                 answer = header, len(data)
             except Exception as error:
                 answer = sendable(error)
-            row[0] = 0  # or it would be of the next item, which may have fewer samples
             pipe.send_bytes(pickle.dumps((number, answer)))
+
+
+def _slot(block: SharedBlock, number: int, size: int) -> Tensor:
+    """The first bytes of a slot. Raises DataError for more than there are."""
+    if size > block.slot_bytes:
+        raise DataError(
+            f"a sample takes {size} bytes, but a slot of the loader has "
+            f"{block.slot_bytes}. Set data.workers=0."
+        )
+    return torch.from_numpy(block.slot(number)[:size])
 
 
 def _received(pipe: Connection, starter: int) -> Any:
