@@ -8,7 +8,6 @@ AdditiveNoise and RGBShift pass it, but seed OpenCV's global generator with one 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -30,81 +29,6 @@ KEY = "augment.extra"
 Uint8 = NDArray[np.uint8]
 Builder = Callable[[], "A.BasicTransform | A.BaseCompose"]
 PAD_COLOR = (124, 116, 104)  # mean color of ImageNet: about 0 after normalization
-BYTE_SUM_STD = math.sqrt(4 * (256**2 - 1) / 12)  # of the sum of four uniform bytes
-
-
-class SensorNoise(A.ImageOnlyTransform):  # type: ignore[misc]
-    """Camera noise, independent per pixel and channel: variance = read**2 + shot * value, in 8-bit levels.
-
-    All bits come from the raw stream of the sample's own generator, and the rest is integer arithmetic, so that every
-    release of numpy and every CPU gives the same bytes. A sum of four uniform bytes approximates the normal
-    distribution up to 3.45 standard deviations.
-    """
-
-    def __init__(
-        self,
-        read: tuple[float, float] = (0.5, 4.0),
-        shot: tuple[float, float] = (0.0, 0.1),
-        p: float = 0.5,
-    ) -> None:
-        super().__init__(p=p)
-        self.read, self.shot = read, shot
-
-    def get_params_dependent_on_data(
-        self, params: dict[str, Any], data: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Noise of each pixel, int32 (H, W, 3), and its factor by value, int32 (256,)."""
-        read = self.py_random.uniform(*self.read)
-        shot = self.py_random.uniform(*self.shot)
-        shape = data["image"].shape
-        num_bytes = 4 * math.prod(shape)
-        words = self.random_generator.bit_generator.random_raw(-(-num_bytes // 8))
-        raw = words.view(np.uint8)[:num_bytes]
-        sums = raw.reshape(4, *shape).sum(axis=0, dtype=np.int32)
-        std = np.sqrt(read**2 + shot * np.arange(256))
-        factor = np.rint(std * 2**16 / BYTE_SUM_STD)
-        return {
-            "noise": sums - 510,
-            "factor": factor.astype(np.int32),
-        }
-
-    def apply(
-        self, img: Uint8, noise: NDArray[np.int32], factor: NDArray[np.int32], **_: Any
-    ) -> Uint8:
-        """The noisy image."""
-        levels = (noise * factor[img] + 2**15) >> 16
-        noisy = np.clip(img + levels, 0, 255)
-        return noisy.astype(np.uint8)
-
-
-class Fog(A.ImageOnlyTransform):  # type: ignore[misc]
-    """Light scattered into the camera, denser towards the top of the image, where objects are further away."""
-
-    def __init__(
-        self,
-        density: tuple[float, float] = (0.1, 0.6),
-        light: tuple[int, int] = (180, 235),
-        p: float = 0.5,
-    ):
-        super().__init__(p=p)
-        self.density, self.light = density, light
-
-    def get_params(self) -> dict[str, Any]:
-        """How dense the fog is, and how bright."""
-        return {
-            "density": self.py_random.uniform(*self.density),
-            "light": self.py_random.randint(*self.light),
-        }
-
-    def apply(self, img: Uint8, density: float, light: int, **_: Any) -> Uint8:
-        """The image in fog."""
-        falling = np.linspace(1.0, 0.4, img.shape[0])
-        share = np.rint(256 * density * falling).astype(np.uint16)[:, None, None]
-        clear = img * (np.uint16(256) - share)
-        foggy = np.uint16(light) * share
-        # At most 255 * 256 + 128, which fits in uint16.
-        rounded = (clear + foggy + np.uint16(128)) >> 8
-        return np.asarray(rounded, np.uint8)
 
 
 TRANSFORMS: dict[str, Builder] = {
@@ -114,7 +38,6 @@ TRANSFORMS: dict[str, Builder] = {
         shadow_intensity_range=(0.3, 0.6),
         p=0.2,
     ),
-    "fog": partial(Fog, p=0.15),
     "gaussian_blur": partial(A.GaussianBlur, sigma_limit=(0.3, 1.5), p=0.15),
     # Camera motion during the exposure; without a shift, the image stays aligned with its target.
     "motion_blur": partial(
@@ -124,8 +47,7 @@ TRANSFORMS: dict[str, Builder] = {
         direction_range=(0.0, 0.0),
         p=0.15,
     ),
-    "gamma": partial(A.RandomGamma, gamma_limit=(65, 150), p=0.3),
-    "noise": partial(SensorNoise, p=0.3),
+    "noise": partial(A.ISONoise, p=0.3),
     "jpeg": partial(A.ImageCompression, quality_range=(30, 90), p=0.2),
     "cutout": partial(
         A.CoarseDropout,

@@ -599,7 +599,7 @@ def test_the_command_checks_what_is_named(
     assert "8 checks of loss: 4 failed" in shown
     assert checks.check_plugin({"overrides": ["data.name=data:Data"]}) == 0
     assert "8 checks of data: all passed" in capsys.readouterr().out
-    assert checks.chosen(["model=pidnet_s", "augment.extra=[fog]"], Config()) == [
+    assert checks.chosen(["model=pidnet_s", "augment.extra=[noise]"], Config()) == [
         "model",
         "augment",
     ]

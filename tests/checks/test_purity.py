@@ -286,7 +286,7 @@ def test_no_process_is_spawned_for_transforms_of_segpipe(monkeypatch):
 
     monkeypatch.setattr(elsewhere, "started", started)
     monkeypatch.setattr(purity, "started", started)
-    assert purity.quick(Augmenter(config(extra=["fog"])), Noise()) == ""
+    assert purity.quick(Augmenter(config(extra=["noise"])), Noise()) == ""
     assert set(methods) == {"fork"}
 
 

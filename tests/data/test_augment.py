@@ -68,7 +68,7 @@ def test_parts_are_the_transforms_alone_and_always(frame):
         "ScaleCrop",
         "HorizontalFlip",
         "ColorMatrix",
-        "noise (SensorNoise)",
+        "noise (ISONoise)",
     ]
     assert [part.certain for part in parts] == [True, False, True, False]
     flipped = parts[1](*frame, 1)

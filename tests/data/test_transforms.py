@@ -1,6 +1,5 @@
 """Further transforms: each has its effect, image and target stay aligned, and names are checked."""
 
-import math
 import pickle
 import random
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from segpipe.data.augment import Augmenter
-from segpipe.data.transforms import TRANSFORMS, Fog, SensorNoise, builder
+from segpipe.data.transforms import TRANSFORMS, builder
 from segpipe.errors import ConfigError
 from segpipe.keys import generator, sample_key
 from segpipe.settings.compose import compose
@@ -78,58 +77,13 @@ def test_they_are_left_out_by_chance(name, frame):
     assert 30 < untouched < 60
 
 
-def test_noise_has_the_variance_that_it_says():
-    """Variance = read**2 + shot * value in every channel, no bias, and no neighbour knows another."""
-    for value, read, shot in ((60, 3.0, 0.0), (200, 1.0, 0.1), (128, 4.0, 0.05)):
-        image = np.full((200, 200, 3), value, np.uint8)
-        noisy = (
-            keyed(SensorNoise((read, read), (shot, shot)), image, 5).astype(float)
-            - value
-        )
-        expected = read**2 + shot * value + 1 / 12  # rounding to whole levels
-        assert noisy.var() == pytest.approx(expected, rel=0.03)
-        assert abs(noisy.mean()) < 4 * math.sqrt(expected / noisy.size)
-        assert abs(np.mean(noisy[:, 1:] * noisy[:, :-1])) < 0.03 * expected
-        assert abs(np.mean(noisy[..., 0] * noisy[..., 1])) < 0.03 * expected
-
-
 def test_noise_knows_more_than_65536_seeds(frame):
     """The bits after the first draw come from all 128 bits of the key, not from 16 of them."""
     high = [
-        keyed(SensorNoise((2.0, 2.0), (0.0, 0.0)), frame[0], 1 + (part << 64)).tobytes()
+        keyed(TRANSFORMS["noise"](), frame[0], 1 + (part << 64)).tobytes()
         for part in range(20)
     ]
     assert len(set(high)) == 20
-
-
-def test_noise_is_integer_arithmetic(frame):
-    """The same bytes from the raw stream by hand; the control draws other bits."""
-    read = 2.5
-    found = keyed(SensorNoise((read, read), (0.0, 0.0)), frame[0], 9)
-    raw = (
-        generator(9)
-        .bit_generator.random_raw(frame[0].size // 2)
-        .view(np.uint8)
-        .reshape(4, *frame[0].shape)
-    )
-    factor = round(read * 2**16 / math.sqrt(4 * (256**2 - 1) / 12))
-    levels = ((raw.astype(np.int64).sum(axis=0) - 510) * factor + 2**15) >> 16
-    assert np.array_equal(found, np.clip(frame[0] + levels, 0, 255))
-    assert not np.array_equal(
-        found, keyed(SensorNoise((read, read), (0.0, 0.0)), frame[0], 10)
-    )
-
-
-def test_fog_is_denser_at_the_top_and_never_overflows():
-    for value in (0, 255):
-        image = np.full((50, 40, 3), value, np.uint8)
-        foggy = keyed(Fog((0.6, 0.6), (200, 200)), image, 1).astype(int)
-        share = np.abs(foggy[:, 0, 0] - value) / abs(200 - value)
-        assert share[0] == pytest.approx(0.6, abs=0.02)
-        assert share[-1] == pytest.approx(0.24, abs=0.02)
-        assert (np.diff(share) <= 0).all()
-        assert foggy.min() >= min(value, 200)
-        assert foggy.max() <= max(value, 200)
 
 
 def test_unknown_names_are_refused_with_the_nearest():
@@ -168,7 +122,8 @@ def test_own_transforms_travel_with_the_augmenter(monkeypatch, frame):
 def test_groups_and_overrides_go_together():
     standard, robust = compose([]), compose(["augment=robust"])
     assert standard.augment == AugmentConfig()
-    assert robust.augment == AugmentConfig(extra=robust.augment.extra)
+    own = {name: getattr(robust.augment, name) for name in ("gamma", "extra")}
+    assert robust.augment == AugmentConfig(**own)
     assert set(robust.augment.extra) == set(TRANSFORMS)
     assert compose(
         ["augment=robust", "augment.crop_size=[64,96]"]
@@ -180,7 +135,10 @@ def test_groups_and_overrides_go_together():
         != AugmentConfig().crop_size
     )
     assert both.extra == robust.augment.extra
-    assert compose(["augment=robust", "augment.extra=[]"]) == standard
+    assert (
+        compose(["augment=robust", "augment.extra=[]", "augment.gamma=[1,1]"])
+        == standard
+    )
     assert compose(["augment.extra=[noise]"]).augment.extra == ["noise"]
     with pytest.raises(ConfigError, match="robsut"):
         compose(["augment=robsut"])
