@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,18 @@ from segpipe.data.data_set import DataSet
 from segpipe.data.folders import no_split, split_lists
 from segpipe.data.pairs import scan, scan_undivided
 from segpipe.data.samples import (
-    check_labelled,
-    check_scorable,
     class_pixels,
     image_sizes,
     open_readable,
-    open_samples,
+    open_splits,
 )
-from segpipe.datasets.census import check_overlap
 from segpipe.datasets.division import shared_sequences
 from segpipe.datasets.problems import missing_labels, problems
 from segpipe.datasets.proposal import propose
-from segpipe.errors import ConfigError, DataError, listed
+from segpipe.errors import DataError, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, print_problems, progress, share_table
-from segpipe.run.preflight import check_crop, worker_problems
+from segpipe.run.preflight import check_crop, check_workers, checks, refusals
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, check
 from segpipe.settings.groups import DataConfig
@@ -53,8 +50,9 @@ def main(given: dict[str, Any]) -> int:
     opened: dict[str, DataSet] = {}
     warnings: list[str] = []
     if not found:
-        opened = {split: open_samples(data, split, config.seed) for split in splits}
-        found = _faults(config, opened)
+        both = open_splits(config)
+        found = refusals(checks(config, both))
+        opened = dict(zip(splits, both, strict=False))
         warnings = _warnings(config, opened)
     print_problems(found, given["lines"])
     _write_page(config, splits, found, warnings, given["out"])
@@ -107,31 +105,13 @@ def _not_divided(data: DataConfig, splits: list[str]) -> str:
     )
 
 
-def _faults(config: Config, opened: Mapping[str, DataSet]) -> list[str]:
-    """Problems of files that can all be read."""
-    data, train, val = config.data, opened["train"], opened[config.data.split]
-    checks: list[Callable[[], object]] = [partial(check_labelled, train)]
-    if train is not val:
-        checks.append(partial(check_scorable, val, data.split))
-    if train is not val and not data.allow_overlap:
-        checks.append(partial(check_overlap, train, val, data.split))
-    found = []
-    for each in checks:
-        try:
-            each()
-        except DataError as error:
-            found.append(str(error))
-    return found
-
-
 def _warnings(config: Config, opened: Mapping[str, DataSet]) -> list[str]:
     """What may be meant, or would spoil a training."""
     data, train = config.data, opened["train"]
-    warnings = list(worker_problems(config, train))
-    try:
-        check_crop(config, train)
-    except ConfigError as error:
-        warnings.append(f"training would refuse this: {error}")
+    refused = refusals(
+        partial(check, config, train) for check in (check_workers, check_crop)
+    )
+    warnings = [f"training would refuse this: {reason}" for reason in refused]
     for split, samples in opened.items():
         warnings += missing_labels(split, samples)
     if data.name == "synthetic" or len(opened) == 1:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +16,13 @@ from segpipe.data.catalog import ClassTable
 from segpipe.data.data_set import DataSet
 from segpipe.data.pack import Sample
 from segpipe.datasets.census import Census, near_duplicates
-from segpipe.errors import DataError, listed
+from segpipe.errors import DataError, SegpipeError, listed
 from segpipe.predict.outputs import blend
 from segpipe.run.pages import render_page, shrink
-from segpipe.run.preflight import first_batch
 from segpipe.settings.config import Config
+
+if TYPE_CHECKING:
+    from segpipe.data.loader import ShardBatch
 
 SHOWN_PROBLEMS = 200
 SHOWN = 8  # images of a kind
@@ -37,7 +40,7 @@ def render(
     data, train = config.data, splits[0].samples
     batch: list[Shown] = []
     if not problems:
-        shard, fault = first_batch(config, train)
+        shard, fault = _first_batch(config, train)
         warnings = [*warnings, fault] if fault else warnings
         if shard is not None:
             pairs = zip(shard.finished(), shard.target.numpy(), strict=True)
@@ -136,3 +139,22 @@ def _small(table: ClassTable, sample: Sample) -> list[NDArray[np.uint8]]:
     image = shrink(sample[0], WIDTH, smooth=True)
     target = shrink(sample[1], WIDTH, smooth=False)
     return [image, blend(image, target, table.palette)]
+
+
+def _first_batch(config: Config, samples: DataSet) -> tuple[ShardBatch | None, str]:
+    """The first shard batch as training would see it, made by one loader process, or a message why there is none."""
+    import torch
+
+    from segpipe.distributed.group import Group
+    from segpipe.train.batches import shard_stream
+
+    workers = min(config.data.workers, 1)
+    data = replace(config.data, workers=workers, cache_mib=0, balance=0.0)
+    # Without a canary.
+    alone = replace(config, data=data, compute=replace(config.compute, mode="off"))
+    group = Group(0, 0, 1, torch.device("cpu"))
+    try:
+        with closing(shard_stream(alone, group, samples, range(1), None)) as batches:
+            return next(batches), ""
+    except SegpipeError as error:
+        return None, str(error)

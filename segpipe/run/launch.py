@@ -49,6 +49,7 @@ from segpipe.run.console import (
     sequence_table,
 )
 from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
+from segpipe.run.preflight import check_crop, check_workers, checks
 from segpipe.run.report import (
     PAGE,
     latency_ms,
@@ -183,14 +184,17 @@ def check_job(config: Config) -> None:
 
 
 def examine(config: Config, splits: Splits | None = None) -> Splits:
-    """Check all that a run needs beside its settings and its folder; returns the data as it was opened."""
+    """Check all that a run needs beside its settings and its folder; returns the data as it was opened.
+
+    Raises the error of the first check that fails.
+    """
     from segpipe.checks import purity
     from segpipe.checks.data_contract import check_data
     from segpipe.checks.network_contract import check_network
     from segpipe.data.augment import Augmenter
     from segpipe.data.samples import open_splits
+    from segpipe.datasets.problems import verify
     from segpipe.export.artifact.place import check_place
-    from segpipe.run.preflight import check_splits, worker_problems
 
     check_tracking(config)
     if config.import_paths or config.model.args:
@@ -198,13 +202,16 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
 
         check_plugins(config)
     splits = splits or open_splits(config)
+    train, val = splits
     check_data(config)  # first: what is not the same twice has no sizes and classes
-    check_splits(config, splits)
-    check_network(config, splits.train.classes)
-    for problem in worker_problems(config, splits.train):
-        raise ConfigError(problem)
+    verify(config.data, {"train": train, config.data.split: val})
+    for one in checks(config, splits):
+        one()
+    check_crop(config, train)
+    check_network(config, train.classes)
+    check_workers(config, train)
     if config.compute.mode != "off":
-        skipped = purity.quick(Augmenter(config.augment), splits.train)
+        skipped = purity.quick(Augmenter(config.augment), train)
         if skipped:
             print(skipped, file=sys.stderr)
     if config.export.enabled and config.export.dir:
