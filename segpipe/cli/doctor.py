@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from segpipe.data.catalog import table_path
+import numpy as np
+from numpy.typing import NDArray
+
+from segpipe.data.catalog import ClassTable, table_path
 from segpipe.data.data_set import DataSet
 from segpipe.data.folders import no_split, split_lists
+from segpipe.data.pack import Sample
 from segpipe.data.pairs import scan, scan_undivided
 from segpipe.data.samples import (
     class_pixels,
@@ -17,16 +24,23 @@ from segpipe.data.samples import (
     open_readable,
     open_splits,
 )
+from segpipe.datasets.census import Census, near_duplicates, take
 from segpipe.datasets.division import shared_sequences
 from segpipe.datasets.problems import missing_labels, problems
 from segpipe.datasets.proposal import propose
-from segpipe.errors import DataError, listed
-from segpipe.files import write_atomically
+from segpipe.errors import DataError, SegpipeError, listed
+from segpipe.predict.outputs import blend
 from segpipe.run.console import CONSOLE, print_problems, progress, share_table
+from segpipe.run.pages import shrink, write_page
 from segpipe.run.preflight import check_crop, check_workers, checks, refusals
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, check
 from segpipe.settings.groups import DataConfig
+
+SHOWN_PROBLEMS = 200
+SHOWN = 8  # images of a kind
+WIDTH = 360  # of a picture, in pixels
+Shown = tuple[str, list[NDArray[np.uint8]]]  # name; image and overlay, or nothing
 
 
 def main(given: dict[str, Any]) -> int:
@@ -132,14 +146,11 @@ def _warnings(config: Config, opened: Mapping[str, DataSet]) -> list[str]:
 def _write_page(
     config: Config,
     splits: Sequence[str],
-    found: list[str],
-    warnings: list[str],
+    problems: Sequence[str],
+    warnings: Sequence[str],
     out: str,
 ) -> None:
     """Write the page with pictures, if asked for: of all that can be read, if there are problems."""
-    from segpipe.datasets.census import take
-    from segpipe.run.doctor_page import render
-
     if not out:
         return
     census = []
@@ -151,7 +162,25 @@ def _write_page(
     if not census:
         CONSOLE.print(f"{out} is not written: no split has a pair of image and mask.")
         return
-    write_atomically(Path(out), render(config, found, warnings, census).encode())
+    data, train = config.data, census[0].samples
+    batch, fault = ([], []) if problems else _first_batch(config, train)
+    write_page(
+        "doctor.html.j2",
+        Path(out),
+        name=Path(data.root).resolve().name if data.root else data.name,
+        about=[
+            f"data {data.name}",
+            data.root,
+            *(f"{each.split}: {len(each.samples)} images" for each in census),
+        ],
+        problems=problems,
+        shown_problems=SHOWN_PROBLEMS,
+        warnings=[*warnings, *fault],
+        splits=[_split(each) for each in census],
+        classes=_classes(census, train.classes),
+        near=_near(*census) if len(census) > 1 else None,
+        batch=batch,
+    )
     CONSOLE.print(f"page: {out}")
 
 
@@ -171,3 +200,103 @@ def _show_content(opened: Mapping[str, DataSet]) -> None:
         CONSOLE.print(f"{name}: {len(samples)} images of {', '.join(sizes)}{example}")
     shares = {name: class_pixels(samples) for name, samples in sets.items()}
     CONSOLE.print(share_table(opened["train"].classes, shares))
+
+
+def _split(census: Census) -> dict[str, Any]:
+    """A row about a split, with pictures of images without a label, and of samples from all over it."""
+    rows, counts = census.rows, census.table
+    sizes = Counter(row.size for row in rows).most_common()
+    kinds = Counter(row.content.kind for row in rows).most_common()
+    bare = np.flatnonzero(counts[:, -2] == counts.sum(1))
+    number = min(SHOWN, len(rows))
+    spread = [len(rows) * place // number for place in range(number)]
+    return {
+        "name": census.split,
+        "images": len(census.samples),
+        "read": len(rows),
+        "sizes": listed([f"{size[0]}x{size[1]} ({times})" for size, times in sizes], 4),
+        "kinds": ", ".join(f"{kind} ({times})" for kind, times in kinds if kind),
+        "ignored": int(counts[:, -2].sum()) / max(int(counts.sum()), 1),
+        "unlabelled": len(bare),
+        "bare": _shown(census, bare[:SHOWN].tolist()),
+        "grid": _shown(census, spread),
+    }
+
+
+def _classes(splits: Sequence[Census], table: ClassTable) -> list[dict[str, Any]]:
+    """A row for each class: shares by split, images that have it, and the weights of loss.class_weights."""
+    import torch
+
+    from segpipe.losses.cross_entropy import class_weights
+
+    pixels = [each.table[:, : table.num_classes] for each in splits]
+    images = [(counts > 0).sum(0).tolist() for counts in pixels]
+    shares = [counts.sum(0) / max(int(counts.sum()), 1) for counts in pixels]
+    train = torch.from_numpy(pixels[0].sum(0))
+    weights = [class_weights(train, kind).tolist() for kind in ("log", "sqrt")]
+    return [
+        {
+            "name": name,
+            "color": table.palette[place],
+            "shares": [float(share[place]) for share in shares],
+            "images": [number[place] for number in images],
+            "weights": [weight[place] for weight in weights],
+        }
+        for place, name in enumerate(table.names)
+    ]
+
+
+def _near(train: Census, val: Census) -> dict[str, Any]:
+    """Images of validation that look like one of training."""
+    looks = ([row.look for row in each.rows] for each in (train, val))
+    pairs = near_duplicates(*looks)
+    return {
+        "pairs": pairs,
+        "images": len(val.rows),
+        "shown": [
+            (pair.distance, [*_shown(train, [pair.first]), *_shown(val, [pair.second])])
+            for pair in pairs[: SHOWN // 2]
+        ],
+    }
+
+
+def _shown(census: Census, places: Iterable[int]) -> list[Shown]:
+    """Names and pictures of rows; no pictures of one that has a problem, such as an id without a class."""
+    samples: DataSet = census.samples
+    found: list[Shown] = []
+    for place in places:
+        index, pictures = census.rows[place].place, []
+        with suppress(DataError):
+            pictures = _small(samples.classes, samples.read(index))
+        found.append((samples.name(index), pictures))
+    return found
+
+
+def _small(table: ClassTable, sample: Sample) -> list[NDArray[np.uint8]]:
+    """An image, and its target as an overlay."""
+    image = shrink(sample[0], WIDTH, smooth=True)
+    target = shrink(sample[1], WIDTH, smooth=False)
+    return [image, blend(image, target, table.palette)]
+
+
+def _first_batch(config: Config, samples: DataSet) -> tuple[list[Shown], list[str]]:
+    """Pictures of the first shard as training sees it, made by one loader process, or a message why there are none."""
+    import torch
+
+    from segpipe.distributed.group import Group
+    from segpipe.train.batches import shard_stream
+
+    workers = min(config.data.workers, 1)
+    data = replace(config.data, workers=workers, cache_mib=0, balance=0.0)
+    # Without a canary.
+    alone = replace(config, data=data, compute=replace(config.compute, mode="off"))
+    group = Group(0, 0, 1, torch.device("cpu"))
+    try:
+        with closing(shard_stream(alone, group, samples, range(1), None)) as batches:
+            shard = next(batches)
+    except SegpipeError as error:
+        return [], [str(error)]
+    pairs = zip(shard.finished(), shard.target.numpy(), strict=True)
+    pictures = [_small(samples.classes, pair) for pair in pairs]
+    names = [samples.name(index) for index in shard.index.tolist()]
+    return list(zip(names, pictures, strict=True)), []
