@@ -140,7 +140,8 @@ COMMANDS = {
     "doctor": Command(
         "check a data set",
         "Reports all problems in one pass, or the content of the splits if there are none. For a folder without a\n"
-        "classes.yaml, it proposes one from the masks. out=doctor.html shows all of it with pictures.",
+        "classes.yaml, it proposes one from the masks. out=doctor.html shows all of it with pictures. Without\n"
+        "data.root, it says where a published data set comes from and where its files belong.",
         (
             Setting(
                 "out",
@@ -159,13 +160,6 @@ COMMANDS = {
         "was interrupted goes on where it stopped. See docs/data.md.",
         overrides=("data",),
         starts="data_sets.pack",
-    ),
-    "prepare": Command(
-        "say where a published data set comes from, and check that it is complete",
-        "segpipe prepare data=cityscapes names the page and the archives and shows the folders that are expected;\n"
-        "with data.root=FOLDER it counts what is there. It downloads nothing.",
-        overrides=("data",),
-        starts="data_sets.prepare",
     ),
     "split": Command(
         "divide a folder of images into training and validation",

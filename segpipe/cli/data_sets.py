@@ -1,4 +1,4 @@
-"""`segpipe pack`, `prepare`, `split` and `import`: a data set made ready before anything is trained on it."""
+"""`segpipe pack`, `split` and `import`: a data set made ready before anything is trained on it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from segpipe.data.catalog import PUBLISHED, PublishedSet, published, table_path
+from segpipe.data.catalog import table_path
 from segpipe.data.data_set import DataSet
-from segpipe.data.folders import missing
-from segpipe.data.pairs import scan, scan_undivided
+from segpipe.data.pairs import scan_undivided
 from segpipe.data.readers import threaded
 from segpipe.data.samples import file_samples, image_pixels, open_samples, sequence
 from segpipe.datasets.division import divide
@@ -32,7 +31,6 @@ from segpipe.settings.compose import compose, read
 from segpipe.settings.config import SETTINGS, check
 from segpipe.settings.groups import DataConfig
 
-SHOWN = 5  # problems of a split
 DIVISION = {"by": "sequence", "pattern": "", "seed": 0, "replace": True}
 
 
@@ -69,62 +67,6 @@ def pack(given: dict[str, Any]) -> int:
 def _read(place: tuple[DataSet, int]) -> None:
     samples, index = place
     samples.read(index)
-
-
-def prepare(given: dict[str, Any]) -> int:
-    """Exit code. Says what to download of a published data set, and whether all of it is there."""
-    data = compose(given["overrides"]).data
-    if data.name not in PUBLISHED:
-        raise ConfigError(
-            f"data = {data.name} is not a published data set: those are {', '.join(PUBLISHED)}. For files of your own, "
-            "see segpipe doctor and docs/data.md."
-        )
-    entry = published(data.name)
-    CONSOLE.print("\n".join(_instructions(data.name, entry)))
-    if not data.root:
-        CONSOLE.print(f"Then: segpipe prepare data={data.name} data.root=FOLDER")
-        return 0
-    if not Path(data.root).is_dir():
-        CONSOLE.print(missing(Path(data.root)))
-        return DataError.exit_code
-    whole = [_is_whole(data, split, number) for split, number in entry.splits.items()]
-    if not all(whole[:2]):  # training and validation
-        return DataError.exit_code
-    CONSOLE.print(f"Then: segpipe doctor data={data.name} data.root={data.root}")
-    return 0
-
-
-def _instructions(name: str, entry: PublishedSet) -> list[str]:
-    """What to download, and where it belongs, line by line."""
-    classes, layout = entry.table.classes, entry.layout
-    places = [layout.listing or layout.table, layout.images, *layout.masks[:1]]
-    if layout.table:
-        places.append("and the files that it lists")
-    if layout.folders:
-        named = (f"{folder} for {split}" for split, folder in layout.folders.items())
-        places.append(f"SPLIT is {', '.join(named)}")
-    lines = [
-        f"{name}: {entry.title}",
-        f"  page       {entry.page}",
-        f"  download   {', '.join(entry.downloads)}",
-        f"  data.root  {entry.root}:",
-        *(f"               {place}" for place in places if place),
-        f"  classes    {classes.num_classes}: {listed(classes.names, 8)}",
-        f"  source     {entry.source}",
-    ]
-    return [*lines, f"  note       {entry.note}"] if entry.note else lines
-
-
-def _is_whole(data: DataConfig, split: str, number: int) -> bool:
-    """Whether a split has all of its pairs; prints how many, and what is missing."""
-    pairs, faults, _ = scan(data, split)
-    of = f" of {number}" if number else ""
-    CONSOLE.print(f"{split}: {len(pairs)}{of} images with masks")
-    for fault in faults[:SHOWN]:
-        CONSOLE.print(f"  {fault}")
-    if len(faults) > SHOWN:
-        CONSOLE.print(f"  ... and more: segpipe doctor data={data.name} lists them.")
-    return not faults and len(pairs) >= number
 
 
 def split(given: dict[str, Any]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.data.catalog import ClassTable, table_path
+from segpipe.data.catalog import PUBLISHED, ClassTable, published, table_path
 from segpipe.data.data_set import DataSet
 from segpipe.data.folders import no_split, split_lists
 from segpipe.data.pack import Sample
@@ -46,8 +46,16 @@ Shown = tuple[str, list[NDArray[np.uint8]]]  # name; image and overlay, or nothi
 def main(given: dict[str, Any]) -> int:
     """Exit code; `given` are the values of the command's keys, and the overrides of the settings."""
     config = compose(given["overrides"])
-    check(config, world_size=1)
     data = config.data
+    if data.name in PUBLISHED and not (data.root or data.mix):
+        entry = published(data.name)
+        files = [entry.layout.listing, entry.layout.images, *entry.layout.masks]
+        CONSOLE.print(
+            f"{data.name}: {entry.title}\npage: {entry.page}, {', '.join(entry.downloads)}\n"
+            f"data.root: {entry.root}: {', '.join(filter(None, files))}\n{entry.note}"
+        )
+        return 0
+    check(config, world_size=1)
     splits = list(dict.fromkeys(["train", data.split]))
     is_new = _lacks_table(data)
     if is_new and not _offer_table(data, splits, write=given["write"]):
@@ -126,8 +134,13 @@ def _warnings(config: Config, opened: Mapping[str, DataSet]) -> list[str]:
         partial(check, config, train) for check in (check_workers, check_crop)
     )
     warnings = [f"training would refuse this: {reason}" for reason in refused]
+    whole = published(data.name).splits if data.name in PUBLISHED else {}
     for split, samples in opened.items():
         warnings += missing_labels(split, samples)
+        if len(samples) < whole.get(split, 0) and not data.hold_out:
+            warnings.append(
+                f"{split} has {len(samples)} of {whole[split]} images: is an archive missing?"
+            )
     if data.name == "synthetic" or len(opened) == 1:
         return warnings
     first, second = (

@@ -193,7 +193,7 @@ def profile(given: dict[str, Any]) -> int:
     from segpipe.distributed import group as processes
     from segpipe.train.profiling import measure
 
-    config = with_steps(config)
+    config, _ = with_steps(config)
     group = processes.join(config.compute, {"configuration": config_hash(config)})
     folder = config.run_dir.with_name(f"{config.run_dir.name}_profile")
     own = folder / f"rank{group.rank:02d}" if group.world_size > 1 else folder

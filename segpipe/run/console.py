@@ -134,22 +134,17 @@ def iou_table(summary: Mapping[str, Any], shares: Sequence[float]) -> Table:
     table.add_column("class")
     for title in ("IoU", *ranges, *(COLUMNS[key] for key in keys), "pixels"):
         table.add_column(title, justify="right")
-
-    def add(
-        name: str, iou: str, pair: Any, figures: Mapping[str, Any], share: str
-    ) -> None:
-        beside = [percent_range(pair)] if interval else []
-        cells = (percent(figures[key]) for key in keys)
-        table.add_row(Text(name), iou, *beside, *cells, share)
-
     for (name, iou), share in zip(summary["iou"].items(), shares, strict=True):
-        pair = interval["iou"][name] if interval else None
-        own = {key: summary[key][name] for key in keys}
-        shown = "absent" if iou is None else percent(iou)
-        add(name, shown, pair, own, percent(share, 2))
+        cells = ["absent" if iou is None else percent(iou)]
+        if interval:
+            cells.append(percent_range(interval["iou"][name]))
+        cells += [percent(summary[key][name]) for key in keys]
+        table.add_row(Text(name), *cells, percent(share, 2))
     table.add_section()
-    pair = interval["miou"] if interval else None
-    add("mean", percent(summary["miou"], 2), pair, summary.get("mean", {}), "")
+    cells = [percent(summary["miou"], 2)]
+    if interval:
+        cells.append(percent_range(interval["miou"]))
+    table.add_row("mean", *cells, *(percent(summary["mean"][key]) for key in keys))
     return table
 
 
@@ -167,18 +162,6 @@ def share_table(classes: ClassTable, pixels: Mapping[str, Any]) -> Table:
             cells.append(share)
         table.add_row(*cells)
     return table
-
-
-def never_predicted(summary: Mapping[str, Any]) -> str:
-    """A sentence if the network leaves out most of the classes in the images; empty otherwise."""
-    present = [name for name, iou in summary["iou"].items() if iou is not None]
-    missed = [name for name in present if summary["precision"][name] is None]
-    if 2 * len(missed) <= len(present):
-        return ""
-    return (
-        f"{len(missed)} of {len(present)} classes were never predicted: train longer "
-        f"(train.epochs) before using it."
-    )
 
 
 def sequence_table(sequences: Mapping[str, Mapping[str, Any]]) -> Table:

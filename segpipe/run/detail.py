@@ -145,11 +145,12 @@ def examples(
 
 def _densest(wrong: NDArray[np.bool_]) -> tuple[slice, slice]:
     """The window of half the height and width of an image with the most true pixels."""
-    height, width = (max(1, side // 2) for side in wrong.shape)
     import cv2
 
-    sums = cv2.integral(wrong.astype(np.uint8))
-    inside = sums[height:, width:] - sums[:-height, width:]
-    inside = inside - (sums[height:, :-width] - sums[:-height, :-width])
+    height, width = (max(1, side // 2) for side in wrong.shape)
+    sums = cv2.boxFilter(
+        wrong.astype(np.float32), -1, (width, height), anchor=(0, 0), normalize=False
+    )
+    inside = sums[: wrong.shape[0] - height + 1, : wrong.shape[1] - width + 1]
     row, column = divmod(int(inside.argmax()), inside.shape[1])
     return np.s_[row : row + height, column : column + width]

@@ -19,7 +19,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,10 +41,10 @@ from segpipe.errors import (
 from segpipe.files import not_written, sha256_of
 from segpipe.run import lock
 from segpipe.run.console import (
+    CONSOLE,
     ERRORS,
     TrainView,
     iou_table,
-    never_predicted,
     sequence_table,
 )
 from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
@@ -119,17 +118,9 @@ def launch_apart(config: Config) -> int:
 
 def _prepared(config: Config) -> tuple[Config, int, Splits]:
     """The configuration with its steps, the number of processes, and the data, after `prepare`."""
-    splits = _opened_for_steps(config)
-    config = with_steps(config, splits)
+    config, splits = with_steps(config)
     world_size = _world_size(config)
     return config, world_size, prepare(config, world_size, splits)
-
-
-def _opened_for_steps(config: Config) -> Splits | None:
-    """The data, if its length is needed before it is checked."""
-    from segpipe.data.samples import open_splits
-
-    return open_splits(config) if config.train.epochs else None
 
 
 def _world_size(config: Config) -> int:
@@ -149,16 +140,20 @@ def _world_size(config: Config) -> int:
     return max(gpus, 1) if number == "auto" else int(number)
 
 
-def with_steps(config: Config, splits: Splits | None = None) -> Config:
-    """`config` with the number of updates that `train.epochs` stands for; checkpoints and ranks see nothing else."""
+def with_steps(config: Config) -> tuple[Config, Splits | None]:
+    """`config` with the number of updates that `train.epochs` stands for, and the data if it was opened for that.
+
+    Checkpoints and ranks see nothing else.
+    """
     if not config.train.epochs:
-        return config
+        return config, None
     check(config, world_size=1)
-    splits = splits or _opened_for_steps(config)
-    assert splits is not None
+    from segpipe.data.samples import open_splits
+
+    splits = open_splits(config)
     images = config.train.epochs * len(splits.train)
     steps = math.ceil(images / config.global_batch)
-    return replace(config, train=replace(config.train, steps=steps, epochs=0))
+    return replace(config, train=replace(config.train, steps=steps, epochs=0)), splits
 
 
 def prepare(config: Config, world_size: int, splits: Splits | None = None) -> Splits:
@@ -177,7 +172,7 @@ def check_job(config: Config) -> None:
     """Check the settings and the folder of a sweep's job, which starts later; its data is for `examine`."""
     environment.check_tasks()
     check(config, world_size=1)
-    config = with_steps(config)
+    config, _ = with_steps(config)
     check(config, world_size=_world_size(config))
     pin_weights(config)
     check_folder(config)
@@ -345,8 +340,7 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
     from segpipe.distributed import group as processes
 
     if not prepared:
-        splits = _opened_for_steps(config)
-        config = with_steps(config, splits)
+        config, splits = with_steps(config)
     flags.apply(threads, mode)  # before the group: NCCL reads its variables there
     same = {"segpipe": _version(), "configuration": config_hash(config)}
     group = processes.join(config.compute, same)
@@ -447,68 +441,65 @@ def _lost_another_rank(error: Exception) -> bool:
 def _train(config: Config, group: Group, splits: Splits | None) -> int:
     from segpipe.distributed import group as processes
 
-    console = Console(emoji=False)  # a path may hold :car:
-    run, validation, result = train(config, group, console, splits=splits)
+    run, validation, result = train(config, group, CONSOLE, splits=splits)
     processes.leave(group)  # the other ranks need not wait for what rank 0 does next
     if group.is_main:
         assert isinstance(run.log, Tracker)
         exit_code = 1
         try:
-            finish(run, validation, result, console)
+            finish(run, validation, result)
             exit_code = 0
         finally:
             run.log.end(config, result, exit_code)
     return 0
 
 
-def finish(
-    run: Run, found: Validation, result: dict[str, Any], console: Console
-) -> None:
+def finish(run: Run, found: Validation, result: dict[str, Any]) -> None:
     """Print the results and write the report, then export. Raises ExportMismatch if an exported file differs.
 
     The export comes last, so that a refused one hides nothing of the finished training.
     """
     from segpipe.train.metrics import flattering
 
-    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     shares = found.total.sum(1).double() / found.total.sum().clamp_min(1)
-    console.print(iou_table(result, shares.tolist()))
+    CONSOLE.print(iou_table(result, shares.tolist()))
     if len(result["sequences"]) > 1:
-        console.print(sequence_table(result["sequences"]))
-    for note in (flattering(result["sequences"]), never_predicted(result)):
-        if note:
-            say(note)
+        CONSOLE.print(sequence_table(result["sequences"]))
+    if note := flattering(result["sequences"]):
+        CONSOLE.print(note)
     config = run.config
     predict = run_predictor(run)
-    write_report(
-        run.folder / PAGE,
-        page_data(
-            config,
-            run.val_samples,
-            found,
-            {
-                **result,
-                "device": str(run.group.device),
-                "date": time.strftime("%Y-%m-%d %H:%M"),
-                "latency_ms": latency_ms(predict, run.val_samples),
-            },
-            predict,
-            read_metrics(run.folder / FILE_NAME),
-            ["config.json", "result.json", FILE_NAME]
-            + ["export/"] * (config.export.enabled and not config.export.dir),
-        ),
+    about = {
+        "device": str(run.group.device),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "latency_ms": latency_ms(predict, run.val_samples),
+    }
+    links = ["config.json", "result.json", FILE_NAME]
+    if config.export.enabled and not config.export.dir:
+        links.append("export/")
+    data = page_data(
+        config,
+        run.val_samples,
+        found,
+        {**result, **about},
+        predict,
+        read_metrics(run.folder / FILE_NAME),
+        links,
     )
+    write_report(run.folder / PAGE, data)
     images = f"{config.data.split} images"
     if config.data.hold_out:
         images = f"images of {config.data.hold_out}, held out"
-    say(f"mIoU {100 * result['miou']:.2f} % on {len(run.val_samples)} {images}")
-    say(f"run {run.folder}  (open {PAGE}; curves in {FILE_NAME})")
-    say(f"next {_next_command(run.folder)}")
+    CONSOLE.print(
+        f"mIoU {100 * result['miou']:.2f} % on {len(run.val_samples)} {images}\n"
+        f"run {run.folder}  (open {PAGE}; curves in {FILE_NAME})\n"
+        f"next {_this_command()} evaluate {shlex.quote(f'run={run.folder}')}"
+    )
     if config.export.enabled:
-        _export(run, console)
+        _export(run)
 
 
-def _export(run: Run, console: Console) -> None:
+def _export(run: Run) -> None:
     """Export the checkpoint that was just written, in the same way as the export command."""
     from segpipe.export.dataset import spread
     from segpipe.export.publish import export_checkpoint
@@ -516,8 +507,7 @@ def _export(run: Run, console: Console) -> None:
 
     started = time.perf_counter()
     settings = run.config.export
-    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
-    say(
+    CONSOLE.print(
         f"exporting to {' and '.join(settings.formats)} and comparing the files with "
         f"the trained network on up to {settings.quality_images} images (export=off "
         f"leaves this out) ..."
@@ -530,19 +520,18 @@ def _export(run: Run, console: Console) -> None:
         validation=run.val_samples,
         training=spread(run.train_samples),
     )
-    console.print(done.table())
-    say(f"{done.line('EXPORT')} ({time.perf_counter() - started:.0f} s)")
+    CONSOLE.print(done.table())
+    CONSOLE.print(f"{done.line('EXPORT')} ({time.perf_counter() - started:.0f} s)")
 
 
-def _next_command(folder: Path) -> str:
-    """Command that evaluates the checkpoint, ready to paste: of a `segpipe` that is on the path, or of this Python."""
-    words = ["segpipe"]
-    if shutil.which("segpipe") != sys.argv[0]:
-        python, here = Path(sys.executable), Path.cwd()
-        # Links stay: the interpreter of a virtual environment is one.
-        near = python.relative_to(here) if python.is_relative_to(here) else python
-        words = [str(near), "-m", "segpipe"]
-    return shlex.join([*words, "evaluate", f"run={folder}"])
+def _this_command() -> str:
+    """How the user can type `segpipe`: as such where it is on the path, or with this Python."""
+    if shutil.which("segpipe") == sys.argv[0]:
+        return "segpipe"
+    python, here = Path(sys.executable), Path.cwd()
+    # Links stay: the interpreter of a virtual environment is one.
+    near = python.relative_to(here) if python.is_relative_to(here) else python
+    return f"{shlex.quote(str(near))} -m segpipe"
 
 
 def train(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -297,9 +296,7 @@ def sweep(
         for jobs in started:
             jobs.summarize()
         raise
-    except Exception as error:
-        if _is_ours(error):
-            raise
+    except ValueError as error:  # a sweeper's
         raise ConfigError(
             f"hydra/sweeper: {_brief(error)}. Correct the ranges, or the settings of hydra.sweeper."
         ) from error
@@ -312,10 +309,3 @@ def _brief(error: Exception) -> str:
     """The first line: submitit adds all output of a job."""
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     return text.strip().rstrip(".")
-
-
-def _is_ours(error: Exception) -> bool:
-    """Whether an error passed through the package below `sweep`; otherwise a sweeper of Hydra raised it."""
-    package = Path(__file__).parents[1]
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    return any(Path(frame.filename).is_relative_to(package) for frame in frames)

@@ -183,7 +183,6 @@ def test_each_script_is_one_command() -> None:
         "describe",
         "import",
         "pack",
-        "prepare",
         "profile",
         "runs",
         "split",

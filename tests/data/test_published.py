@@ -1,5 +1,5 @@
 """Published data sets: a miniature of each in its own layout, drawn from what its publisher says, read through
-`data=NAME` and counted by `segpipe prepare`."""
+`data=NAME`."""
 
 from __future__ import annotations
 
@@ -226,14 +226,6 @@ def test_a_published_set_is_read_as_its_publisher_says(
         if path.endswith((".txt", ".lst"))
     }
     assert listed == {path for path in small.lists if "train" in path}
-    published_counts = any(published(name).splits.values())  # a miniature has fewer
-    assert segpipe(["prepare", f"data={name}", f"data.root={tmp_path}"]) == (
-        2 if published_counts else 0
-    )
-    text = capsys.readouterr().out
-    for split, pairs in small.files.items():
-        assert f"{split}: {len(pairs)}" in text
-    assert published(name).page in text
 
 
 def test_every_set_has_a_file_with_its_source() -> None:
@@ -258,30 +250,27 @@ def test_an_id_that_never_occurs_is_an_error(tmp_path: Path, value: int) -> None
         )
 
 
-def test_prepare_points_at_what_is_missing(
+def test_the_doctor_says_where_a_set_comes_from_and_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert segpipe(["prepare", "data=voc"]) == 0
+    assert segpipe(["doctor", "data=voc"]) == 0
     text = capsys.readouterr().out
-    for part in (
-        "VOCtrainval_11-May-2012.tar",
-        "host.robots.ox.ac.uk",
-        "JPEGImages",
-        "data.root=FOLDER",
-    ):
+    for part in ("VOCtrainval_11-May-2012.tar", "host.robots.ox.ac.uk", "JPEGImages"):
         assert part in text
     small = MINIATURES["voc"]
     draw(tmp_path, small)
+    arguments = ["doctor", "data=voc", f"data.root={tmp_path}"]
+    assert segpipe([*arguments, "data.allow_overlap=true"]) == 0
+    assert "train has 1 of 1464 images" in capsys.readouterr().out
     (tmp_path / "ImageSets/Segmentation/val.txt").unlink()
     (tmp_path / "SegmentationClass/2007_000032.png").unlink()
-    assert segpipe(["prepare", "data=voc", f"data.root={tmp_path}"]) == 2
+    assert segpipe(arguments) == 2
     text = capsys.readouterr().out
     assert "ImageSets/Segmentation/val.txt does not exist" in text
     assert "SegmentationClass holds no masks of the 1 images." in text
-    assert segpipe(["prepare", "data=voc", f"data.root={tmp_path / 'nowhere'}"]) == 2
+    arguments[2] += "/nowhere"
+    assert segpipe(arguments) == 2
     assert "nowhere does not exist" in capsys.readouterr().out
-    assert segpipe(["prepare", "data=folder", f"data.root={tmp_path}"]) == 2
-    assert "ade20k" in capsys.readouterr().err
 
 
 def test_a_table_of_your_own_replaces_the_published_one(tmp_path: Path) -> None:

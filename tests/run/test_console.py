@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from segpipe.run import console as module
-from segpipe.run.console import TrainView, iou_table, never_predicted
+from segpipe.run.console import TrainView, iou_table
 from segpipe.train.metrics import summary
 
 NAMES = ("[/x]", "<b>", "[red]", "road")
@@ -36,15 +36,10 @@ def test_names_between_colons_stay(capsys: pytest.CaptureFixture[str]) -> None:
         for path in Path(module.__file__).parents[1].rglob("*.py")
         if path.parent.name in ("cli", "run")
     ]
-    made = [
-        call
-        for path in sources
-        for call in re.findall(r"\bConsole\([^()]*\)", path.read_text())
+    making = [
+        path.name for path in sources if re.search(r"\bConsole\(", path.read_text())
     ]
-    assert made
-    assert [
-        call for call in made if "emoji=False" not in call and "**LOOKS" not in call
-    ] == []
+    assert making == ["console.py"], "consoles that show names as they are"
 
 
 def test_class_names_are_not_markup() -> None:
@@ -89,17 +84,3 @@ def test_a_log_file_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
                 now[0] = 6.0 * done
                 view.advance(done, {"loss": "1.5"})
         assert printed(console).strip().splitlines() == expected
-
-
-def test_a_network_that_leaves_out_most_classes_is_told_to_train_longer() -> None:
-    iou = {"floor": 0.2, "shelf": 0.0, "person": 0.0, "sky": None}
-    few = {
-        "iou": iou,
-        "precision": {"floor": 0.2, "shelf": None, "person": None, "sky": None},
-    }
-    assert never_predicted(few).startswith(
-        "2 of 3 classes were never predicted: train longer (train.epochs)"
-    )
-    assert (
-        never_predicted({**few, "precision": {**few["precision"], "shelf": 0.1}}) == ""
-    )

@@ -112,9 +112,9 @@ def test_epochs_are_whole_passes(images: int, epochs: int, steps: int) -> None:
         "data": {"num_train": images},
         "compute": {"shards": 4, "samples_per_shard": 2},
     }
-    found = with_steps(from_mapping(values))
+    found, _ = with_steps(from_mapping(values))
     assert (found.train.steps, found.train.epochs) == (steps, 0)
-    assert with_steps(found) is found
+    assert with_steps(found)[0] is found
 
 
 def test_a_run_stores_steps_and_resumes_with_epochs(
