@@ -273,9 +273,8 @@ def _first(values: Tensor, count: int) -> Tensor:
 
 
 def _kth(i: Inputs) -> Tensor:
-    return kth_largest(
-        i.ties.abs(), torch.tensor(i.ties.numel() // 2, device=i.ties.device)
-    )
+    found: Tensor = kth_largest(i.ties.abs(), i.ties.numel() // 2)
+    return found
 
 
 CASES = (

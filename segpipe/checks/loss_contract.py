@@ -63,8 +63,9 @@ class LossContract:
 
     def total(self, weights: Tensor | None = None, **given: Tensor) -> Tensor:
         """Loss of the batch, or of the `logits` and `target` given, divided by the valid pixels of the batch."""
-        # The parts of the plain loss have gradients of their own.
-        plain = replace(self.config.loss, backend="plain")
+        plain = replace(
+            self.config.loss, backend="plain", dice_weight=0.0, lovasz_weight=0.0
+        )
         parts = shard_loss(
             {"main": given.get("logits", self.logits)},
             given.get("target", self.target),
@@ -73,7 +74,7 @@ class LossContract:
             global_valid=torch.tensor(valid_pixels(self.target)),
             align_corners=False,
         )
-        return parts["main"]
+        return parts["total"]
 
     def _call(self) -> str:
         """Whether it takes these arguments. Raises what the call raises."""

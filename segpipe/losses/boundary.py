@@ -30,25 +30,10 @@ def boundary_target(target: Tensor, *, width: int = 2, ignore_index: int) -> Ten
     return ((highest > lowest) & ~ignored).float()
 
 
-def boundary_sum(logits: Tensor, edge: Tensor, valid: Tensor) -> Tensor:
-    """Binary cross-entropy summed over the valid pixels, with edges weighted as much as all other pixels together.
-
-    Shapes: logits (B, 1, H, W), edge float32 (B, 1, H, W), valid bool (B, H, W) -> 0-d.
-    """
-    inside, outside = _weights(edge, valid)
-    losses = F.binary_cross_entropy_with_logits(
-        logits.float(),
-        edge,
-        weight=torch.where(edge > 0.5, inside, outside),
-        reduction="none",
-    )
-    return torch.where(valid.unsqueeze(1), losses, 0.0).sum()
-
-
 def as_two_classes(
     logits: Tensor, target: Tensor, *, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, target and class weights whose cross-entropy sums up to `boundary_sum`.
+    """Logits, target and class weights of the band's loss, with edges weighted as much as all other pixels together.
 
     The binary cross-entropy of a logit is the cross-entropy of the two logits 0 and itself.
 
@@ -56,17 +41,11 @@ def as_two_classes(
     """
     valid = target != ignore_index
     edge = boundary_target(target, ignore_index=ignore_index)
-    inside, outside = _weights(edge, valid)
-    ids = torch.where(valid, edge.squeeze(1).to(torch.uint8), ignore_index)
-    both = torch.cat([torch.zeros_like(logits), logits], 1)
-    return both, ids, torch.stack([outside, inside])
-
-
-def _weights(edge: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight of a pixel on an edge and of any other, with which both kinds count equally; 0-d."""
     positives = (edge * valid.unsqueeze(1)).sum()
     total = valid.sum().clamp_min(1)
-    return (total - positives) / total, positives / total
+    weights = torch.stack([positives / total, (total - positives) / total])
+    ids = torch.where(valid, edge.squeeze(1).to(torch.uint8), ignore_index)
+    return torch.cat([torch.zeros_like(logits), logits], 1), ids, weights
 
 
 def detail_target(target: Tensor, *, ignore_index: int) -> Tensor:

@@ -10,11 +10,13 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from segpipe import native
-from segpipe.losses.strips import ClassHead, LossPass
+from segpipe.losses.fused import ClassHead, LossPass
 
 SOURCE = Path(__file__).with_name("upsampled.c")
 WIDTH = 64  # columns of a task
@@ -55,10 +57,10 @@ def evaluate(
     factors: Tensor | None = None,
     slopes: tuple[Tensor, Tensor] | None = None,
 ) -> LossPass:
-    """As `strips.Evaluate`, for float32 on a CPU. Raises IndexError for a target that is no class."""
+    """As `fused.Evaluate`, for float32 on a CPU. Raises IndexError for a target that is no class."""
     batch, classes, rows_in, cols_in = head.logits.shape
     tasks = batch * -(-head.target.shape[2] // WIDTH)
-    span = _span(head.columns.first, cols_in)
+    span = _span(head.columns.host[0], cols_in)
     losses = torch.empty(head.target.shape)
     held = {
         "weights": head.class_weights(),
@@ -93,13 +95,11 @@ def classes_and_counts(head: ClassHead) -> tuple[Tensor, Tensor]:
     return pred, counts.sum(0)
 
 
-def _span(first: tuple[int, ...], num_in: int) -> int:
+def _span(low: NDArray[np.int64], num_in: int) -> int:
     """Most columns of the logits that a task touches."""
-    widest = 0
-    for start in range(0, len(first), WIDTH):
-        last = first[min(start + WIDTH, len(first)) - 1]
-        widest = max(widest, min(last + 1, num_in - 1) - first[start] + 1)
-    return widest
+    first = low[::WIDTH]
+    last = np.append(low[WIDTH - 1 :: WIDTH], low[-1])[: len(first)]
+    return int((np.minimum(last + 1, num_in - 1) - first).max()) + 1
 
 
 def _given(head: ClassHead, **others: Any) -> _Pass:

@@ -1,4 +1,4 @@
-"""Cross-entropy of every pixel, and weights of the classes in it."""
+"""Cross-entropy of every pixel by plain torch, and weights of the classes in it."""
 
 from __future__ import annotations
 
@@ -6,29 +6,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segpipe.losses.fused import ClassHead, LossPass
 
-def pixel_losses(
-    logits: Tensor,
-    target: Tensor,
-    class_weights: Tensor | None = None,
+
+def evaluate(
+    head: ClassHead,
     *,
-    ignore_index: int,
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """Cross-entropy of every pixel, 0 where the target is ignored.
-
-    `reduction="none"` because the reducing kernels have no deterministic form on CUDA.
-
-    Shapes: logits (B, C, H, W), target uint8 (B, H, W), class_weights (C,) -> float32 (B, H, W).
-    """
-    return F.cross_entropy(
-        logits.float(),
-        target.long(),
-        weight=class_weights,
-        ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=label_smoothing,
-    )
+    gradient: bool = False,
+    sums: bool = False,
+    factors: Tensor | None = None,
+    slopes: tuple[Tensor, Tensor] | None = None,
+) -> LossPass:
+    """As `fused.Evaluate`, in any float type, by autograd through logits at the size of the target."""
+    logits, valid = head.logits.detach().requires_grad_(), head.valid
+    classes = torch.arange(logits.shape[1], device=logits.device).view(1, -1, 1, 1)
+    with torch.set_grad_enabled(gradient):
+        wide = head.rows.matrix @ (logits @ head.columns.matrix.t())
+        # The reducing kernels have no deterministic form on CUDA.
+        losses = F.cross_entropy(
+            wide,
+            head.target.long(),
+            weight=head.weights,
+            ignore_index=head.ignore_index,
+            reduction="none",
+            label_smoothing=head.smoothing,
+        )
+        total = (losses if factors is None else losses * factors).sum()
+        found = None
+        if sums or slopes:
+            own = (head.target[:, None] == classes).to(wide.dtype)
+            probability = wide.softmax(1) * valid[:, None].to(wide.dtype)
+            if slopes:
+                everywhere, on_target = (each.view(1, -1, 1, 1) for each in slopes)
+                total = total + (probability * (everywhere + own * on_target)).sum()
+            kinds = torch.stack([probability * own, probability, own]).detach()
+            found = kinds.double().sum((1, 3, 4))
+        grad = torch.autograd.grad(total, logits)[0] if gradient else None
+    return LossPass(losses.detach(), grad, found if sums else None)
 
 
 def class_weights(pixels: Tensor, name: str) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from segpipe import IGNORE_INDEX
-from segpipe.losses.strips import Chosen
+from segpipe.losses.fused import Chosen
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import LossConfig

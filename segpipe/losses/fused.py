@@ -1,20 +1,94 @@
 """Losses of heads whose logits are never upsampled as a whole: the gradient is computed along with the loss.
 
-The pixels of a head are gone over once, or twice where a figure of all of them comes first (OHEM, Dice). What is kept
-has one number per pixel, not one per pixel and class.
+A pass goes over the pixels of a head: compiled.py (CPU) and triton_pass.py (CUDA) without ever holding logits at the
+size of the target, cross_entropy.py with them. The pixels are gone over once, or twice where a figure of all of them
+comes first (OHEM, Dice). What is kept has one number per pixel, not one per pixel and class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from segpipe.losses.dice import dice_of_sums
-from segpipe.losses.strips import Chosen, ClassHead, Evaluate
+
+if TYPE_CHECKING:
+    from segpipe.models.resize import Axis
+
+
+@dataclass(frozen=True)
+class ClassHead:
+    """Logits at output stride, and the pixels at which their cross-entropy is taken.
+
+    Shapes: logits float (B, C, h, w); target uint8 (B, H, W), contiguous; rows from h to H and columns from w to W;
+    weights (C,), of the type of the logits.
+    """
+
+    logits: Tensor
+    target: Tensor
+    rows: Axis
+    columns: Axis
+    ignore_index: int
+    weights: Tensor | None = None
+    smoothing: float = 0.0
+
+    @property
+    def valid(self) -> Tensor:
+        """Pixels that are not ignored, bool (B, H, W)."""
+        return self.target != self.ignore_index
+
+    def class_weights(self) -> Tensor:
+        """The weights, or ones; (C,)."""
+        if self.weights is None:
+            return self.logits.new_ones(self.logits.shape[1])
+        return self.weights
+
+
+@dataclass(frozen=True)
+class LossPass:
+    """What a pass over the pixels of a head found.
+
+    Shapes: losses float (B, H, W), 0 where ignored, and perhaps where the factor is 0; gradient as the logits; sums
+    float64 (3, C): for each class its probability at its own pixels, at all valid pixels, and the number of its pixels.
+    """
+
+    losses: Tensor
+    gradient: Tensor | None
+    sums: Tensor | None
+
+
+class Chosen(NamedTuple):
+    """What a term makes of the cross-entropy of every pixel.
+
+    Shapes: values, which are summed, and slopes, their derivatives by the cross-entropy: (B, H, W); factor of both 0-d.
+    """
+
+    values: Tensor
+    slopes: Tensor
+    factor: Tensor | float = 1.0
+
+
+class Evaluate(Protocol):
+    """A pass: the loss of every pixel, and on demand the sums, and the gradient of the losses' sum.
+
+    For the gradient, losses count `factors` times, float (B, H, W), and a loss is added whose derivatives by the
+    probabilities of a valid pixel are `slopes`: of each class, and more where it is the target's; float (C,) each.
+    """
+
+    def __call__(
+        self,
+        head: ClassHead,
+        *,
+        gradient: bool = False,
+        sums: bool = False,
+        factors: Tensor | None = None,
+        slopes: tuple[Tensor, Tensor] | None = None,
+    ) -> LossPass: ...
+
 
 # From the cross-entropy of every pixel, the target and the class weights.
 Term = Callable[[Tensor, Tensor, Tensor | None], Chosen]

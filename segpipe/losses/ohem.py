@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from segpipe import IGNORE_INDEX
-from segpipe.losses.strips import Chosen
+from segpipe.losses.fused import Chosen
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import LossConfig
@@ -43,30 +43,21 @@ def hard_pixels(
     # On a CPU it costs little to see that the threshold leaves enough; a GPU would have to be waited for.
     enough = not losses.is_cuda and bool((detached >= cut).sum() >= fewest)
     if fewest > 0 and not enough:
-        count = torch.full((), fewest, device=losses.device)
-        cut = torch.minimum(cut, kth_largest(detached, count))
+        cut = torch.minimum(cut, kth_largest(detached, fewest))
     # NaN counts as hard, so that it reaches the sum and is noticed.
     kept = valid & ~(detached < cut)
     return kept, valid.sum() / kept.sum().clamp_min(1)
 
 
-def kth_largest(values: Tensor, k: Tensor, *, at_once: int | None = None) -> Tensor:
-    """The k-th largest of non-negative float32 `values` (1-based), exactly, as a 0-d tensor.
+@torch.library.custom_op("segpipe::kth_largest", mutates_args=())
+def kth_largest(values: Tensor, k: int) -> Tensor:
+    """The k-th largest (1-based), 0-d. An operator of its own, as topk chooses among equal values by chance on a GPU.
 
-    Builds the answer from its highest bit down: the bits of non-negative floats are ordered like integers, so counts of
-    the values above some candidates replace a sort. Depends on the values only, not on their order, and does not
-    synchronise with the host. Of `at_once` bits every candidate is counted: 3 on a GPU, which takes 66 launches for the
-    31 bits instead of 186, else 1, which compares the least.
+    What it chooses has the same values each time.
     """
-    at_once = at_once or (3 if values.is_cuda else 1)
-    bits = values.flatten().view(torch.int32)
-    answer = torch.zeros((), dtype=torch.int32, device=values.device)
-    steps = torch.arange(1, 1 << at_once, dtype=torch.int32, device=values.device)
-    # The highest bit by itself: of three, candidates would not fit into 32.
-    for place in (30, *range(30 - at_once, -1, -at_once)):
-        tried = steps[:1] if place == 30 else steps
-        candidates = torch.add(answer, tried, alpha=1 << place)
-        counts = (bits >= candidates[:, None]).sum(1)
-        reached = (counts >= k).sum(dtype=torch.int32)
-        answer = torch.add(answer, reached, alpha=1 << place)
-    return answer.view(torch.float32)
+    return values.flatten().topk(k, sorted=False).values.min()
+
+
+@kth_largest.register_fake
+def _(values: Tensor, k: int) -> Tensor:
+    return values.new_empty(())

@@ -22,21 +22,13 @@ from torch import Tensor
 
 from segpipe import IGNORE_INDEX, plugins
 from segpipe.errors import ConfigError
-from segpipe.losses import compiled
-from segpipe.losses.boundary import (
-    as_two_classes,
-    boundary_sum,
-    boundary_target,
-    detail_sum,
-)
-from segpipe.losses.cross_entropy import pixel_losses
-from segpipe.losses.dice import dice_sum
+from segpipe.losses import compiled, cross_entropy
+from segpipe.losses.boundary import as_two_classes, detail_sum
 from segpipe.losses.distill import TeacherLogits, distill_sum
 from segpipe.losses.focal import focal
-from segpipe.losses.fused import Terms, WithGradient, class_loss
+from segpipe.losses.fused import Chosen, ClassHead, Evaluate, Terms, class_loss
 from segpipe.losses.lovasz import lovasz_sum
 from segpipe.losses.ohem import ohem
-from segpipe.losses.strips import Chosen, ClassHead, Evaluate
 from segpipe.models.resize import bilinear, bilinear_axes, bilinear_matmul
 
 if TYPE_CHECKING:
@@ -74,7 +66,7 @@ def shard_loss(
 ) -> dict[str, Tensor]:
     """The shard's part of the step's loss, as `total` and by part, 0-d float32 tensors.
 
-    Only `total` has a gradient for sure: unless `loss.backend` is plain, gradients are computed with the loss.
+    Only `total` has a gradient for sure: most are computed with the loss.
 
     Shards add up: everything is divided by `global_valid`, the number of valid pixels of the whole step, which is
     known before the forward pass. It is an int64 0-d tensor on the device, so that the host never waits for it. Without
@@ -84,20 +76,17 @@ def shard_loss(
     """
     scale = global_valid.clamp_min(1).float().reciprocal()
     shard = _Shard(heads, target, config, class_weights, scale, align_corners)
-    name = backend(config, target.device.type)
+    evaluate = _evaluate(backend(config, target.device.type))
     parts: dict[str, Tensor] = {}
     addends: list[Tensor] = []
-    for head, logits in heads.items():
-        if name == "plain" or (head == "boundary" and config.boundary == "detail"):
-            own = shard.plain(head, logits)
-            addends += own.values()
-        else:
-            total, own = shard.fused(_evaluate(name), head, logits)
+    for name in heads:
+        own = shard.by_autograd(name, teacher)
+        addends += own.values()
+        if shard.has_pass(name):
+            total, found = shard.by_pass(name, evaluate)
             addends.append(total)
+            parts |= found
         parts |= own
-    whole = shard.whole(teacher)
-    addends += whole.values()
-    parts |= whole
     parts["total"] = torch.stack(addends).sum()
     return parts
 
@@ -145,12 +134,17 @@ def _triton_builds() -> bool:
 
 
 def _evaluate(name: str) -> Evaluate:
-    if name == "native":
-        return compiled.evaluate
+    if name != "triton":
+        return compiled.evaluate if name == "native" else cross_entropy.evaluate
     # Seconds to import, and not installed everywhere.
     from segpipe.losses import triton_pass
 
     return triton_pass.evaluate
+
+
+def _nothing(losses: Tensor, *_: Any, config: LossConfig) -> Chosen:
+    """What remains of the cross-entropy under a loss of the user's."""
+    return Chosen(torch.zeros_like(losses), torch.zeros_like(losses))
 
 
 @dataclass(frozen=True)
@@ -164,87 +158,41 @@ class _Shard:
     scale: Tensor
     align_corners: bool
 
-    def plain(self, name: str, logits: Tensor) -> dict[str, Tensor]:
-        """Loss of logits at the size of the target; autograd finds the gradient."""
-        if name != "boundary":
-            return self._plain_class(name, logits)
-        resized = self._at_target(logits, stride=1)
-        if self.config.boundary == "detail":
-            total = detail_sum(resized, self.target, ignore_index=IGNORE_INDEX)
-        else:
-            edges = boundary_target(self.target, ignore_index=IGNORE_INDEX)
-            total = boundary_sum(resized, edges, self.target != IGNORE_INDEX)
-        return {name: self.config.boundary_weight * self.scale * total}
-
-    def _plain_class(self, name: str, logits: Tensor) -> dict[str, Tensor]:
-        config, weight, target = self.config, self._weight(name), self._strided(name)
-        resized = self._at_target(logits, self._stride(name))
-        sure = self._sure_edges(name)
-        given = (resized, target, self.class_weights)
+    def by_autograd(
+        self, name: str, teacher: TeacherLogits | None
+    ) -> dict[str, Tensor]:
+        """Parts that need the head's logits at the size of the target; autograd finds their gradients."""
+        config, parts = self.config, dict[str, Tensor]()
+        if name == "boundary":
+            if config.boundary == "detail":
+                logits = self._at_target(self.heads[name], stride=1)
+                total = detail_sum(logits, self.target, ignore_index=IGNORE_INDEX)
+                parts[name] = config.boundary_weight * self.scale * total
+            return parts
         own = plugins.is_path(config.name)
-        if not own or sure is not None:  # the part `edge` is of cross-entropy
-            smoothing = config.label_smoothing
-            losses = pixel_losses(
-                *given, ignore_index=IGNORE_INDEX, label_smoothing=smoothing
-            )
+        others = name == "main" and (config.lovasz_weight or teacher is not None)
+        if not (own or others):
+            return parts
+        weight, target, stride = (
+            self._weight(name),
+            self._strided(name),
+            self._stride(name),
+        )
+        logits = self._at_target(self.heads[name], stride)
         if own:
             total = plugin_sum(
-                config.name, config.args, *given, ignore_index=IGNORE_INDEX
-            )
-        elif term := PIXEL_TERMS[config.name]:
-            chosen = term(losses.detach(), target, self.class_weights, config)
-            value = chosen.values.sum() * chosen.factor
-            total = WithGradient.apply(losses, value, chosen.slopes * chosen.factor)  # type: ignore[no-untyped-call]
-        else:
-            total = losses.sum()
-        parts = {name: weight * total}
-        if name == "main" and config.dice_weight:
-            dice = dice_sum(resized, target, ignore_index=IGNORE_INDEX)
-            parts["dice"] = config.dice_weight * weight * dice
-        if sure is not None:
-            counted = sure & (target != IGNORE_INDEX)
-            parts["edge"] = weight * torch.where(counted, losses, 0.0).sum()
-        return parts
-
-    def fused(
-        self, evaluate: Evaluate, name: str, logits: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of logits at output stride, whose gradient is computed with it, and its parts, which have none."""
-        if name == "boundary":
-            both, ids, weights = as_two_classes(
-                logits, self.target, ignore_index=IGNORE_INDEX
-            )
-            head = self._head(both, ids, 1, weights)
-            scale = self.config.boundary_weight * self.scale
-            total, own = class_loss(head, Terms(), scale, evaluate)
-        else:
-            term = PIXEL_TERMS[self.config.name]
-            terms = Terms(
-                term=term and partial(term, config=self.config),
-                dice_weight=self.config.dice_weight if name == "main" else 0.0,
-                sure=self._sure_edges(name),
-            )
-            head = self._head(
+                config.name,
+                config.args,
                 logits,
-                self._strided(name),
-                self._stride(name),
+                target,
                 self.class_weights,
-                self.config.label_smoothing,
+                ignore_index=IGNORE_INDEX,
             )
-            total, own = class_loss(head, terms, self._weight(name), evaluate)
-        return total, {name if part == "class" else part: own[part] for part in own}
-
-    def whole(self, teacher: TeacherLogits | None) -> dict[str, Tensor]:
-        """Terms of the main head that need its logits at the size of the target; autograd finds their gradients."""
-        config, parts = self.config, {}
-        if not config.lovasz_weight and teacher is None:
-            return {}
-        stride, target = self._stride("main"), self._strided("main")
-        logits = self._at_target(self.heads["main"], stride)
-        if config.lovasz_weight:
+            parts[name] = weight * total
+        if others and config.lovasz_weight:
             total = lovasz_sum(logits, target, ignore_index=IGNORE_INDEX)
-            parts["lovasz"] = config.lovasz_weight * self._weight("main") * total
-        if teacher is not None:
+            parts["lovasz"] = config.lovasz_weight * weight * total
+        if others and teacher is not None:
             total = distill_sum(
                 logits,
                 self._at_target(teacher.logits, stride, teacher.align_corners),
@@ -252,8 +200,45 @@ class _Shard:
                 temperature=config.temperature,
                 ignore_index=IGNORE_INDEX,
             )
-            parts["teacher"] = config.teacher_weight * self._weight("main") * total
+            parts["teacher"] = config.teacher_weight * weight * total
         return parts
+
+    def has_pass(self, name: str) -> bool:
+        """Whether a pass over the pixels of the head has a part of the loss: Dice and edges of a loss of the user's."""
+        config = self.config
+        if name == "boundary":
+            return config.boundary == "band"
+        extra = name == "main" and (config.dice_weight > 0 or self._has_band)
+        return extra or not plugins.is_path(config.name)
+
+    def by_pass(
+        self, name: str, evaluate: Evaluate
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of logits at output stride, whose gradient is computed with it, and its parts, which have none."""
+        config, logits = self.config, self.heads[name]
+        if name == "boundary":
+            both, ids, weights = as_two_classes(
+                logits, self.target, ignore_index=IGNORE_INDEX
+            )
+            head = self._head(both, ids, 1, weights)
+            scale = config.boundary_weight * self.scale
+            total, own = class_loss(head, Terms(), scale, evaluate)
+        else:
+            term = PIXEL_TERMS.get(config.name, _nothing)
+            terms = Terms(
+                term=term and partial(term, config=config),
+                dice_weight=config.dice_weight if name == "main" else 0.0,
+                sure=self._sure_edges(name),
+            )
+            head = self._head(
+                logits,
+                self._strided(name),
+                self._stride(name),
+                self.class_weights,
+                config.label_smoothing,
+            )
+            total, own = class_loss(head, terms, self._weight(name), evaluate)
+        return total, {name if part == "class" else part: own[part] for part in own}
 
     def _head(
         self,
@@ -270,6 +255,10 @@ class _Shard:
         return ClassHead(
             wide, target.contiguous(), rows, columns, IGNORE_INDEX, weights, smoothing
         )
+
+    @property
+    def _has_band(self) -> bool:
+        return "boundary" in self.heads and self.config.boundary == "band"
 
     @property
     def _size(self) -> tuple[int, int]:
@@ -290,8 +279,7 @@ class _Shard:
 
     def _sure_edges(self, name: str) -> Tensor | None:
         """Where the boundary head is sure of an edge, bool (B, H, W); None if that is no part of this head's loss."""
-        band = "boundary" in self.heads and self.config.boundary == "band"
-        if name != "main" or not band:
+        if name != "main" or not self._has_band:
             return None
         edge = self._at_target(self.heads["boundary"].detach(), self._stride(name))
         return torch.sigmoid(edge).squeeze(1) > EDGE_CONFIDENCE

@@ -1,31 +1,30 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Upsampling and cross-entropy on CUDA by Triton: as strips.Evaluate, in gather form and without atomics.
+"""Upsampling and cross-entropy on CUDA by Triton: as fused.Evaluate, in gather form and without atomics.
 
 A program owns a block of PIXELS columns of the output rows between two rows of the logits. It keeps the gradients of
-both rows in registers, gathers them into the columns of the logits by a product with the weights, and writes them to a
-place of its own. A second kernel adds up the places that a logit has, in a fixed order. So the bits repeat.
+both rows in registers, at the columns of the target, and writes them to places of its own. The kernel of resizes
+gathers those into the logits, in a fixed order. So the bits repeat.
 """
 
-from bisect import bisect_left, bisect_right
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from segpipe.losses.strips import ClassHead, LossPass
+from segpipe.losses.fused import ClassHead, LossPass
+from segpipe.models.triton_resize import Band, band, product
 
 if TYPE_CHECKING:
     from segpipe.models.resize import Axis
 
 # Names in the kernels: `pixels` columns of the target that a program owns; `padded`, the classes up to the next power
-# of 2, at least 16 as products need; `cells`, columns of the logits that its pixels touch, padded likewise. Shapes in
-# docstrings are those of the registers of one program.
+# of 2. Shapes in docstrings are those of the registers of one program.
 PIXELS = 64  # 16 where there are so many classes that the registers of a program would not hold them
 MOST_CLASSES = 64
-JOINED = 64  # columns of the logits that a program of the second kernel adds up
 
 
 @triton.jit
@@ -81,38 +80,6 @@ def _gradient_of(probability, hit, valid, on, even, weight, slopes, ids, is_clas
 
 
 @triton.jit
-def _store_parts(
-    parts,
-    to_upper,
-    to_lower,
-    left,
-    right,
-    share,
-    inside,
-    ids,
-    classes,
-    cells: tl.constexpr,
-):
-    """Gathers gradients of two upsampled rows, (pixels, padded), into the columns of the logits, (cells, padded).
-
-    The matrix (cells, pixels) holds the weight of each column of the logits in each pixel, so a product gathers.
-    """
-    cell = tl.arange(0, cells)
-    first = tl.min(tl.where(inside, left, 1 << 30), 0)
-    column = (first + cell)[:, None]
-    from_left = (left[None, :] == column) & inside[None, :]
-    from_right = (right[None, :] == column) & inside[None, :]
-    matrix = tl.where(from_left, (1.0 - share)[None, :], 0.0)
-    matrix += tl.where(from_right, share[None, :], 0.0)
-    places = parts + ids[None, :] * cells + cell[:, None]
-    mask = (ids < classes)[None, :] & (cell >= 0)[:, None]
-    upper = tl.dot(matrix, to_upper, input_precision="ieee")
-    lower = tl.dot(matrix, to_lower, input_precision="ieee")
-    tl.store(places, upper, mask=mask)
-    tl.store(places + classes * cells, lower, mask=mask)
-
-
-@triton.jit
 def _store_sums(sums, common, everything, size, classes, is_class):
     tl.store(sums, tl.sum(common, 0), mask=is_class)
     tl.store(sums + classes, tl.sum(everything, 0), mask=is_class)
@@ -134,7 +101,6 @@ def _losses(
     smoothing,
     padded: tl.constexpr,
     pixels: tl.constexpr,
-    cells: tl.constexpr,
 ):
     """Losses, sums and parts of the gradient. Programs: (image and row of the logits, block of columns).
 
@@ -148,7 +114,6 @@ def _losses(
     image = tl.program_id(0) // rows_in
     row = tl.program_id(0) % rows_in
     block = tl.program_id(1)
-    task = (tl.program_id(0) * tl.num_programs(1) + block).to(tl.int64)
     ids = tl.arange(0, padded)
     is_class = ids < classes
     weight = tl.load(weights + ids, mask=is_class, other=0.0)
@@ -160,7 +125,8 @@ def _losses(
     right = tl.minimum(left + 1, cols_in - 1)
     share = tl.load(col_share + column, mask=inside, other=0.0)
     mask = inside[:, None] & is_class[None, :]
-    plane = logits + (image * classes + ids).to(tl.int64)[None, :] * rows_in * cols_in
+    channel = (image * classes + ids).to(tl.int64)[None, :]
+    plane = logits + channel * rows_in * cols_in
     below = tl.minimum(row + 1, rows_in - 1)
     upper = _upsampled(plane + row * cols_in, mask, left, right, share)
     lower = _upsampled(plane + below * cols_in, mask, left, right, share)
@@ -205,93 +171,31 @@ def _losses(
             to_upper += found * (1.0 - part)
             to_lower += found * part
     if sums is not None:
+        task = (tl.program_id(0) * tl.num_programs(1) + block).to(tl.int64)
         own = sums + task * 3 * classes + ids
         _store_sums(own, common, everything, size, classes, is_class)
     if parts is not None:
-        own = parts + task * 2 * classes * cells
-        _store_parts(
-            own, to_upper, to_lower, left, right, share, inside, ids, classes, cells
-        )
+        own = parts + (channel * rows_in + row) * 2 * cols + column[:, None]
+        tl.store(own, to_upper, mask=mask)
+        tl.store(own + cols, to_lower, mask=mask)
 
 
-@triton.jit
-def _join(
-    parts,
-    gradient,
-    col_low,
-    first_block,
-    last_block,
-    shape,
-    blocks,
-    pixels: tl.constexpr,
-    cells: tl.constexpr,
-    width: tl.constexpr,
-    overlap: tl.constexpr,
-):
-    """The gradient of the logits from its parts. Programs: (image, class and row of the logits, columns of the logits).
+@lru_cache(maxsize=64)
+def _gathering(rows: "Axis", columns: "Axis") -> tuple[Tensor, Band, Band]:
+    """The first output row of each row of the logits, and what gathers the parts of the gradient: rows, columns.
 
-    A logit has parts of the programs of its own row and of the row above, in up to `overlap` neighboring blocks of
-    columns. They are added in this order, so the bits do not depend on which program came first.
+    A row of the logits has two rows of parts: its own, and what its programs found for the next one.
     """
-    classes, rows_in, cols_in = shape
-    plane = tl.program_id(0) // rows_in
-    row = tl.program_id(0) % rows_in
-    image = plane // classes
-    channel = plane % classes
-    column = tl.program_id(1) * width + tl.arange(0, width)
-    inside = column < cols_in
-    first = tl.load(first_block + column, mask=inside, other=0)
-    last = tl.load(last_block + column, mask=inside, other=-1)
-    total = tl.zeros((width,), tl.float32)
-    # The lower half of the row above, the upper half of this one; the last row is its own lower.
-    for side in range(3):
-        above = tl.where(side == 0, row - 1, row)
-        half = tl.where(side == 1, 0, 1)
-        counts = (above >= 0) & ((side < 2) | (row == rows_in - 1))
-        for number in range(overlap):
-            block = first + number
-            seen = inside & (block <= last) & counts
-            cell = column - tl.load(col_low + block * pixels, mask=seen, other=0)
-            task = ((image * rows_in + above) * blocks + block).to(tl.int64)
-            place = ((task * 2 + half) * classes + channel) * cells + cell
-            total += tl.load(parts + place, mask=seen, other=0.0)
-    start = tl.program_id(0).to(tl.int64) * cols_in
-    tl.store(gradient + start + column, total, mask=inside)
-
-
-class _Blocks:
-    """Which rows and blocks of columns belong to which logits; tensors on the device of the axes."""
-
-    def __init__(
-        self,
-        rows: "Axis",
-        columns: "Axis",
-        rows_in: int,
-        cols_in: int,
-        pixels: int,
-    ) -> None:
-        device, low = columns.low.device, columns.first
-        edges = torch.searchsorted(torch.tensor(rows.first), torch.arange(rows_in + 1))
-        self.row_start = edges.to(torch.int32).to(device)
-
-        # Of each block, the first and the last column of the logits that it touches.
-        self.number = triton.cdiv(len(low), pixels)
-        starts = low[::pixels]
-        ends = [*range(pixels, len(low), pixels), len(low)]
-        lasts = [min(low[end - 1] + 1, cols_in - 1) for end in ends]
-
-        widest = max(b - a + 1 for a, b in zip(starts, lasts, strict=True))
-        self.cells = max(16, triton.next_power_of_2(widest))
-
-        # Blocks that touch a column of the logits; where none does, the first comes after the last.
-        first = [bisect_left(lasts, column) for column in range(cols_in)]
-        last = [bisect_right(starts, column) - 1 for column in range(cols_in)]
-        self.overlap = max(1, *(b - a + 1 for a, b in zip(first, last, strict=True)))
-        self.first = torch.tensor(first, dtype=torch.int32, device=device)
-        self.last = torch.tensor(last, dtype=torch.int32, device=device)
-
-
-_blocks = lru_cache(maxsize=64)(_Blocks)
+    device, number = rows.low.device, np.arange(rows.num_in)
+    starts = np.searchsorted(rows.host[0], np.arange(rows.num_in + 1))
+    halves = np.zeros((rows.num_in, 2 * rows.num_in))
+    halves[number, 2 * number] = 1
+    halves[np.minimum(number + 1, rows.num_in - 1), 2 * number + 1] = 1
+    return (
+        torch.from_numpy(starts.astype(np.int32)).to(device),
+        band(halves, device),
+        band(columns.weights.T, device),
+    )
 
 
 def evaluate(
@@ -302,16 +206,17 @@ def evaluate(
     factors: Tensor | None = None,
     slopes: tuple[Tensor, Tensor] | None = None,
 ) -> LossPass:
-    """As `strips.Evaluate`, for float32; the loss of a target that is no class is NaN. Never waits for the device."""
+    """As `fused.Evaluate`, for float32; the loss of a target that is no class is NaN. Never waits for the device."""
     logits, rows, columns = head.logits, head.rows, head.columns
     batch, classes, rows_in, cols_in = logits.shape
+    height, width = head.target.shape[1:]
     pixels = PIXELS if classes <= MOST_CLASSES else 16
-    blocks = _blocks(rows, columns, rows_in, cols_in, pixels)
-    tasks = batch * rows_in * blocks.number
+    grid = (batch * rows_in, triton.cdiv(width, pixels))
+    starts, down, across = _gathering(rows, columns)
     losses = torch.empty_like(head.target, dtype=torch.float32)
-    found = logits.new_empty(tasks, 3, classes) if sums else None
-    parts = logits.new_empty(tasks, 2, classes, blocks.cells) if gradient else None
-    _losses[(batch * rows_in, blocks.number)](
+    found = logits.new_empty(grid[0] * grid[1], 3, classes) if sums else None
+    parts = logits.new_empty(batch, classes, 2 * rows_in, width) if gradient else None
+    _losses[grid](
         logits,
         head.target,
         head.class_weights(),
@@ -320,27 +225,13 @@ def evaluate(
         losses,
         found,
         parts,
-        (blocks.row_start, rows.share, columns.low, columns.share),
-        (classes, rows_in, cols_in, *head.target.shape[1:], head.ignore_index),
+        (starts, rows.share, columns.low, columns.share),
+        (classes, rows_in, cols_in, height, width, head.ignore_index),
         (head.smoothing, head.smoothing / classes),
-        padded=max(16, triton.next_power_of_2(classes)),
+        padded=triton.next_power_of_2(classes),
         pixels=pixels,
-        cells=blocks.cells,
     )
     total = None
     if parts is not None:
-        total = torch.empty_like(logits)
-        _join[(batch * classes * rows_in, triton.cdiv(cols_in, JOINED))](
-            parts,
-            total,
-            columns.low,
-            blocks.first,
-            blocks.last,
-            (classes, rows_in, cols_in),
-            blocks.number,
-            pixels=pixels,
-            cells=blocks.cells,
-            width=JOINED,
-            overlap=blocks.overlap,
-        )
+        total = product(parts, down, across, torch.contiguous_format)
     return LossPass(losses, total, None if found is None else found.double().sum(0))

@@ -42,9 +42,7 @@ def bilinear(
     if not by_kernel or (kernels := gpu_kernels(x.device)) is None:
         return bilinear_matmul(x, size, align_corners=align_corners)
 
-    axes = bilinear_axes(x, size, align_corners=align_corners, dtype=torch.float32)
-
-    return kernels.bilinear(x, axes)
+    return kernels.bilinear(x, bilinear_axes(x, size, align_corners=align_corners))
 
 
 def bicubic(x: Tensor, size: tuple[int, int]) -> Tensor:
@@ -95,7 +93,7 @@ def adaptive_avg_pool(x: Tensor, bins: int) -> Tensor:
     """`F.adaptive_avg_pool2d(x, bins)` to 1e-6, also where `bins` does not divide the feature map.
 
     Shapes: float (B, C, h, w) -> same dtype (B, C, bins, bins). The spatial size becomes a constant of an exported
-    graph, unless the graph leaves it open. Half precision is computed in fp32.
+    graph. Half precision is computed in fp32.
     """
     if bins == 1:
         return x.mean((-2, -1), keepdim=True)
@@ -125,12 +123,14 @@ def bilinear_weights(
     num_in: int, num_out: int, real: type[np.floating[Any]], *, align_corners: bool
 ) -> NDArray[Any]:
     """Matrix (num_out, num_in) that interpolates one axis, by `bilinear_taps`; every row sums to 1."""
-    low, share = bilinear_taps(num_in, num_out, real, align_corners=align_corners)
-    matrix = np.zeros((num_out, num_in), real)
-    np.add.at(matrix, (np.arange(num_out), low), 1 - share)
-    np.add.at(matrix, (np.arange(num_out), np.minimum(low + 1, num_in - 1)), share)
+    taps = bilinear_taps(num_in, num_out, real, align_corners=align_corners)
+    return _dense(num_in, *taps)
 
-    return matrix
+
+def _dense(num_in: int, low: NDArray[np.int64], share: NDArray[Any]) -> NDArray[Any]:
+    source = np.minimum(low + share, num_in - 1)[:, None]
+    nearness = 1 - np.abs(source - np.arange(num_in))
+    return np.maximum(nearness, 0).astype(share.dtype)
 
 
 def bicubic_weights(
@@ -152,35 +152,37 @@ def bicubic_weights(
 
 @dataclass(frozen=True, eq=False)  # each is its own key of a cache
 class Axis:
-    """How one axis is resized: the two inputs that each output joins, and the same as a matrix.
+    """How one axis is resized: each output joins the inputs `low` and `low` + 1, the second with its `share`.
 
-    Shapes: low int32 and share float (num_out,), as from `bilinear_taps`; matrix float (num_out, num_in).
+    Shapes: low int32 and share float (num_out,), on a device.
     """
 
     low: Tensor
     share: Tensor
-    first: tuple[int, ...]  # `low` for the host
-    build: Callable[[], Tensor]
+    num_in: int
+    host: tuple[NDArray[np.int64], NDArray[Any]]  # the same for the host
+
+    @property
+    def weights(self) -> NDArray[Any]:
+        """The same as a matrix, (num_out, num_in)."""
+        return _dense(self.num_in, *self.host)
 
     @cached_property
     def matrix(self) -> Tensor:
-        """Made at first use: kernels of our own never use it, and images of many sizes would each leave one behind."""
-        return self.build()
+        """`weights` on the device; made at first use, as compiled passes never use it."""
+        with torch.inference_mode(False):
+            return torch.from_numpy(self.weights).to(self.low.device)
 
 
 def bilinear_axes(
-    x: Tensor,
-    size: tuple[int, int],
-    *,
-    align_corners: bool = False,
-    stride: int = 1,
-    dtype: torch.dtype | None = None,
+    x: Tensor, size: tuple[int, int], *, align_corners: bool = False, stride: int = 1
 ) -> tuple[Axis, Axis]:
     """Rows and columns of what `bilinear_matmul` does, on the device of `x`; cached per process.
 
-    In `dtype`, by default that of `x`.
+    In fp32, but for a `x` of float64.
     """
-    given = (stride, align_corners, x.device, dtype or x.dtype)
+    real = np.float64 if x.dtype == torch.float64 else np.float32
+    given = (stride, align_corners, x.device, real)
     rows = _axis(x.shape[-2], size[0], *given)
     return rows, _axis(x.shape[-1], size[1], *given)
 
@@ -192,28 +194,13 @@ def _axis(
     stride: int,
     align_corners: bool,
     device: torch.device,
-    dtype: torch.dtype,
+    real: type[np.floating[Any]],
 ) -> Axis:
-    real = np.float64 if dtype == torch.float64 else np.float32
-    low, share = bilinear_taps(num_in, num_out, real, align_corners=align_corners)
-    low, share = (
-        np.ascontiguousarray(each[stride // 2 :: stride]) for each in (low, share)
-    )
+    taps = bilinear_taps(num_in, num_out, real, align_corners=align_corners)
+    low, share = (np.ascontiguousarray(each[stride // 2 :: stride]) for each in taps)
     with torch.inference_mode(False):
-        kind = "bilinear_corners" if align_corners else "bilinear"
-        return Axis(
-            torch.from_numpy(low.astype(np.int32)).to(device),
-            torch.from_numpy(share).to(device, dtype),
-            tuple(low.tolist()),
-            partial(
-                _matrix,
-                kind,
-                num_in,
-                num_out,
-                stride,
-                torch.empty(0, device=device, dtype=dtype),
-            ),
-        )
+        at = torch.from_numpy(low.astype(np.int32)).to(device)
+        return Axis(at, torch.from_numpy(share).to(device), num_in, (low, share))
 
 
 @lru_cache(maxsize=16)
@@ -239,37 +226,26 @@ def gpu_kernels(device: torch.device) -> Any:
 
 
 def _probe(kernels: Any, device: torch.device, order: torch.memory_format) -> None:
-    """Raise ArithmeticError unless value and gradient are those of torch on a CPU, up and down."""
+    """Raise AssertionError unless value and gradient are those of torch on a CPU, up and down."""
     image = (torch.arange(2 * 3 * 5 * 7) * 0.618 % 1.0).view(2, 3, 5, 7)
     with torch.inference_mode(False), torch.enable_grad():
         for size in ((10, 21), (4, 3)):
-            here = image.double().requires_grad_()
-            expected = F.interpolate(here, size, mode="bilinear")
+            here = image.clone().requires_grad_()
             there = image.to(device).clone(memory_format=order).requires_grad_()
+            expected = F.interpolate(here, size, mode="bilinear")
             found = kernels.bilinear(there, bilinear_axes(there, size))
             for out in (expected, found):
                 out.square().sum().backward()  # type: ignore[no-untyped-call]
-
-            pairs = {"value": (found, expected), "gradient": (there.grad, here.grad)}
-            for name, (a, b) in pairs.items():
-                assert a is not None
-                assert b is not None
-                error = float((a.detach().cpu().double() - b.detach()).abs().max())
-                if not error < 1e-5:
-                    raise ArithmeticError(
-                        f"a {name} at {size} in {order} is off by {error}"
-                    )
+            for a, b in ((found, expected), (there.grad, here.grad)):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-5, check_device=False)
 
 
 def pool_weights(num_in: int, bins: int, real: type[np.floating[Any]]) -> NDArray[Any]:
     """Matrix (bins, num_in) that averages bin b over [floor(b n / bins), ceil((b + 1) n / bins))."""
-    inside = _in_bin(np.arange(num_in), np.arange(bins)[:, None], num_in, bins)
+    cell, row = np.arange(num_in), np.arange(bins)[:, None]
+    # Multiplied out: integers need no rounding.
+    inside = ((cell + 1) * bins > row * num_in) & (cell * bins < (row + 1) * num_in)
     return inside.astype(real) / inside.sum(1, keepdims=True).astype(real)
-
-
-def _in_bin(cell: Any, row: Any, num_in: int | torch.SymInt, bins: int) -> Any:
-    """floor(row n / bins) <= cell < ceil((row + 1) n / bins), multiplied out: integers need no rounding."""
-    return ((cell + 1) * bins > row * num_in) & (cell * bins < (row + 1) * num_in)
 
 
 def _separable(x: Tensor, size: tuple[int, int], kind: str, stride: int = 1) -> Tensor:
@@ -289,17 +265,8 @@ def _separable(x: Tensor, size: tuple[int, int], kind: str, stride: int = 1) -> 
     return out if wide is x else out.to(x.dtype)
 
 
-def _matrix(
-    kind: str, num_in: int | torch.SymInt, num_out: int, stride: int, like: Tensor
-) -> Tensor:
+def _matrix(kind: str, num_in: int, num_out: int, stride: int, like: Tensor) -> Tensor:
     """Weights of one axis, (num_out / stride, num_in), with dtype and device of `like`; cached per process."""
-    if isinstance(num_in, torch.SymInt) and kind == "pool":  # an export with open size
-        cells = torch.arange(num_in, device=like.device)
-        rows = torch.arange(num_out, device=like.device)[:, None]
-        inside = _in_bin(cells, rows, num_in, num_out).to(like.dtype)
-
-        return inside / inside.sum(1, keepdim=True)
-
     given = (kind, int(num_in), num_out, stride, like.device, like.dtype)
     # torch.export's fake tensors must not outlive their trace; torch.jit.trace compares two traces, so both build it.
     if type(like) is not Tensor or _tracing():

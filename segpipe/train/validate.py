@@ -10,8 +10,8 @@ from torch import Tensor
 
 from segpipe import IGNORE_INDEX
 from segpipe.data.loader import eval_images
-from segpipe.losses import compiled, strips
-from segpipe.losses.strips import ClassHead
+from segpipe.losses import compiled
+from segpipe.losses.fused import ClassHead
 from segpipe.models.resize import bilinear, bilinear_axes, bilinear_matmul
 from segpipe.train.forward import autocast
 from segpipe.train.metrics import BINS, Validation, confusion, confusion_of
@@ -63,24 +63,23 @@ def _logits(
 def classes_and_confusion(
     logits: Tensor, target: Tensor, *, align_corners: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Class ids at the size of the target, and their confusion with it; logits are never held at that size.
+    """Class ids at the size of the target, and their confusion with it.
 
-    A pixel whose two largest logits are equal but for rounding may get the other one of the two than by `predict`.
-    `backend` as that of the loss, but not plain.
+    With the `backend` native of the loss, logits are never held at that size; a pixel whose two largest are equal but
+    for rounding may then get the other one of the two than by `predict`.
 
     Shapes: logits float32 (B, C, h, w), target uint8 (B, H, W) -> uint8 (B, H, W), int64 (C, C), on their device.
     """
-    rows, columns = bilinear_axes(
-        logits, (target.shape[1], target.shape[2]), align_corners=align_corners
-    )
+    size = (target.shape[1], target.shape[2])
+    if backend != "native":
+        pred = _classes(bilinear(logits, size, align_corners=align_corners))
+        return pred, confusion(pred, target, logits.shape[1])
+    rows, columns = bilinear_axes(logits, size, align_corners=align_corners)
     head = ClassHead(
         logits.contiguous(), target.contiguous(), rows, columns, IGNORE_INDEX
     )
-    if backend == "native":
-        pred, counts = compiled.classes_and_counts(head)
-        return pred, confusion_of(counts)
-    pred = strips.classes(head)
-    return pred, confusion(pred, target, logits.shape[1])
+    pred, counts = compiled.classes_and_counts(head)
+    return pred, confusion_of(counts)
 
 
 def confidences(logits: Tensor, target: Tensor, *, align_corners: bool) -> Tensor:
@@ -139,14 +138,9 @@ def validate(
             return pred, confusion(pred, target, num_classes), torch.zeros(BINS, 4)
         logits = _logits(model, preprocess, image, precision)
         corners = model.align_corners
-        if backend == "plain":
-            size = (image.shape[1], image.shape[2])
-            pred = _classes(bilinear(logits, size, align_corners=corners))
-            counts = confusion(pred, target, num_classes)
-        else:
-            pred, counts = classes_and_confusion(
-                logits, target, align_corners=corners, backend=backend
-            )
+        pred, counts = classes_and_confusion(
+            logits, target, align_corners=corners, backend=backend
+        )
         return pred, counts, confidences(logits, target, align_corners=corners)
 
     own_found: dict[int, tuple[Tensor, Tensor]] = {}

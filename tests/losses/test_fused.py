@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import passes
 import pytest
 import torch
 from torch import Tensor
@@ -18,16 +17,15 @@ from torch.nn import functional as F
 
 from segpipe import native
 from segpipe.errors import ConfigError
-from segpipe.losses import compiled
-from segpipe.losses.boundary import boundary_sum, boundary_target
-from segpipe.losses.fused import Terms, class_loss
-from segpipe.losses.strips import ClassHead
+from segpipe.losses import compiled, cross_entropy
+from segpipe.losses.boundary import boundary_target
+from segpipe.losses.fused import ClassHead, Terms, class_loss
 from segpipe.losses.total import _triton_builds, backend, shard_loss
 from segpipe.models.resize import bilinear_axes, bilinear_weights
 from segpipe.settings.groups import LossConfig
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
-EVALUATE = {"native": compiled.evaluate}
+EVALUATE = {"native": compiled.evaluate, "plain": cross_entropy.evaluate}
 NAMES = list(EVALUATE)
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
@@ -134,7 +132,6 @@ def reference(
         wide = upsampled(logits, size, align_corners)
         if name == "boundary":
             band = boundary_target(target, ignore_index=255)
-            assert boundary_sum(wide, band, target != 255).isfinite()
             positives, valid = (
                 (band[:, 0] * (target != 255)).sum(),
                 (target != 255).sum().clamp_min(1),
@@ -262,7 +259,7 @@ def test_gradcheck_of_the_terms_in_float64() -> None:
     def loss(logits: Tensor) -> Tensor:
         terms = Terms(dice_weight=0.5, sure=sure)
         changed = replace(head, logits=logits)
-        return class_loss(changed, terms, scale, passes.evaluate)[0]
+        return class_loss(changed, terms, scale, cross_entropy.evaluate)[0]
 
     assert torch.autograd.gradcheck(loss, logits, nondet_tol=0.0)
 
@@ -393,7 +390,7 @@ def test_numbers_that_are_not_finite_reach_loss_and_gradient(
         assert grad.isnan().any()
 
 
-@pytest.mark.parametrize("name", [*NAMES, "plain"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_reach_the_gradient_where_no_pixel_counts(
     name: str, number: float
@@ -423,7 +420,7 @@ def test_numbers_that_are_not_finite_reach_the_gradient_where_no_pixel_counts(
 
 def test_a_target_that_is_no_class_is_an_error_as_of_torch() -> None:
     target = torch.full((1, 8, 8), 3, dtype=torch.uint8)
-    for name in (*NAMES, "plain"):
+    for name in NAMES:
         with pytest.raises((IndexError, RuntimeError)):
             shard_loss(
                 {"main": torch.randn(1, 3, 2, 2)},

@@ -12,19 +12,41 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from segpipe.errors import ConfigError
-from segpipe.losses import boundary, cross_entropy, dice
-from segpipe.losses.boundary import boundary_sum
+from segpipe.losses import boundary, cross_entropy
 from segpipe.losses.cross_entropy import class_weights
+from segpipe.losses.dice import dice_of_sums
+from segpipe.losses.fused import ClassHead
 from segpipe.losses.ohem import hard_pixels, kth_largest
 from segpipe.losses.total import PIXEL_TERMS, shard_loss, valid_pixels
-from segpipe.models.resize import bilinear
+from segpipe.models.resize import bilinear, bilinear_axes
 from segpipe.settings.groups import LossConfig
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 C = 5
-pixel_losses = partial(cross_entropy.pixel_losses, ignore_index=255)
-dice_sum = partial(dice.dice_sum, ignore_index=255)
 boundary_target = partial(boundary.boundary_target, ignore_index=255)
+
+
+def head_of(logits: Tensor, target: Tensor, weights: Tensor | None = None) -> ClassHead:
+    size = (target.shape[1], target.shape[2])
+    rows, columns = bilinear_axes(logits, size)
+    return ClassHead(logits, target, rows, columns, 255, weights)
+
+
+def pixel_losses(
+    logits: Tensor, target: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    return cross_entropy.evaluate(head_of(logits, target, weights)).losses
+
+
+def dice_sum(logits: Tensor, target: Tensor) -> Tensor:
+    sums = cross_entropy.evaluate(head_of(logits, target), sums=True).sums
+    assert sums is not None
+    return dice_of_sums(sums, (target != 255).sum(), torch.float32)[0]
+
+
+def boundary_sum(logits: Tensor, target: Tensor) -> Tensor:
+    given = boundary.as_two_classes(logits, target, ignore_index=255)
+    return pixel_losses(*given).sum()
 
 
 def ohem_sum(
@@ -302,7 +324,7 @@ def test_boundary_part_is_weighted_and_at_the_size_of_the_target(
         heads, target, LossConfig(boundary_weight=7.0), 100, align_corners=align_corners
     )["boundary"]
     logits = bilinear(heads["boundary"], (24, 36), align_corners=align_corners)
-    expected = 7.0 * boundary_sum(logits, boundary_target(target), target != 255) / 100
+    expected = 7.0 * boundary_sum(logits, target) / 100
     assert float(expected) > 1
     assert float(found) == pytest.approx(float(expected), rel=1e-6)
 
@@ -470,24 +492,8 @@ def test_kth_largest_is_that_of_a_sort() -> None:
         values = special_values(random, int(random.integers(1, 60)))
         ordered = np.sort(values)[::-1]
         for k in {1, len(values), int(random.integers(1, len(values) + 1))}:
-            given = torch.from_numpy(values), torch.tensor(k)
-            for at_once in (1, 3):  # of a CPU and of a GPU
-                found = kth_largest(*given, at_once=at_once).numpy().view(np.int32)
-                assert found == ordered[k - 1].view(np.int32), (values, k, at_once)
-
-
-def test_kth_largest_does_not_depend_on_the_order() -> None:
-    values = noise(3, 7, 11).abs()
-    mixed = values.flatten()[
-        torch.randperm(values.numel(), generator=torch.Generator().manual_seed(1))
-    ]
-    assert torch.equal(
-        kth_largest(values, torch.tensor(50)), kth_largest(mixed, torch.tensor(50))
-    )
-    assert torch.equal(
-        kth_largest(values.transpose(0, 2), torch.tensor(50)),
-        kth_largest(mixed, torch.tensor(50)),
-    )
+            found = kth_largest(torch.from_numpy(values), k).numpy().view(np.int32)
+            assert found == ordered[k - 1].view(np.int32), (values, k)
 
 
 # --- boundary
@@ -527,32 +533,18 @@ def test_ignored_pixels_make_no_edge_and_are_none() -> None:
 
 
 def test_boundary_sum_balances_edges_against_the_rest() -> None:
-    target = batch(7, size=(20, 25), ignored=0.2)
-    edge, valid, logits = (
-        boundary_target(target, width=1),
-        target != 255,
-        noise(2, 1, 20, 25),
-    )
-    edge = edge * (
-        torch.rand(edge.shape, generator=torch.Generator().manual_seed(0)) < 0.1
-    )
-    edge[~valid.unsqueeze(1)] = 1.0  # must not count
+    blocks = batch(7, size=(4, 5), ignored=0.2)
+    target = blocks.repeat_interleave(8, 1).repeat_interleave(8, 2)
+    edge, valid = boundary_target(target), target != 255
+    logits = noise(2, 1, 32, 40)
     x, e, v = logits[:, 0].double().numpy(), edge[:, 0].numpy(), valid.numpy()
     positives, total = (e * v).sum(), v.sum()
+    assert 0 < positives < total / 2
     bce = np.logaddexp(0, x) - x * e
     weight = np.where(e > 0.5, (total - positives) / total, positives / total)
-    assert float(boundary_sum(logits, edge, valid)) == pytest.approx(
+    assert float(boundary_sum(logits, target)) == pytest.approx(
         (bce * weight)[v].sum(), rel=1e-5
     )
-    flat = torch.zeros_like(logits).requires_grad_()
-    boundary_sum(flat, edge, valid).backward()
-    assert flat.grad is not None
-    pull = (
-        flat.grad[edge > 0.5].sum().abs(),
-        flat.grad[(edge < 0.5) & valid.unsqueeze(1)].sum(),
-    )
-    assert float(pull[0]) == pytest.approx(float(pull[1]), rel=1e-4)
-    assert not flat.grad[~valid.unsqueeze(1)].any()
 
 
 def test_dice_is_that_of_float64_over_the_classes_that_occur() -> None:
@@ -581,9 +573,14 @@ def test_dice_of_a_perfect_prediction_is_0_and_lifts_the_rare_class_most() -> No
     perfect = F.one_hot(target.long(), 2).permute(0, 3, 1, 2).float() * 50
     assert float(dice_sum(perfect, target)) == pytest.approx(0, abs=1e-4)
     logits = torch.zeros(1, 2, 20, 20, requires_grad=True)
-    dice_sum(logits, target).backward()
-    assert logits.grad is not None
-    rare, common = logits.grad[0, 1, 0, 0].abs(), logits.grad[0, 1, 10, 10].abs()
+    heads, counted = {"main": logits}, torch.tensor(400)
+    given = {"class_weights": None, "global_valid": counted, "align_corners": False}
+    losses = [
+        shard_loss(heads, target, LossConfig(dice_weight=weight), **given)["total"]  # type: ignore[arg-type]
+        for weight in (1.0, 0.0)
+    ]
+    (grad,) = torch.autograd.grad(losses[0] - losses[1], logits)
+    rare, common = grad[0, 1, 0, 0].abs(), grad[0, 1, 10, 10].abs()
     assert rare > 4 * common  # cross-entropy gives both the same
 
 
@@ -620,24 +617,10 @@ def test_class_weights_of_a_pixel_or_none_are_finite(
     assert pixels[0] == 0 or float(weights[0]) == pytest.approx(1)
 
 
-def test_an_image_of_one_edge_pixel_has_no_rest_to_weigh_it_by() -> None:
+def test_an_image_of_edges_has_no_rest_to_weigh_them_by() -> None:
     """The weight of an edge is the share of the rest, of which there is nothing."""
-    edge, valid = torch.ones(1, 1, 1, 2), torch.tensor([[[True, False]]])
-    assert float(boundary_sum(torch.full((1, 1, 1, 2), -3.0), edge, valid)) == 0
-
-
-def test_edges_among_ignored_pixels_do_not_count() -> None:
-    logits, valid = (
-        noise(1, 1, 2, 4),
-        torch.tensor([[[True, True, True, True], [False] * 4]]),
-    )
-    edge = torch.tensor([[[[1.0, 0, 0, 0], [1, 1, 1, 1]]]])
-    without = torch.tensor([[[[1.0, 0, 0, 0], [0, 0, 0, 0]]]])
-    assert (
-        float(boundary_sum(logits, edge, valid))
-        == float(boundary_sum(logits, without, valid))
-        > 0
-    )
+    target = torch.tensor([[[0, 1, 255]]], dtype=torch.uint8)
+    assert float(boundary_sum(torch.full((1, 1, 1, 3), -3.0), target)) == 0
 
 
 def test_one_labelled_pixel_in_the_whole_step_has_its_whole_loss(loss: Loss) -> None:

@@ -19,21 +19,19 @@ ROOT = Path(__file__).resolve().parents[2]
 # Images, classes, size of logits, size of target, stride: whole, odd and equal scales, down to less, blocks of columns.
 CASES = (
     (2, 3, (2, 3), (16, 24), 1),
-    (1, 19, (3, 14), (10, 115), 1),
+    (1, 5, (3, 14), (10, 115), 1),
     (1, 5, (5, 4), (3, 3), 1),
     (2, 4, (4, 17), (4, 17), 1),
     (1, 2, (3, 5), (25, 41), 2),
     (1, 3, (1, 1), (5, 70), 1),
-    (1, 70, (1, 5), (2, 40), 1),
+    (1, 70, (1, 20), (2, 40), 1),
 )
 
 
 def difference(number: int) -> float:
     """Largest error of losses, gradient and sums of a case, each relative to its largest value."""
-    import passes
-
-    from segpipe.losses import triton_pass
-    from segpipe.losses.strips import ClassHead
+    from segpipe.losses import cross_entropy, triton_pass
+    from segpipe.losses.fused import ClassHead
     from segpipe.models.resize import bilinear_axes
 
     torch.manual_seed(number)
@@ -47,7 +45,7 @@ def difference(number: int) -> float:
     found = []
     for evaluate, kind in (
         (triton_pass.evaluate, torch.float32),
-        (passes.evaluate, torch.float64),
+        (cross_entropy.evaluate, torch.float64),
     ):
         torch.manual_seed(number)
         logits = (torch.randn(batch, classes, *small) * 3).to(kind)
@@ -80,7 +78,7 @@ def test_the_kernels_are_those_of_float64() -> None:
     assert done.returncode == 0, done.stderr
     errors = [float(line) for line in done.stdout.split()]
     assert len(errors) == len(CASES)
-    assert max(errors) <= 1e-6, errors
+    assert max(errors) <= 2e-6, errors  # coordinates of fp32 against those of float64
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="no triton here")
@@ -98,7 +96,7 @@ def test_they_compile_for_an_h100(everything: bool) -> None:
         "axes": ("*i32", number, "*i32", number), "shape": ("i32",) * 6, "smoothing": ("fp32",) * 2,
         "factors": number, "slopes": (number, number), "sums": number, "parts": number,
     }  # fmt: skip
-    constants = {"padded": 32, "pixels": 64, "cells": 16}
+    constants = {"padded": 32, "pixels": 64}
     if not everything:
         constants |= dict.fromkeys(("factors", "slopes", "sums", "parts"))
     signature = kinds | dict.fromkeys(constants, "constexpr")
