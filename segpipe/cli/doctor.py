@@ -219,16 +219,13 @@ def _split(census: Census) -> dict[str, Any]:
     """A row about a split, with pictures of images without a label, and of samples from all over it."""
     rows, counts = census.rows, census.table
     sizes = Counter(row.size for row in rows).most_common()
-    kinds = Counter(row.content.kind for row in rows).most_common()
     bare = np.flatnonzero(counts[:, -2] == counts.sum(1))
     number = min(SHOWN, len(rows))
     spread = [len(rows) * place // number for place in range(number)]
     return {
         "name": census.split,
         "images": len(census.samples),
-        "read": len(rows),
         "sizes": listed([f"{size[0]}x{size[1]} ({times})" for size, times in sizes], 4),
-        "kinds": ", ".join(f"{kind} ({times})" for kind, times in kinds if kind),
         "ignored": int(counts[:, -2].sum()) / max(int(counts.sum()), 1),
         "unlabelled": len(bare),
         "bare": _shown(census, bare[:SHOWN].tolist()),
@@ -237,23 +234,16 @@ def _split(census: Census) -> dict[str, Any]:
 
 
 def _classes(splits: Sequence[Census], table: ClassTable) -> list[dict[str, Any]]:
-    """A row for each class: shares by split, images that have it, and the weights of loss.class_weights."""
-    import torch
-
-    from segpipe.losses.cross_entropy import class_weights
-
+    """A row for each class: shares by split, and images that have it."""
     pixels = [each.table[:, : table.num_classes] for each in splits]
     images = [(counts > 0).sum(0).tolist() for counts in pixels]
     shares = [counts.sum(0) / max(int(counts.sum()), 1) for counts in pixels]
-    train = torch.from_numpy(pixels[0].sum(0))
-    weights = [class_weights(train, kind).tolist() for kind in ("log", "sqrt")]
     return [
         {
             "name": name,
             "color": table.palette[place],
             "shares": [float(share[place]) for share in shares],
             "images": [number[place] for number in images],
-            "weights": [weight[place] for weight in weights],
         }
         for place, name in enumerate(table.names)
     ]

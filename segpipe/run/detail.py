@@ -6,8 +6,7 @@ Measured on up to MOST images, spread over the split, which are predicted once m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,17 +30,13 @@ DISTANCES = (3, 6, 12, 24)
 DISTANCE_NAMES = ("up to 2", "3 to 5", "6 to 11", "12 to 23", "24 and more")
 
 
-@dataclass(frozen=True)
-class Detail:
-    """Figures of some images; IoU is NaN where there is no pixel."""
+def detail(
+    samples: Samples, num_classes: int, predict: Callable[[Ids], Ids]
+) -> dict[str, Any]:
+    """IoU of some images, NaN where there is no pixel.
 
-    images: int
-    by_size: list[list[float]]  # (C, 3) IoU of each class by SIZE_NAMES
-    by_distance: list[float]  # (5,) mIoU by DISTANCE_NAMES
-
-
-def detail(samples: Samples, num_classes: int, predict: Callable[[Ids], Ids]) -> Detail:
-    """IoU by size and distance."""
+    `images`: how many; `by_size` (C, 3): IoU of each class by SIZE_NAMES; `by_distance` (5): mIoU by DISTANCE_NAMES.
+    """
     number = min(len(samples), MOST)
     places = np.linspace(0, len(samples) - 1, number).round().astype(int).tolist()
     sizes = np.zeros((2, num_classes, len(SIZE_NAMES)), np.int64)
@@ -58,7 +53,11 @@ def detail(samples: Samples, num_classes: int, predict: Callable[[Ids], Ids]) ->
         iou = np.where(bands.sum(2) > 0, hits / union, np.nan)
     known = np.isfinite(iou).sum(1)
     means = np.nansum(iou, axis=1) / np.where(known, known, np.nan)
-    return Detail(number, by_class.tolist(), means.tolist())
+    return {
+        "images": number,
+        "by_size": by_class.tolist(),
+        "by_distance": means.tolist(),
+    }
 
 
 def by_size(pred: Ids, target: Ids, num_classes: int) -> Counts:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,12 @@ from segpipe.run.console import lowest_first
 from segpipe.run.detail import (
     DISTANCE_NAMES,
     SIZE_NAMES,
-    Detail,
     detail,
     examples,
 )
 from segpipe.run.pages import Picture, chart, points_of, render_page
-from segpipe.settings.config import Config, flat, to_mapping
+from segpipe.settings.compose import choices, compose
+from segpipe.settings.config import Config, flat
 
 # torch is imported inside the functions: a command imports this module before it sets the environment of processes.
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ RARE = 0.01  # share of the labelled pixels
 class ReportData:
     """Input of the page. The fields with defaults may be missing."""
 
-    config: Mapping[str, Any]  # nested, as in config.json
+    config: Config
     result: Mapping[str, Any]  # as in result.json or printed by evaluate, and `device`
     confusion: NDArray[np.int64]  # (C, C), rows target, columns prediction
     names: Sequence[str]
@@ -59,7 +59,7 @@ class ReportData:
     live: bool = False  # the run goes on: the page loads itself again
     # As of `Validation`.
     calibration: NDArray[np.float64] | None = None
-    detail: Detail | None = None
+    detail: Mapping[str, Any] | None = None  # as `detail` gives it
     links: Sequence[str] = ()  # files beside the page
 
 
@@ -93,7 +93,7 @@ def page_data(
     worst = _pictures(worst_images(found), samples, found, predict)
     weak = list(advice(counts, names))
     return ReportData(
-        config=to_mapping(config),
+        config=config,
         result=result,
         confusion=counts,
         names=names,
@@ -188,10 +188,11 @@ def render(data: ReportData) -> str:
     # The best first; classes without a pixel last.
     iou = [-1.0 if value is None else value for value in figures["iou"].values()]
     sequences = result.get("sequences") or {}
-    settings, default = flatten(data.config), flat(Config())
+    config = data.config
+    settings, default = flat(config), _defaults(config.model.name, config.data.name)
     return render_page(
         "report.html.j2",
-        name=data.config.get("run", {}).get("name", "run"),
+        name=config.run.name,
         about=_about(data),
         data=data,
         live=data.live,
@@ -216,32 +217,40 @@ def render(data: ReportData) -> str:
         trends=_trends(data),
         settings=settings,
         default=default,
-        changed=[key for key in settings if default.get(key) != settings[key]],
+        changed=[key for key in settings if default[key] != settings[key]],
     )
 
 
 def _about(data: ReportData) -> list[str]:
     """What was trained and where it was measured, in a few words each."""
     config, result = data.config, data.result
-    own = config.get("data", {})
-    where = f"split {result.get('split', own.get('split', ''))}"
-    if own.get("hold_out"):
-        where = f"sequence {own['hold_out']}, held out"
-    parts = [config.get("model", {}).get("name", ""), f"data {own.get('name')}", where]
+    where = f"split {result.get('split', config.data.split)}"
+    if config.data.hold_out:
+        where = f"sequence {config.data.hold_out}, held out"
+    parts = [config.model.name, f"data {config.data.name}", where]
     if "images" in result:
         parts.append(f"{result['images']} images")
-    parts.append(f"seed {config.get('seed')}")
+    parts.append(f"seed {config.seed}")
     if git := result.get("git"):
         parts.append(f"commit {git['commit'][:8]}")
-    split = own.get("train_split", "train")
+    split = config.data.train_split
     if split != "train":
         parts.append(f"trained on {split}: another protocol, compare within it only")
-    return [part for part in [*parts, result.get("date")] if part]
+    return [*parts, *filter(None, [result.get("date")])]
+
+
+@cache
+def _defaults(model: str, data: str) -> dict[str, Any]:
+    """All settings as they are where only network and data set are chosen."""
+    chosen = {"model": model, "data": data}.items()
+    return flat(
+        compose([f"{key}={name}" for key, name in chosen if name in choices(key)])
+    )
 
 
 def _progress(data: ReportData) -> dict[str, Any]:
     """How far a living run is, and when it will end at its speed until now."""
-    steps, step = data.config["train"]["steps"], data.result["steps"]
+    steps, step = data.config.train.steps, data.result["steps"]
     last = {line["kind"]: line for line in data.history}
     train, memory = last.get("train", {}), last.get("memory", {})
     return {
@@ -335,14 +344,3 @@ def _trends(data: ReportData) -> dict[str, str]:
         points = zip(x, y, strict=True)
         trends[name] = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
     return trends
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with keys such as `optim.lr`."""
-    flattened: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flattened |= flatten(value, f"{prefix}{key}.")
-        else:
-            flattened[f"{prefix}{key}"] = value
-    return flattened

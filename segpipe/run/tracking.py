@@ -33,7 +33,7 @@ from segpipe.run.report import (
     write_report,
 )
 from segpipe.run.trackers import tracker_classes
-from segpipe.settings.config import Config, to_mapping
+from segpipe.settings.config import Config
 
 if TYPE_CHECKING:
     from segpipe.data.catalog import ClassTable
@@ -230,7 +230,7 @@ class LivePage:
     ) -> None:
         """Write the page."""
         self._data = ReportData(
-            config=to_mapping(self._config),
+            config=self._config,
             result={"steps": step},
             confusion=scores["confusion"],
             names=scores["names"],

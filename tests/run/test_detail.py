@@ -66,8 +66,8 @@ def test_figures_and_examples_of_a_split() -> None:
         return np.zeros((20, 40), np.uint8)
 
     measured = detail(samples, 2, nothing)
-    assert measured.images == 3
-    assert measured.by_size[1][0] == 0.0
+    assert measured["images"] == 3
+    assert measured["by_size"][1][0] == 0.0
     (shown,) = examples(samples, found, ["pole"], nothing)
     assert (shown.name, shown.miou) == ("pole: image0", 0.0)
     assert shown.target.shape == (10, 20)
