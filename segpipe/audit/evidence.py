@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Line, shortened
 from segpipe.data.mix import absent_root
@@ -17,20 +15,10 @@ from segpipe.ledger import inputs
 from segpipe.ledger.reader import RunLedger, read_run
 from segpipe.ledger.results import changes, mapping_differences, read_inputs
 from segpipe.ledger.rows import INPUTS
-from segpipe.settings.config import (
-    Config,
-    config_hash,
-    course,
-    recipe,
-)
+from segpipe.settings.config import Config, config_hash, course, recipe
 from segpipe.train import checkpoint
 from segpipe.train.start import weights_path
 
-if TYPE_CHECKING:
-    from segpipe.data.catalog import ClassTable
-
-# Figures of last.pt with these settings.
-Evaluate = Callable[[Config], Mapping[str, Any]]
 # The sentence on an exported folder whose gates all passed; raises SegpipeError.
 Verify = Callable[[Config, Path], str]
 # Raised for content that matches its own digests but is not what a run writes.
@@ -126,38 +114,29 @@ class CheckedCheckpoint(NamedTuple):
     path: Path
     step: int
     digests: Mapping[str, str]  # of model, ema and the rest
-    best_miou: float
 
 
 def check_checkpoints(
-    run: Path, ledger: RunLedger, classes: ClassTable | None
+    run: Path, ledger: RunLedger
 ) -> tuple[list[CheckedCheckpoint], list[Line]]:
-    """Checkpoints that passed, by step, and a line for each file.
-
-    classes: those of the data set; None where it is not on this machine.
-    """
+    """Checkpoints that passed, by step, and a line for each file."""
     passed, lines = [], []
+    sessions = {header.config_hash for header in ledger.headers}
     for path in sorted(run.glob("*.pt")):
         try:
             saved = checkpoint.load(path)
-            found = CheckedCheckpoint(
-                path,
-                int(saved["step"]),
-                saved["digests"],
-                float(saved["best_miou"]),
-            )
-            faults = _class_faults(saved["classes"], classes)
+            found = CheckedCheckpoint(path, int(saved["step"]), saved["digests"])
             # All of them: a resume may set those anew that do not affect the numbers.
-            if config_hash(saved["config"]) not in _session_hashes(ledger):
-                faults.append("its settings are those of no session of the ledger")
+            is_known = config_hash(saved["config"]) in sessions
         except SegpipeError as error:
             lines.append(Line(path.name, FAILED, str(error)))
             continue
         except MALFORMED as error:
             lines.append(Line(path.name, FAILED, f"its content is malformed: {error}"))
             continue
-        if faults:
-            lines.append(Line(path.name, FAILED, shortened(faults)))
+        if not is_known:
+            text = "its settings are those of no session of the ledger"
+            lines.append(Line(path.name, FAILED, text))
             continue
         passed.append(found)
         digests = (
@@ -168,56 +147,34 @@ def check_checkpoints(
     return sorted(passed, key=lambda each: (each.step, each.path.name)), lines
 
 
-def _class_faults(saved: Mapping[str, Any], classes: ClassTable | None) -> list[str]:
-    expected = asdict(classes) if classes else {}
-    return [
-        f"its class {part} are not those of the data set"
-        for part in ("names", "palette", "train_ids")
-        if expected and saved[part] != expected[part]
-    ]
-
-
-def _session_hashes(ledger: RunLedger) -> set[str]:
-    return {header.config_hash for header in ledger.headers}
-
-
-def check_config(run: Path, config: Config, ledger: RunLedger) -> Line:
-    """config.json against the header of every session."""
+def check_config(config: Config, ledger: RunLedger) -> Line:
+    """config.json against the header of every session, in what affects the numbers."""
     for header in ledger.headers:
         changed = mapping_differences(course(header.recipe), course(recipe(config)))
         if changed:
             session = f"the ledger (session {header.session})"
             return Line("config", FAILED, differences(changed, session, "config.json"))
-    # As saved: versions differ in settings.
-    digest = config_hash(dict(json.loads((run / "config.json").read_bytes())))
-    if digest in _session_hashes(ledger):
-        return Line("config", PASSED, f"config.json matches the ledger: hash {digest}")
-    text = "config.json differs from the ledger in a setting that does not affect the numbers"
-    return Line("config", FAILED, text)
-
-
-def read_result(run: Path) -> tuple[dict[str, Any], Line | None]:
-    """Content of result.json; where there is none, the line that says why."""
-    path = run / "result.json"
-    try:
-        return dict(read_json(path)), None
-    except FileNotFoundError:
-        text = f"{path} does not exist: the run did not finish"
-        return {}, Line("result", UNCHECKED, text)
-    except (OSError, ValueError, TypeError) as error:
-        return {}, Line("result", FAILED, f"{path} cannot be read: {error}")
+    return Line("config", PASSED, "config.json has the recipe of the ledger")
 
 
 def check_result(
-    result: Mapping[str, Any], last: CheckedCheckpoint | None, ledger: RunLedger
+    run: Path, ledger: RunLedger, checkpoints: Sequence[CheckedCheckpoint]
 ) -> Line:
     """result.json against last.pt and the ledger."""
+    path = run / "result.json"
+    try:
+        result = dict(read_json(path))
+    except FileNotFoundError:
+        text = f"{path} does not exist: the run did not finish"
+        return Line("result", UNCHECKED, text)
+    except (OSError, ValueError, TypeError) as error:
+        return Line("result", FAILED, f"{path} cannot be read: {error}")
+    last = next((each for each in checkpoints if each.path.name == "last.pt"), None)
     expected: dict[str, Any] = {"steps": ledger.num_updates}
     if last:
         expected |= {
             "weights_digest": last.digests["model"],
             "ema_digest": last.digests["ema"],
-            "best_miou": last.best_miou,
         }
     faults = [
         f"{name} is {result.get(name)!r}, but the other files have {value!r}"
@@ -232,36 +189,9 @@ def check_result(
     if faults:
         return Line("result", FAILED, f"result.json: {shortened(faults)}")
     if last is None:
-        return Line(
-            "result",
-            UNCHECKED,
-            "result.json matches the ledger; last.pt was not checked",
-        )
+        text = "result.json matches the ledger; last.pt was not checked"
+        return Line("result", UNCHECKED, text)
     return Line("result", PASSED, "result.json matches last.pt and the ledger")
-
-
-def check_scores(config: Config, result: Mapping[str, Any], evaluate: Evaluate) -> Line:
-    """The scores of result.json against those measured again with last.pt."""
-    try:
-        again = dict(evaluate(config))
-    except SegpipeError as error:
-        return Line("scores", FAILED, f"cannot be measured again: {error}")
-    # The training does not measure boundaries.
-    again["mean"] = {
-        name: value for name, value in again["mean"].items() if name != "boundary_iou"
-    }
-    note = f". {again['note']}" if again.get("note") else ""
-    faults = [
-        f"{name} is {result[name]!r} in result.json and {again[name]!r} measured again"
-        for name in again
-        if name in result and result[name] != again[name]
-    ]
-    if faults:
-        return Line("scores", FAILED, shortened(faults) + note)
-    text = (
-        f"mIoU {100 * again['miou']:.2f} % on {again['pixels']} pixels, measured again"
-    )
-    return Line("scores", PASSED, text + note)
 
 
 def check_export(run: Path, config: Config, verify: Verify | None) -> Line:

@@ -14,11 +14,10 @@ import torch
 
 from segpipe import plugins
 from segpipe.audit import evidence
-from segpipe.audit.evidence import CheckedCheckpoint, Evaluate, Verify
+from segpipe.audit.evidence import CheckedCheckpoint, Verify
 from segpipe.audit.replay import first_difference, read_config, replay
 from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
 from segpipe.data.mix import absent_root
-from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import plugin_sources
 from segpipe.errors import CheckpointError, ConfigError, SegpipeError
@@ -85,10 +84,9 @@ def examine(
     request: AuditRequest,
     progress: Progress,
     *,
-    evaluate: Evaluate | None = None,
     verify: Verify | None = None,
 ) -> Audit:
-    """All lines of the report. Without `evaluate` or `verify`, that part is not checked.
+    """All lines of the report. Without `verify`, the exported files are not checked.
 
     Raises CheckpointError when there is no run at all, and ConfigError for a request that cannot be met.
     """
@@ -115,25 +113,17 @@ def examine(
     if ledger:
         updates = ledger.num_updates
         obstacle = _obstacle(config, ledger, request)
-        classes = None
-        try:
-            if not obstacle:
-                classes = open_samples(config.data, "train", config.seed).classes
-        except SegpipeError as error:
-            obstacle = str(error)
-        line = evidence.check_config(run, original, ledger)
-        found = evidence.check_checkpoints(run, ledger, classes)
-        checkpoints, checkpoint_lines = found
+        line = evidence.check_config(original, ledger)
+        checkpoints, checkpoint_lines = evidence.check_checkpoints(run, ledger)
         lines += [line, *checkpoint_lines]
         if line.status == FAILED:
             obstacle = obstacle or "config.json is not that of the ledger"
         if not obstacle:
             spans = _chosen(request, ledger, checkpoints, lines)
             lines += _replay(request, config, spans, ledger, checkpoints, progress)
-            progress("measuring the scores and verifying the exported files", 0, 0)
-        if obstacle:
-            evaluate = verify = None
-        lines += _outcomes(run, config, ledger, checkpoints, evaluate, verify)
+            progress("verifying the exported files", 0, 0)
+        lines.append(evidence.check_result(run, ledger, checkpoints))
+        lines.append(evidence.check_export(run, config, None if obstacle else verify))
     if not spans:
         obstacle = obstacle or "there is no checkpoint and no seed to replay from"
         lines.append(Line("replay", UNCHECKED, obstacle))
@@ -274,22 +264,3 @@ def _check_states(
     if unknown:
         text = f"no replayed span ends at {', '.join(unknown)}. Set spans=N and span_steps=0 to replay up to them"
         yield Line("states", UNCHECKED, text)
-
-
-def _outcomes(
-    run: Path,
-    config: Config,
-    ledger: RunLedger,
-    checkpoints: Sequence[CheckedCheckpoint],
-    evaluate: Evaluate | None,
-    verify: Verify | None,
-) -> Iterator[Line]:
-    """Result, scores and export. `config`, never a checkpoint, says what is measured and how."""
-    last = next((each for each in checkpoints if each.path.name == "last.pt"), None)
-    result, unread = evidence.read_result(run)
-    yield unread or evidence.check_result(result, last, ledger)
-    if unread or evaluate is None or last is None:
-        yield Line("scores", UNCHECKED, "not measured again")
-    else:
-        yield evidence.check_scores(config, result, evaluate)
-    yield evidence.check_export(run, config, verify)

@@ -14,7 +14,6 @@ from rich.text import Text
 from segpipe.audit.examine import AuditRequest, examine
 from segpipe.audit.verdict import Audit, check_folder, write_audit
 from segpipe.cli.commands import COMMANDS
-from segpipe.cli.evaluate import evaluate
 from segpipe.cli.export import verify
 from segpipe.errors import SegpipeError
 from segpipe.run.console import CONSOLE, progress
@@ -37,7 +36,6 @@ def main(given: dict[str, Any]) -> int:
         audit = examine(
             request(given),
             lambda what, done, total: show(done, total or None, what),
-            evaluate=partial(_evaluate, given["run"]) if given["evaluate"] else None,
             verify=partial(_verify, given["run"]) if given["verify"] else None,
         )
     CONSOLE.print(table(audit))
@@ -60,13 +58,6 @@ def request(given: dict[str, Any]) -> AuditRequest:
         any_environment=given["any_environment"],
         settings={name: given[name] for name in SETTINGS if name in given},
     )
-
-
-def _evaluate(run: str, config: Config) -> dict[str, Any]:
-    """Figures of last.pt with all settings of `config`."""
-    defaults = {key.key: key.default for key in COMMANDS["evaluate"].keys}
-    asked = {"run": run, "which": "last"}
-    return evaluate({**defaults, **flat(config), **asked}).figures
 
 
 def _verify(run: str, config: Config, folder: Path) -> str:

@@ -157,7 +157,7 @@ def test_a_run_with_a_fixed_schedule_is_made_longer_with_the_same_bits(
         "step_000004.pt",
     ]
     assert len([*(tmp_path / "whole").glob("step_*.pt")]) == 4
-    line = check_config(folder, read_config(folder), read_run(folder))
+    line = check_config(read_config(folder), read_run(folder))
     assert line.status == "passed", "an audit takes both sessions for one run"
     assert run(folder, *kept, "train.steps=3", "run.exists=resume") == 2, (
         "it has gone further than that"
