@@ -74,7 +74,7 @@ def load(
     """The network of a run, or of an exported folder: `.predict(image)` gives class ids and confidence.
 
     Shapes: image uint8 RGB (H, W, 3) -> uint8 (H, W), float32 (H, W) from 0 to 1. `.names` and `.palette` are those of
-    the classes. Keys are those of `segpipe predict` but for its files, such as which="best" or tile="512x1024".
+    the classes. Keys are those of `segpipe predict` but for its files, such as which="best" or tta=["flip"].
     """
     from segpipe.runtime.artifact import MANIFEST
 

@@ -24,8 +24,6 @@ from segpipe.train.checkpoint import load_network
 ONLY = {
     "run": {
         "which": "an exported folder holds one network",
-        "tile": "an exported file takes images of its size",
-        "overlap": "an exported file takes images of its size",
         "tta": "an exported file gives class ids, and no probabilities that could be averaged",
         "compute.device": "an exported file runs on the device of provider=",
     },
@@ -58,7 +56,6 @@ def main(given: dict[str, Any]) -> int:
         job = PredictJob(
             sources,
             outputs,
-            batch=given["batch"],
             seconds=given["seconds"],
             replace=given["exists"] == "replace",
             progress=show,

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from glob import glob, has_magic
-from itertools import groupby, islice
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -139,14 +138,13 @@ class PredictJob:
         sources: Sequence[Input],
         outputs: Outputs,
         *,
-        batch: int = 1,
         seconds: float = 0.0,
         replace: bool = False,
         progress: Callable[[int], None] = lambda done: None,
     ) -> None:
         self._sources, self._outputs = sources, outputs
         self._seconds = seconds or math.inf  # of live sources
-        self._batch, self._replace = batch, replace
+        self._replace = replace
         self._progress = progress
         self._done = Predictions()
 
@@ -232,17 +230,15 @@ class PredictJob:
         return dict(json.loads(to_json(head)))
 
     def _predict_images(self, images: Sequence[Input]) -> None:
-        decoded = groupby(self._decoded(images), key=lambda each: np.shape(each[2]))
-        for _, same_size in decoded:
-            while batch := list(islice(same_size, self._batch)):
-                pixels = [each for _, _, each in batch]
-                answers = self._outputs.predictor.segment(pixels)
-                for (source, digest, image), ids in zip(batch, answers, strict=True):
-                    with self._problems():
-                        self._outputs.write_image(source, image, ids)
-                        counts = self._outputs.count(ids)
-                        self._enter(source, digest, ids.shape, counts)
-                    self._advance()
+        for source, digest, image in self._decoded(images):
+            with self._problems():
+                try:
+                    ids, _ = self._outputs.predictor.predict(image)
+                except DataError as error:
+                    raise DataError(f"{source.path}: {error}") from error
+                self._outputs.write_image(source, image, ids)
+                self._enter(source, digest, ids.shape, self._outputs.count(ids))
+            self._advance()
 
     def _decoded(self, sources: Sequence[Input]) -> Iterator[tuple[Input, str, Pixels]]:
         """Images with their hash, read ahead by threads, in order; unreadable ones become problems."""
@@ -269,24 +265,22 @@ class PredictJob:
         end = time.monotonic() + (self._seconds if source.live else math.inf)
         with contextlib.ExitStack() as held:
             try:
-                while not done or time.monotonic() < end:
-                    images = list(islice(frames, self._batch))
-                    if not images:
-                        break
-                    size = images[0].shape[:2]
+                for image in frames:
+                    size = image.shape[:2]
                     if outputs.overlay and film is None:
                         picture = outputs.picture(source)
                         film = held.enter_context(Film(picture, size, fps))
-                    answers = outputs.predictor.segment(images)
-                    for image, ids in zip(images, answers, strict=True):
-                        if outputs.frames:
-                            path = outputs.mask(source) / f"{done:06}.png"
-                            outputs.write_mask(path, ids)
-                        if film is not None:
-                            film.add(outputs.blended(image, ids))
-                        pixels += outputs.count(ids)
-                        done += 1
-                        self._advance()
+                    ids, _ = outputs.predictor.predict(image)
+                    if outputs.frames:
+                        path = outputs.mask(source) / f"{done:06}.png"
+                        outputs.write_mask(path, ids)
+                    if film is not None:
+                        film.add(outputs.blended(image, ids))
+                    pixels += outputs.count(ids)
+                    done += 1
+                    self._advance()
+                    if time.monotonic() > end:
+                        break
             except KeyboardInterrupt:
                 if not source.live:
                     raise

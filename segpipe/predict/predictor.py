@@ -1,32 +1,35 @@
-"""A run or an exported folder as one thing: an image of any size in, class ids and their confidence out."""
+"""A run or an exported folder as one thing: an image in, class ids and their confidence out."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cv2
 import numpy as np
-import onnxruntime
 import torch
 from numpy.typing import NDArray
 
 from segpipe.distributed.health import is_out_of_memory
-from segpipe.errors import ConfigError, ExportMismatch, IntegrityError, OutOfMemory
+from segpipe.errors import (
+    ConfigError,
+    DataError,
+    ExportMismatch,
+    IntegrityError,
+    OutOfMemory,
+)
 from segpipe.files import sha256
-from segpipe.predict.inference import Inference, Size, answers, segment
+from segpipe.predict.inference import SMALLEST, Inference, answers
 from segpipe.runtime.artifact import (
     MANIFEST,
-    Artifact,
     ArtifactError,
     SelfTestError,
     UnusableError,
     read_artifact,
 )
 from segpipe.runtime.engines import EngineError
+from segpipe.runtime.images import enlarged
 from segpipe.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -41,7 +44,6 @@ class Predictor:
     """A network that answers images, and what its answers depend on."""
 
     predict: Callable[[Pixels], Answer]  # of an image (H, W, 3)
-    segment: Callable[[Sequence[Pixels]], list[Pixels]]  # ids of images of one size
     names: tuple[str, ...]
     palette: tuple[tuple[int, int, int], ...]
     model: dict[str, Any]  # digests of the network
@@ -55,28 +57,26 @@ def of_network(
     parts = trained.model.to(device), trained.preprocess.to(device)
     classes = trained.classes
 
-    def batch(images: Sequence[Pixels]) -> torch.Tensor:
-        return torch.from_numpy(np.stack(images)).to(device)
-
     def predict(image: Pixels) -> Answer:
-        ids, confidence = answers(*parts, batch([image]), how)
-        return ids[0].cpu().numpy(), confidence[0].cpu().numpy()
-
-    def ids_of(images: Sequence[Pixels]) -> list[Pixels]:
+        height, width, _ = image.shape
+        if min(height, width) < SMALLEST:
+            raise DataError(
+                f"an image of {height}x{width} is too small: at least {SMALLEST}x{SMALLEST} was needed."
+            )
         try:
-            return list(segment(*parts, batch(images), how).cpu().numpy())
+            batch = torch.from_numpy(image[None]).to(device)
+            ids, confidence = answers(*parts, batch, how)
+            return ids[0].cpu().numpy(), confidence[0].cpu().numpy()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            height, width, _ = images[0].shape
             raise OutOfMemory(
-                f"{len(images)} images of {height}x{width} do not fit into the memory of {device}. Set a smaller "
-                f"batch=, or cut them with tile=, for example tile=512x1024."
+                f"an image of {height}x{width} does not fit into the memory of {device}. Leave out larger scales of "
+                "tta=, or make the image smaller."
             ) from error
 
     return Predictor(
         predict,
-        ids_of,
         classes.names,
         classes.palette,
         {"ema_digest": trained.ema_digest, "step": trained.step},
@@ -93,23 +93,10 @@ def of_exported(
 ) -> Predictor:
     """The file of an exported folder, after it repeated its golden frames on this machine.
 
-    An image of a size that the file takes is answered as a robot answers it. Any other one is scaled to the exported
-    size, and its mask back.
-
     Raises IntegrityError for an altered or foreign folder, ExportMismatch when its file gives other answers on this
-    machine than where it was exported, ConfigError for a provider that is not there, or for a run.
+    machine than where it was exported, ConfigError for a provider that is not there, or for a run. An image of another
+    size than the exported one raises DataError.
     """
-    available = onnxruntime.get_available_providers()
-    if provider not in available:
-        raise ConfigError(
-            f"provider = {provider}, but this onnxruntime has {', '.join(available)}. Choose one of them."
-        )
-    is_run = any((folder / name).is_file() for name in ("config.json", "last.pt"))
-    if is_run and not (folder / MANIFEST).is_file():
-        raise ConfigError(
-            f"artifact = {folder} is a run. Set artifact={folder / 'export'}, which segpipe export writes, or "
-            f"run={folder}."
-        )
     try:
         artifact = read_artifact(folder, precision=precision)
         session = Session(artifact, threads=threads, providers=(provider,))
@@ -122,22 +109,21 @@ def of_exported(
     except ArtifactError as error:
         raise IntegrityError(str(error)) from error
 
-    scaled: list[Size] = []
+    height, width, _ = artifact.shapes.frame
 
     def predict(image: Pixels) -> Answer:
-        if not artifact.shapes.fits(image.shape) and not scaled:
-            height, width, _ = artifact.shapes.frame
-            scaled.append((height, width))
-            print(
-                f"images of other sizes than {height}x{width} are scaled to it, and their masks back",
-                file=sys.stderr,
+        if not artifact.shapes.fits(image.shape):
+            raise DataError(
+                f"an image of {image.shape[0]}x{image.shape[1]}, but the file takes {height}x{width}. Scale it, or set "
+                "run=, which takes any size."
             )
-        return _answer(artifact, session, image)
+        ids, confidence = session.run(np.ascontiguousarray(image))
+        ids, levels = (enlarged(each, height, width) for each in (ids, confidence))
+        return ids, np.divide(levels, 255, dtype=np.float32)
 
     classes = artifact.manifest["classes"]
     return Predictor(
         predict,
-        lambda images: [predict(image)[0] for image in images],
         tuple(entry["name"] for entry in classes),
         tuple(tuple(entry["color"]) for entry in classes),
         {
@@ -147,24 +133,3 @@ def of_exported(
         },
         {"precision": precision},
     )
-
-
-def _answer(artifact: Artifact, session: Session, image: Pixels) -> Answer:
-    """Class ids and their probability, which the file gives in 255 steps at its output stride."""
-    size = (image.shape[0], image.shape[1])
-    if not artifact.shapes.fits(image.shape):
-        height, width, _ = artifact.shapes.frame
-        shrinks = size[0] * size[1] > height * width
-        kind = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
-        image = _scaled(image, (height, width), kind)
-    ids, confidence = session.run(np.ascontiguousarray(image))
-    full = _scaled(confidence, size, cv2.INTER_NEAREST)
-    ids = _scaled(ids, size, cv2.INTER_NEAREST)
-    return ids, np.divide(full, 255, dtype=np.float32)
-
-
-def _scaled(array: NDArray[Any], size: Size, kind: int) -> NDArray[Any]:
-    """The array at (height, width) `size`, which OpenCV counts the other way round."""
-    if array.shape[:2] == size:
-        return array
-    return np.asarray(cv2.resize(array, (size[1], size[0]), interpolation=kind))

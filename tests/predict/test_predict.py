@@ -22,7 +22,7 @@ from runs import torch_restored
 from segpipe.cli.main import main as segpipe
 from segpipe.data.readers import read_image
 from segpipe.data.samples import open_samples
-from segpipe.errors import ConfigError, DataError, Interrupted
+from segpipe.errors import DataError, Interrupted
 from segpipe.predict import job as job_module
 from segpipe.predict.inference import Inference, segment
 from segpipe.predict.job import find, names
@@ -67,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
         ("one.png", IMAGES[0]),
         ("sub dir/straße 1.jpg", IMAGES[1]),
         ("sub dir/straße 1.png", IMAGES[2]),
-        ("small.png", IMAGES[0][:7, :5]),
+        ("small.png", IMAGES[0][:33, :35]),
         ("grey.png", IMAGES[1][..., 0]),
     ):
         write(tmp_path / "images" / place, image)
@@ -180,7 +180,7 @@ def test_bad_files_are_named_and_the_rest_is_predicted(
     (folder / "empty.jpg").write_bytes(b"")
     (folder / "film.mp4").write_bytes(b"no film")
     out = folder.parent / "out"
-    assert start(out, f"run={run}", f"source={folder}", "batch=2") == 2
+    assert start(out, f"run={run}", f"source={folder}") == 2
     told = capsys.readouterr()
     assert [
         name for name in ("broken.png", "empty.jpg", "film.mp4") if name not in told.err
@@ -272,12 +272,11 @@ def test_photos_are_turned_upright(run: Path, tmp_path: Path) -> None:
             ("run={run}", "source={folder}", "provider=Quantum"),
             "provider = Quantum, but run is set",
         ),
-        (("artifact=x", "source={folder}", "tile=64x64"), "but artifact is set"),
         (
             ("artifact=x", "source={folder}", "tta=[flip]"),
             "tta = ['flip'], but artifact is set",
         ),
-        (("artifact=x", "source={folder}", "provider=Quantum"), "provider = Quantum"),
+        (("artifact=x", "source={folder}"), "x is no exported folder"),
         (("run={run}", "source={folder}", "precision=int8"), "precision = int8"),
         (
             ("run={run}", "source={folder}", "out={folder}/one.png"),
@@ -294,7 +293,7 @@ def test_photos_are_turned_upright(run: Path, tmp_path: Path) -> None:
         (("run={run}", "source={folder}/*.png", "out={folder}"), "or lies above it"),
         (
             ("artifact={run}", "source={folder}"),
-            "is a run. Set artifact=",
+            "is no exported folder",
         ),
         (
             ("run={run}", "source={folder}", "out={folder}/one.png/x"),
@@ -323,15 +322,6 @@ def test_what_cannot_work_is_refused_in_one_line(
     told = capsys.readouterr().err
     assert named in told
     assert told.count("\n") == 1
-
-
-def test_a_run_in_place_of_its_export_leads_to_the_export(tmp_path: Path) -> None:
-    (tmp_path / "export").mkdir()
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(
-        ConfigError, match=rf"Set artifact={tmp_path}/export,.* or run="
-    ):
-        of_exported(tmp_path)
 
 
 def test_names_are_distinct_and_stay_near_the_source() -> None:
@@ -368,7 +358,7 @@ def test_files_folders_and_patterns(folder: Path, tmp_path: Path) -> None:
 # The same inference in `segpipe evaluate`
 
 
-def test_evaluate_takes_tiles_and_views_and_changes_nothing_without_them(
+def test_evaluate_takes_views_and_changes_nothing_without_them(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def scored(*arguments: str) -> dict[str, Any]:
@@ -403,18 +393,10 @@ def test_evaluate_takes_tiles_and_views_and_changes_nothing_without_them(
 
     plain = scored()
     assert plain["miou"] == by_hand(None)
-    assert "tile" not in plain
-    covered = scored("tile=64x96")
-    assert {
-        key: value for key, value in covered.items() if key not in ("tile", "overlap")
-    } == plain
-    both = scored("tile=48x64", "overlap=0.5", "tta=[flip,0.75]")
-    assert (
-        both["miou"]
-        == by_hand(Inference((48, 64), 0.5, True, (1.0, 0.75)))
-        != plain["miou"]
-    )
-    assert (both["tile"], both["overlap"], both["tta"]) == ("48x64", 0.5, "flip,0.75")
+    assert "tta" not in plain
+    views = scored("tta=[flip,0.75]")
+    assert views["miou"] == by_hand(Inference(True, (1.0, 0.75))) != plain["miou"]
+    assert views["tta"] == "flip,0.75"
 
 
 # Exported folders
@@ -427,10 +409,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_one_image_gets_ids_and_their_probability(run: Path, toy: Path) -> None:
     network = load_network(run)
-    for how in (Inference(), Inference((48, 64), flip=True), Inference(flip=True)):
+    for how in (Inference(), Inference(flip=True)):
         predictor = of_network(network, torch.device("cpu"), how)
         ids, confidence = predictor.predict(IMAGES[0])
-        assert np.array_equal(ids, predictor.segment([IMAGES[0]])[0])
         assert confidence.shape == ids.shape == SIZE
         assert confidence.dtype == np.float32
         assert 0.1 <= confidence.min() < confidence.max() <= 1.00001
@@ -441,34 +422,27 @@ def test_one_image_gets_ids_and_their_probability(run: Path, toy: Path) -> None:
     )
     assert np.abs(confidence - full.detach()[0].max(0).values.numpy()).max() < 1e-5
     exported = of_exported(toy)
-    for size in (TOY_SIZE, (70, 100)):
-        image = np.random.default_rng(1).integers(0, 190, (*size, 3), dtype=np.uint8)
-        image[..., 2] = 0  # of the toy file: no loops
-        ids, confidence = exported.predict(image)
-        assert np.array_equal(ids, exported.segment([image])[0])
-        assert confidence.shape == ids.shape == image.shape[:2]
-        assert 0 <= confidence.min() < confidence.max() <= 1
+    image = np.random.default_rng(1).integers(0, 190, (*TOY_SIZE, 3), dtype=np.uint8)
+    image[..., 2] = 0  # of the toy file: no loops
+    ids, confidence = exported.predict(image)
+    assert confidence.shape == ids.shape == image.shape[:2]
+    assert 0 <= confidence.min() < confidence.max() <= 1
 
 
-def test_images_of_other_sizes_are_scaled_with_a_notice(
-    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_images_of_other_sizes_are_named_and_the_rest_is_predicted(
+    toy: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    image = np.zeros((2 * TOY_SIZE[0], 2 * TOY_SIZE[1], 3), np.uint8)
-    image[:, TOY_SIZE[1] :, 0] = 150
-    image[1::2, : TOY_SIZE[1], 0] = 150  # averaged with class 0: 75
-    own = np.ascontiguousarray(image[: TOY_SIZE[0], : TOY_SIZE[1]])
-    for name, pixels in (("large", image), ("own", own)):
-        path = write(tmp_path / f"{name}.png", pixels)
-        out = tmp_path / name
-        given = (f"artifact={toy}", f"source={path}", f"out={out}", "overlay=false")
-        assert segpipe(["predict", *given]) == 0
-        told = capsys.readouterr().err
-        notice = "images of other sizes than 32x48 are scaled to it"
-        assert (notice in told) == (name == "large")
-    large = ids_of(tmp_path / "large" / "masks" / "large.png")
-    assert np.array_equal(large, np.indices(image.shape[:2])[1] // TOY_SIZE[1])
-    own_ids = ids_of(tmp_path / "own" / "masks" / "own.png")
-    assert np.array_equal(own_ids, own[..., 0] // 128), "as it is: stripes"
+    height, width = TOY_SIZE
+    for name, shape in (("large", (2 * height, width)), ("own", TOY_SIZE)):
+        write(tmp_path / "in" / f"{name}.png", np.zeros((*shape, 3), np.uint8))
+    where = (f"source={tmp_path / 'in'}", f"out={tmp_path / 'out'}", "overlay=false")
+    assert segpipe(["predict", f"artifact={toy}", *where]) == 2
+    told = capsys.readouterr().err
+    assert f"large.png: an image of {2 * height}x{width}, but the file takes" in told
+    assert [path.name for path in (tmp_path / "out" / "masks").iterdir()] == ["own.png"]
+    tiny = write(tmp_path / "tiny.png", np.zeros((7, 50, 3), np.uint8))
+    assert start(tmp_path / "b", f"run={run}", f"source={tiny}") == 2
+    assert "tiny.png: an image of 7x50 is too small" in capsys.readouterr().err
 
 
 def test_altered_folders_and_other_answers_are_refused(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,15 +30,14 @@ SIZE, FPS, FRAMES = (48, 64), 12.5, 10
 PALETTE = ((200, 30, 30), (30, 30, 200))
 
 
-def answer(images: Sequence[Pixels]) -> list[Pixels]:
+def answer(image: Pixels) -> Pixels:
     """Class 1 where green is above 128."""
-    return [(image[..., 1] > 128).astype(np.uint8) for image in images]
+    return (image[..., 1] > 128).astype(np.uint8)
 
 
 def outputs(out: Path, **changes: object) -> Outputs:
     predictor = Predictor(
-        lambda image: (answer([image])[0], np.ones(SIZE, np.float32)),
-        answer,
+        lambda image: (answer(image), np.ones(SIZE, np.float32)),
         ("low", "high"),
         PALETTE,
         {"ema_digest": "12ab"},
@@ -57,8 +56,8 @@ def clip(tmp_path: Path) -> Path:
     return path
 
 
-def run(clip: Path, made: Outputs, batch: int = 3) -> list[str]:
-    return PredictJob(find(str(clip), made.out)[0], made, batch=batch).run().problems
+def run(clip: Path, made: Outputs) -> list[str]:
+    return PredictJob(find(str(clip), made.out)[0], made).run().problems
 
 
 def test_a_video_becomes_a_video_of_the_same_size_and_speed_and_a_mask_per_frame(
@@ -75,7 +74,7 @@ def test_a_video_becomes_a_video_of_the_same_size_and_speed_and_a_mask_per_frame
         ids = np.asarray(
             Image.open(tmp_path / "out" / "masks" / "a drive.mp4" / f"{number:06}.png")
         )
-        assert np.array_equal(ids, answer([image])[0])
+        assert np.array_equal(ids, answer(image))
         expected = 0.5 * image + 0.5 * np.array(PALETTE)[ids]
         assert np.abs(shown - expected).mean() < 12  # of the codec
         pixels += np.bincount(ids.ravel(), minlength=2)
@@ -170,7 +169,7 @@ def test_an_interrupted_video_leaves_no_part_of_a_film(
     with monkeypatch.context() as patch:
         patch.setattr(job_module, "read_frames", interrupted)
         with pytest.raises(Interrupted, match="0 of 1 sources"):
-            run(clip, made, batch=1)
+            run(clip, made)
     assert list((tmp_path / "out" / "overlays").iterdir()) == []
     assert len(list((tmp_path / "out" / "masks" / "a drive.mp4").iterdir())) == 5
     assert run(clip, made) == []
@@ -205,7 +204,7 @@ def test_a_stream_is_read_to_its_end_its_time_or_ctrl_c(
 def run_url(url: str, made: Outputs, seconds: float = 0.0) -> int:
     """Frames that were predicted."""
     sources, _ = find(url, made.out)
-    job = PredictJob(sources, made, batch=1, seconds=seconds)
+    job = PredictJob(sources, made, seconds=seconds)
     done = job.run()
     assert done.problems == []
     return done.answered
