@@ -6,9 +6,12 @@ The process has not imported torch.
 from __future__ import annotations
 
 import argparse
+import os
 import time
+from collections import Counter
 from collections.abc import Callable
-from itertools import cycle
+from itertools import count, cycle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,6 @@ from benchmarks import measure as measuring
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.runtime import Segmenter, Status
 from segpipe.runtime.artifact import ArtifactError
-from segpipe.runtime.bench import bench
 
 OVERHEAD_MS, OVERHEAD_PIXELS = (
     0.5,
@@ -28,7 +30,7 @@ SMOKE: dict[str, Any] = {}
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """What `python -m segpipe.runtime bench` tells of `artifact=FOLDER`, on `--repeats` frames (10000), one thread."""
+    """Latency and growth of memory of `artifact=FOLDER`, on `--repeats` frames (10000), one thread."""
     key, _, folder = " ".join(given.settings).partition("=")
     if key != "artifact" or not folder:
         raise ConfigError(
@@ -53,6 +55,76 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             and added["high_ms"] <= limit
         ),
     }
+
+
+# Growth that counts as none: allocators take and return pages; a leak of 0.5 KiB in 9,000 frames is more.
+FLAT_MIB = 4.0
+WARM_UP = 10  # calls that are not counted
+
+
+def bench(segmenter: Segmenter, frames: int) -> dict[str, Any]:
+    """Latencies of `infer` and of the bare run; memory growth over the `infer` calls.
+
+    Cycles through the golden frames. `memory_growth_mib` is the growth of resident memory over the last nine tenths of
+    the `infer` calls, after one-time allocations; it and `memory_flat` are None where the system does not report it.
+    """
+    if frames < 1:
+        raise ValueError(f"frames = {frames}, but a number above 0 was needed.")
+    golden = segmenter.artifact.golden.image
+    endless = cycle(golden)
+    statuses: Counter[str] = Counter()
+    calls = count()
+
+    def infer() -> None:
+        image = next(endless).copy()
+        image[-1, -1] = next(calls) % 251  # golden frames that repeat would look frozen
+        statuses[segmenter.infer(image).status] += 1
+
+    timed(infer, WARM_UP)
+    first = frames // 10
+    early = timed(infer, first)
+    before = resident_mib()
+    times = np.concatenate([early, timed(infer, frames - first)])
+    after = resident_mib()
+    run = timed(lambda: segmenter.session.run(golden[0]), min(frames, 1000))
+    growth = None if before is None or after is None else round(after - before, 2)
+    return {
+        "model_id": segmenter.artifact.model_id,
+        "size": list(golden[0].shape[:2]),
+        "machine": {
+            "engine": segmenter.session.engine.described,
+        },
+        "statuses": dict(statuses),
+        "infer": percentiles(times),
+        "run": percentiles(run),
+        "memory_growth_mib": growth,
+        "memory_flat": None if growth is None else growth <= FLAT_MIB,
+    }
+
+
+def percentiles(times_ms: NDArray[np.float64]) -> dict[str, float | int]:
+    """p50, p90 and p99 in ms, and their number `n`."""
+    p50, p90, p99 = np.percentile(times_ms, (50, 90, 99)).round(3).tolist()
+    return {"p50_ms": p50, "p90_ms": p90, "p99_ms": p99, "n": len(times_ms)}
+
+
+def timed(call: Callable[[], object], count: int) -> NDArray[np.float64]:
+    """Wall times of `count` calls, in ms."""
+    times_ms = np.zeros(count)
+    for index in range(count):
+        start = time.perf_counter()
+        call()
+        times_ms[index] = (time.perf_counter() - start) * 1e3
+    return times_ms
+
+
+def resident_mib() -> float | None:
+    """Resident memory of this process; None where the system does not report it."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def overhead(segmenter: Segmenter, frames: int) -> dict[str, float]:

@@ -121,6 +121,14 @@ def switches() -> dict[str, Any]:
     }
 
 
+def processor() -> str:
+    """Name of the CPU, or its architecture where the system does not report a name."""
+    for line in proc_lines("cpuinfo"):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
 def fingerprint() -> dict[str, Any]:
     """Versions, hardware and environment variables that the bits depend on, as plain JSON values."""
     import albumentations
@@ -130,7 +138,6 @@ def fingerprint() -> dict[str, Any]:
 
     cuda, found = torch.cuda.is_available(), _capabilities()
     machine = platform.processor() or platform.machine()
-    models = [line for line in proc_lines("cpuinfo") if line.startswith("model name")]
     driver = proc_lines("driver/nvidia/version")
     instructions = " ".join(name for name in INSTRUCTIONS if found.get(name))
     return {
@@ -147,7 +154,7 @@ def fingerprint() -> dict[str, Any]:
         "resize": _resize() if cuda else None,
         "driver": driver[0] if driver else None,
         "device": torch.cuda.get_device_name() if cuda else machine,
-        "cpu": models[0].partition(":")[2].strip() if models else machine,
+        "cpu": processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "instructions": instructions if found else None,
         "threads": torch.get_num_threads(),

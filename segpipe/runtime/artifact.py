@@ -113,12 +113,6 @@ class Artifact:
             "model_card.md says what is missing; run segpipe verify or segpipe export with the data set."
         )
 
-    @property
-    def palette(self) -> NDArray[np.uint8]:
-        """Class colors, uint8 (C, 3) RGB."""
-        colors = [entry["color"] for entry in self.manifest["classes"]]
-        return np.array(colors, np.uint8)
-
 
 def read_artifact(folder: Path | str, *, precision: str = "fp32") -> Artifact:
     """The exported folder with its ONNX file of the given precision.
@@ -151,7 +145,7 @@ def _artifact(
     if profile != PROFILE:
         raise UnusableError(
             f"{folder} has profile {profile}, but the runtime needs {PROFILE}: uint8 frames in, mask and confidence "
-            f"out. Export with export.profile={PROFILE}."
+            "out. Export again."
         )
     for name, entry in manifest["files"].items():
         if name in sums and entry.get("sha256", sums[name]) != sums[name]:
@@ -250,8 +244,7 @@ def _model_file(folder: Path, manifest: Mapping[str, Any], precision: str) -> st
     if precision in names:
         return str(names[precision])
     raise UnusableError(
-        f"{folder} has no ONNX file of precision {precision}, only: {', '.join(names) or 'none'}. Choose one of these, "
-        "or export with export.formats=[onnx]."
+        f"{folder} has no ONNX file of precision {precision}, only: {', '.join(names) or 'none'}. Choose one of these."
     )
 
 
