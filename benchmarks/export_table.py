@@ -38,7 +38,6 @@ from segpipe.export.gates.comparison import (
     gate_mask,
     gate_preprocessing,
 )
-from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.network import deploy_model, run_eager
 from segpipe.export.verify_report import ExportReport
 from segpipe.models import MODELS
@@ -46,7 +45,7 @@ from segpipe.native import one_thread
 from segpipe.train.checkpoint import TrainedNetwork, load_network
 
 SIZE = (192, 384)
-KINDS = [("onnx", "fp32"), ("onnx", "fp16"), ("torchscript", "fp32")]
+PRECISIONS = ("fp32", "fp16")
 MARKS = ("<!-- table: benchmarks/export_table.py -->", "<!-- end of table -->")
 ROUNDS = 7
 
@@ -74,17 +73,13 @@ def rows(trained: TrainedNetwork, checks: Sequence[Check]) -> list[dict[str, Any
             folder.mkdir()
         model = deploy_model(trained)
         result = ExportReport(folders[0], describe(trained, model, size, Origin(), {}))
-        subjects = convert(result, model, size, folders, KINDS, [])
+        subjects = convert(result, model, size, folders, PRECISIONS, [])
         eager = run_eager(model)
         candidates = []
         for subject in subjects:
             assert not subject.problems(), subject.problems()
-            kind = FORMATS[subject.format]
             candidates.append(
-                Candidate(
-                    kind.open(subject.probe, model.profile),
-                    kind.open(subject.path, model.profile),
-                )
+                Candidate(subject.open(subject.probe), subject.open(subject.path))
             )
         sigma = compare(as_trained(eager, trained.preprocess), candidates, checks)
         image = checks[0].image

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.table import Table
 
+from segpipe.determinism import flags
 from segpipe.errors import ExportMismatch
 from segpipe.export.gates.comparison import GATES, GateResult, Sigma, gate_integrity
 from segpipe.files import plain
-from segpipe.runtime.bench import processor
 from segpipe.settings.groups import ENOUGH_IMAGES
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class ExportReport:
             **({"dropped": self.dropped} if self.dropped else {}),
             "latency": {
                 "device": "cpu",
-                "processor": processor(),
+                "processor": flags.processor(),
                 "threads": 1,
                 "files": self.latency,
             },

@@ -31,8 +31,8 @@ from onnxruntime.transformers.float16 import convert_float_to_float16
 from onnxruntime.transformers.onnx_model import OnnxModel
 
 from segpipe.errors import ConfigError, ExportError
-from segpipe.export.graph.network import Image
-from segpipe.export.graph.onnx_format import open_session
+from segpipe.export.graph.network import INPUT, Image
+from segpipe.runtime.engines import make_session
 
 CONV = "Conv"
 Array = NDArray[Any]
@@ -249,15 +249,14 @@ def activation_ranges(
     watched.CopyFrom(model)
     del watched.graph.output[:]
     watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    session = open_session(watched)
+    session = make_session(watched.SerializeToString())
     collector = HistogramCollector(
         "percentile", False, _BINS, _BINS, _PERCENTILE, "same"
     )
     with contextlib.redirect_stdout(None):  # it prints
         for image in images:
-            values = dict(
-                zip(names, session.run(None, _feed(model, image)), strict=True)
-            )
+            found = session.run(None, {INPUT: image[None]})
+            values = dict(zip(names, found, strict=True))
             for name, value in values.items():
                 if not np.isfinite(value).all():
                     raise ExportError(
@@ -265,10 +264,10 @@ def activation_ranges(
                         "int8 out of export.precision."
                     )
             collector.collect(values)
-        found = collector.compute_collection_result()
+        ranges = collector.compute_collection_result()
     return {
         name: (min(float(low), 0.0), max(float(high), 0.0))
-        for name, (low, high, *_) in found.items()
+        for name, (low, high, *_) in ranges.items()
     }
 
 
@@ -363,10 +362,6 @@ def _quantized(
         original.producer_version,
     )
     return result
-
-
-def _feed(model: onnx.ModelProto, image: Image) -> dict[str, NDArray[Any]]:
-    return {model.graph.input[0].name: image[None]}
 
 
 @contextlib.contextmanager
