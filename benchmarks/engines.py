@@ -53,7 +53,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             for name, title in PROGRAMS.items()
             if (row := _program(settings["cpp"], name, folder, repeats))
         }
-    height, width = artifact.shapes.frame[:2]
+    height, width = artifact.frame[:2]
     return {
         "what": f"{artifact.model_id}, one golden frame of {height}x{width}, one CPU thread",
         "machine": {

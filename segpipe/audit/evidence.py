@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from segpipe.audit.verdict import FAILED, NOTED, PASSED, UNCHECKED, Line, shortened
 from segpipe.data.mix import absent_root
 from segpipe.data.samples import open_splits
-from segpipe.errors import CheckpointError, ConfigError, SegpipeError
+from segpipe.errors import CheckpointError, ConfigError, SegpipeError, listed
 from segpipe.files import read_json, sha256
 from segpipe.ledger import inputs
 from segpipe.ledger.reader import RunLedger, read_run
@@ -19,10 +18,24 @@ from segpipe.settings.config import Config, config_hash, course, recipe
 from segpipe.train import checkpoint
 from segpipe.train.start import weights_path
 
+PASSED, FAILED, NOTED, UNCHECKED = "passed", "failed", "noted", "not checked"
 # The sentence on an exported folder whose gates all passed; raises SegpipeError.
 Verify = Callable[[Config, Path], str]
 # Raised for content that matches its own digests but is not what a run writes.
 MALFORMED = (ValueError, TypeError, KeyError, AttributeError)
+
+
+class Line(NamedTuple):
+    """The result of one check. `noted`: something changed that does not make the audit fail."""
+
+    part: str
+    status: str
+    text: str
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return listed(names, joint="; ")
 
 
 def differences(changed: Mapping[str, tuple[Any, Any]], here: str, there: str) -> str:

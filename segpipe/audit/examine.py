@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from segpipe import plugins
 from segpipe.audit import evidence
-from segpipe.audit.evidence import CheckedCheckpoint, Verify
+from segpipe.audit.evidence import (
+    FAILED,
+    PASSED,
+    UNCHECKED,
+    CheckedCheckpoint,
+    Line,
+    Verify,
+)
 from segpipe.audit.replay import first_difference, read_config, replay
-from segpipe.audit.verdict import FAILED, PASSED, UNCHECKED, Audit, Line
 from segpipe.data.mix import absent_root
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import plugin_sources
-from segpipe.errors import CheckpointError, ConfigError, SegpipeError
+from segpipe.errors import (
+    CHECKED_IN_PART,
+    CheckpointError,
+    ConfigError,
+    SegpipeError,
+)
+from segpipe.files import to_json, write_atomically
 from segpipe.ledger.divergence import compare
 from segpipe.ledger.reader import RunLedger
 from segpipe.ledger.rows import FOLDER, ledger_files
 from segpipe.losses.total import backend
 from segpipe.settings.compose import with_settings
 from segpipe.settings.config import Config, check
+
+EXIT_CODES = {
+    "passed": 0,
+    "passed in part": CHECKED_IN_PART,
+    "failed": 13,
+    "cannot audit": 2,
+}
+
 
 # What is being done, updates done, updates in all.
 Progress = Callable[[str, int, int], None]
@@ -55,6 +76,64 @@ class Span(NamedTuple):
     def __str__(self) -> str:
         source = self.start.name if self.start else "the seed"
         return f"updates {self.first} to {self.last - 1} from {source}"
+
+
+@dataclass(frozen=True)
+class Audit:
+    """All lines, from the images to the exported file, and how the replayed spans were chosen."""
+
+    run: str
+    lines: tuple[Line, ...]
+    obstacle: str  # why nothing could be replayed; empty when spans were
+    seed: int  # of the choice of the spans
+    replayed: int  # updates
+    updates: int  # of the run
+    seconds: float
+
+    @property
+    def verdict(self) -> str:
+        """Passed, passed in part, failed or cannot audit.
+
+        In part: nothing is wrong, but not every update was trained again. Failed: the run is not repeatable, or
+        something was altered.
+        """
+        if any(line.status == FAILED for line in self.lines):
+            return "failed"
+        if self.obstacle:
+            return "cannot audit"
+        whole = self.replayed >= self.updates and all(
+            line.status != UNCHECKED for line in self.lines
+        )
+        return "passed" if whole else "passed in part"
+
+    @property
+    def exit_code(self) -> int:
+        """0 passed, 14 passed in part, 13 failed, 2 cannot audit."""
+        return EXIT_CODES[self.verdict]
+
+    @property
+    def sentence(self) -> str:
+        """The verdict with its reason."""
+        reasons = {
+            "failed": "; ".join(
+                f"{line.part}: {line.text}"
+                for line in self.lines
+                if line.status == FAILED
+            ),
+            "cannot audit": self.obstacle,
+        }
+        share = f"{self.replayed} of {self.updates} updates ({self.replayed / max(self.updates, 1):.0%})"
+        return f"{self.verdict}: {reasons.get(self.verdict, f'{share} were trained again and gave the same bits')}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain JSON values."""
+        lines = [line._asdict() for line in self.lines]
+        return {
+            "verdict": self.verdict,
+            "sentence": self.sentence,
+            **asdict(self),
+            "lines": lines,
+        }
 
 
 def choose_spans(
@@ -264,3 +343,21 @@ def _check_states(
     if unknown:
         text = f"no replayed span ends at {', '.join(unknown)}. Set spans=N and span_steps=0 to replay up to them"
         yield Line("states", UNCHECKED, text)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ConfigError when no report can be written to `folder`, before minutes are spent on the audit."""
+    existing = next(
+        each for each in (folder, *folder.absolute().parents) if each.exists()
+    )
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ConfigError(
+            f"out = {folder}, but nothing can be written to {existing}. Set out=FOLDER for the report."
+        )
+
+
+def write_audit(audit: Audit, folder: Path) -> Path:
+    """`report.json` in the folder, written. Raises CheckpointError when the disk is full."""
+    path = folder / "report.json"
+    write_atomically(path, to_json(audit.to_json()))
+    return path

@@ -11,8 +11,13 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from segpipe.audit.examine import AuditRequest, examine
-from segpipe.audit.verdict import Audit, check_folder, write_audit
+from segpipe.audit.examine import (
+    Audit,
+    AuditRequest,
+    check_folder,
+    examine,
+    write_audit,
+)
 from segpipe.cli.commands import COMMANDS
 from segpipe.cli.export import verify
 from segpipe.errors import SegpipeError

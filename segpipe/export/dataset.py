@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import cv2
 import numpy as np
 
-from segpipe.data.data_set import Samples
+from segpipe.data.data_set import DataSet, Samples
 from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError, DataError
 from segpipe.export.graph.network import Image, Size
@@ -90,15 +90,13 @@ def _copies(check: Check) -> Iterator[Check]:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Images of `size` with their targets: at most `count`, spread over the split, read again in each iteration."""
+    """Images with their targets, read again in each iteration: those of `indices`."""
 
-    samples: Samples
-    size: Size
-    count: int
+    samples: DataSet
+    indices: Sequence[int]
 
     def __iter__(self) -> Iterator[tuple[Image, NDArray[Any]]]:
-        for _, image, target in _of_size(self.samples, self.size, self.count):
-            yield image, target
+        return map(self.samples.read, self.indices)
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class GateInputs:
 
 
 def gather(
-    samples: Samples | None, config: Config, size: Size | None = None
+    samples: DataSet | None, config: Config, size: Size | None = None
 ) -> GateInputs:
     """Check images and labelled images of `size`, by default export.height/width or the most common size.
 
@@ -139,21 +137,27 @@ def gather(
             )
         return GateInputs(check_set([], [], size), None, export)
 
-    wanted = size or _common_size(samples, export.images)
-    found = list(_of_size(samples, wanted, export.images))
-    labelled = Labelled(samples, wanted, export.quality_images)
-    if not found and not (size and export.allow_unverified):
+    if not len(samples):
+        raise DataError(
+            "data.split has no images, but an export is checked on real ones. Choose another data.split."
+        )
+    sizes = [samples.size(index) for index in range(len(samples))]
+    wanted = size or Counter(sizes).most_common(1)[0][0]
+    fitting = [index for index, found in enumerate(sizes) if found == wanted]
+    if not fitting and not (size and export.allow_unverified):
         raise DataError(
             f"data.split has no image of {wanted[0]}x{wanted[1]} pixels (height x width), the size of the files, among "
             f"its {len(samples)} images. Choose another data.root or data.split. export.allow_unverified=true compares "
             "on generated images alone."
         )
-    names, images = [name for name, _, _ in found], [image for _, image, _ in found]
-    checks = check_set(images, names, wanted)
-    return GateInputs(checks, labelled if found else None, export)
+    chosen = spaced(fitting, export.images)
+    images = [samples.read(index)[0] for index in chosen]
+    checks = check_set(images, [samples.name(index) for index in chosen], wanted)
+    labelled = Labelled(samples, spaced(fitting, export.quality_images))
+    return GateInputs(checks, labelled if fitting else None, export)
 
 
-def validation_samples(config: Config, classes: ClassTable) -> Samples | None:
+def validation_samples(config: Config, classes: ClassTable) -> DataSet | None:
     """The validation split; None when it is missing and `export.allow_unverified` is set.
 
     Raises DataError when it is missing otherwise, ConfigError when its classes are not those of the network.
@@ -188,44 +192,11 @@ def training_images(config: Config) -> Iterator[Image] | None:
 
 def spread(samples: Samples, count: int = 64) -> Iterator[Image]:
     """At most `count` images evenly spaced through a split, read one by one."""
-    for index in _spread_order(len(samples), count)[:count]:
+    for index in spaced(range(len(samples)), count):
         yield samples.read(index)[0]
 
 
-def _common_size(samples: Samples, count: int) -> Size:
-    """The most common size among `count` samples: an exported file has one. Raises DataError without any."""
-    order = _spread_order(len(samples), count)[:count]
-    if not order:
-        raise DataError(
-            "data.split has no images, but an export is checked on real ones. Choose another data.split."
-        )
-    sizes = Counter(samples.read(index)[0].shape[:2] for index in order)
-    height, width = sizes.most_common(1)[0][0]
-    return height, width
-
-
-def _of_size(
-    samples: Samples, size: Size, count: int
-) -> Iterator[tuple[str, Image, NDArray[Any]]]:
-    """Name, image and target of at most `count` samples of this size, spread over the split.
-
-    Others take the places of those that do not fit.
-    """
-    found = 0
-    for index in _spread_order(len(samples), count):
-        image, target = samples.read(index)
-        if image.shape[:2] == size:
-            yield samples.name(index), image, target
-            found += 1
-        if found == count:
-            return
-
-
-def _spread_order(length: int, count: int) -> list[int]:
-    """All indices: first `count` evenly spaced ones, then those between them as replacements."""
-    order: dict[int, None] = {}
-    while len(order) < length:
-        spaced = min(count, length)
-        order |= dict.fromkeys(place * length // spaced for place in range(spaced))
-        count *= 2
-    return list(order)
+def spaced(indices: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the indices, evenly spaced."""
+    count = min(count, len(indices))
+    return [indices[place * len(indices) // count] for place in range(count)]

@@ -60,7 +60,7 @@ from segpipe.settings.config import check_critical_classes, export_problems
 from segpipe.train.checkpoint import TrainedNetwork
 
 if TYPE_CHECKING:
-    from segpipe.data.data_set import Samples
+    from segpipe.data.data_set import DataSet
     from segpipe.models.layers import SegmentationNet
     from segpipe.settings.config import Config
     from segpipe.settings.groups import ExportConfig
@@ -72,7 +72,7 @@ def export_checkpoint(
     trained: TrainedNetwork,
     config: Config,
     *,
-    validation: Samples | None,
+    validation: DataSet | None,
     training: Iterable[Image] | None,
 ) -> ExportReport:
     """Exports `trained`, which is `which` of the folder `run`, to `export.dir` or RUN/export, as `config.export` says.

@@ -193,16 +193,11 @@ class ExportReport:
         (folder / MARKDOWN).write_text(render(MARKDOWN, report=self, created=created))
 
     def table(self) -> Table:
-        """Gates, sizes and latencies for the terminal."""
+        """Gates for the terminal."""
         title = f"Export in {self.folder}: {self.status}"
         shown = Table("file", "gate", "verdict", "finding", title=title)
         for row in self.rows:
             shown.add_row(*row)
-        for name, figures in self.latency.items():
-            finding = f"{figures['p50_ms']:.1f} ms, 1 CPU thread"
-            if name in self.files:
-                finding += f", {self.files[name]['bytes'] / 2**20:.1f} MiB"
-            shown.add_row(name, "latency", "", finding)
         return shown
 
 

@@ -29,7 +29,7 @@ from segpipe.runtime.artifact import (
     read_artifact,
 )
 from segpipe.runtime.engines import EngineError
-from segpipe.runtime.images import enlarged
+from segpipe.runtime.frames import enlarged
 from segpipe.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -109,10 +109,10 @@ def of_exported(
     except ArtifactError as error:
         raise IntegrityError(str(error)) from error
 
-    height, width, _ = artifact.shapes.frame
+    height, width, _ = artifact.frame
 
     def predict(image: Pixels) -> Answer:
-        if not artifact.shapes.fits(image.shape):
+        if image.shape != artifact.frame:
             raise DataError(
                 f"an image of {image.shape[0]}x{image.shape[1]}, but the file takes {height}x{width}. Scale it, or set "
                 "run=, which takes any size."

@@ -19,14 +19,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .artifact import ArtifactError
 from .engines import ENGINES
 from .frames import Status
-from .images import picture_path, read_image, write_picture
 from .segmenter import Segmenter
 
 _WARM_UP = 10  # frames that are not timed
+ARRAY = ".npy"  # all other pictures need Pillow
+Image = NDArray[np.uint8]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -161,6 +163,49 @@ def _bench(given: argparse.Namespace) -> int:
     }
     print(json.dumps(found, indent=1))
     return 0 if statuses.keys() <= {Status.OK} else 1
+
+
+def read_image(path: Path) -> Image:
+    """Image as stored: uint8 (H, W, 3) RGB from a picture, any array from .npy. Raises ValueError with the path."""
+    try:
+        if path.suffix.lower() == ARRAY:
+            return np.asarray(np.load(path, allow_pickle=False))
+        return _decoded(path)
+    # Decoders raise SyntaxError, struct.error and types of their own for damaged files.
+    except Exception as error:
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}: {error})."
+        ) from None
+
+
+def _decoded(path: Path) -> Image:
+    try:
+        from PIL import Image as pillow  # noqa: N813
+    except ImportError:
+        raise ValueError(f"only {ARRAY} is read without Pillow") from None
+    with pillow.open(path) as picture:
+        if picture.mode.startswith(("I", "F")):  # convert() would clip them to white
+            raise ValueError(f"mode {picture.mode}, but 8 bits per channel were needed")
+        return np.asarray(picture.convert("RGB"))
+
+
+def picture_path(stem: Path) -> Path:
+    """A PNG where Pillow is installed, else an .npy."""
+    try:
+        import PIL  # noqa: F401
+    except ImportError:
+        return stem.with_name(f"{stem.name}{ARRAY}")
+    return stem.with_name(f"{stem.name}.png")
+
+
+def write_picture(path: Path, picture: Image) -> None:
+    """Write a path of `picture_path`."""
+    if path.suffix == ARRAY:
+        np.save(path, picture)
+        return
+    from PIL import Image as pillow  # noqa: N813
+
+    pillow.fromarray(picture).save(path)
 
 
 if __name__ == "__main__":

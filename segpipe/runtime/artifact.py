@@ -49,20 +49,6 @@ class SelfTestError(ArtifactError):
     exit_code = 4
 
 
-class Shapes:
-    """Shapes of frames and of their answers, without the batch axis, from `io` of a manifest."""
-
-    def __init__(self, io: Mapping[str, Any]) -> None:
-        self.frame: Shape = tuple(io["inputs"][0]["shape"][1:])
-        self.answers: list[Shape] = [
-            tuple(entry["shape"][1:]) for entry in io["outputs"]
-        ]
-
-    def fits(self, shape: Shape) -> bool:
-        """Whether the model accepts a frame of this shape."""
-        return shape == self.frame
-
-
 @dataclass(frozen=True)
 class Golden:
     """Frames with the trained network's answers: uint8 (n, H, W, 3), (n, H, W), (n, h, w)."""
@@ -91,7 +77,8 @@ class Artifact:
     folder: Path
     manifest: dict[str, Any]
     model: bytes
-    shapes: Shapes
+    frame: Shape  # of an image (H, W, 3)
+    answers: list[Shape]  # of mask and confidence
     golden: Golden
     model_id: str
     ema_digest: str
@@ -154,13 +141,18 @@ def _artifact(
                 f"{entry['sha256'][:12]}...: both were changed after the export."
             )
     name = _model_file(folder, manifest, precision)
-    shapes = Shapes(manifest["io"])
+    io = manifest["io"]
+    frame = tuple(io["inputs"][0]["shape"][1:])
+    answers = [tuple(entry["shape"][1:]) for entry in io["outputs"]]
     return Artifact(
         folder=folder,
         manifest=manifest,
         model=read_file(folder, name, sums),
-        shapes=shapes,
-        golden=_golden(folder, manifest, shapes, sums, manifest["files"][name]),
+        frame=frame,
+        answers=answers,
+        golden=_golden(
+            folder, manifest, [frame, *answers], sums, manifest["files"][name]
+        ),
         model_id=f"{manifest['model']}-{precision}-{sums[name][:12]}",
         ema_digest=str(manifest["source"]["ema_digest"]),
         requires=dict(manifest.get("requires", {})),
@@ -251,12 +243,11 @@ def _model_file(folder: Path, manifest: Mapping[str, Any], precision: str) -> st
 def _golden(
     folder: Path,
     manifest: Mapping[str, Any],
-    shapes: Shapes,
+    needed: list[Shape],
     sums: Mapping[str, str],
     model: Mapping[str, Any],
 ) -> Golden:
     names = [entry["name"] for entry in manifest["io"]["outputs"]]
-    needed = [shapes.frame, *shapes.answers]
     arrays = {}
     for part in ("image", "mask", "confidence"):
         content = read_file(folder, f"golden/{part}.npy", sums)

@@ -203,3 +203,10 @@ class StampCheck:
         if fresh:
             self._newest = stamp
         return fresh
+
+
+def enlarged(mask: NDArray[Any], height: int, width: int) -> NDArray[Any]:
+    """The mask at this size: each pixel takes the id of the cell in which it lies."""
+    rows = np.arange(height) * mask.shape[0] // height
+    columns = np.arange(width) * mask.shape[1] // width
+    return np.asarray(mask[np.ix_(rows, columns)])

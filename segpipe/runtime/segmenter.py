@@ -175,9 +175,9 @@ class Segmenter:
         if not isinstance(image, np.ndarray) or isinstance(image, np.ma.MaskedArray):
             why = f"{type(image).__name__}, but a numpy array of uint8 was needed"
             raise Refused(Status.BAD_DTYPE, why)
-        shapes = self.artifact.shapes
-        if not shapes.fits(image.shape):
-            why = f"{image.shape}, but {shapes.frame} was needed: height, width, 3"
+        frame = self.artifact.frame
+        if image.shape != frame:
+            why = f"{image.shape}, but {frame} was needed: height, width, 3"
             raise Refused(Status.BAD_SHAPE, why)
         if image.dtype != np.uint8:
             why = f"{image.dtype}, but uint8 was needed: 0 to 255"
@@ -200,7 +200,7 @@ class Segmenter:
             )
 
     def _no_answer(self) -> Masks:
-        mask, confidence = self.artifact.shapes.answers
+        mask, confidence = self.artifact.answers
         return np.full(mask, NO_ANSWER, np.uint8), np.zeros(confidence, np.uint8)
 
 

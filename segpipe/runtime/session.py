@@ -117,7 +117,7 @@ class Session:
                 raise
             why = "the run was ended at its deadline"
             raise Refused(Status.DEADLINE, why) from error
-        shapes = self._artifact.shapes.answers
+        shapes = self._artifact.answers
         for name, output, shape in zip(self._outputs, outputs, shapes, strict=True):
             if output.shape != (1, *shape) or output.dtype != np.uint8:
                 raise ValueError(

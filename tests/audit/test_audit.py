@@ -19,15 +19,8 @@ from runs import command as train_command
 from runs import run, settings, torch_restored, write_camvid
 from segpipe.audit import evidence
 from segpipe.audit import examine as examination
-from segpipe.audit.examine import AuditRequest, Progress, examine
-from segpipe.audit.verdict import (
-    FAILED,
-    NOTED,
-    PASSED,
-    UNCHECKED,
-    Audit,
-    Line,
-)
+from segpipe.audit.evidence import FAILED, NOTED, PASSED, UNCHECKED, Line
+from segpipe.audit.examine import Audit, AuditRequest, Progress, examine
 from segpipe.cli import audit as command
 from segpipe.cli.main import main as segpipe
 from segpipe.data.samples import open_splits

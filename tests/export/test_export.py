@@ -54,7 +54,7 @@ from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
 from segpipe.export.graph.onnx_format import ModelFile, open_onnx, to_onnx
 from segpipe.predict.predictor import of_exported
 from segpipe.runtime import Segmenter
-from segpipe.runtime.images import enlarged
+from segpipe.runtime.frames import enlarged
 from segpipe.settings.config import Config
 from segpipe.settings.groups import ExportConfig
 from segpipe.train.checkpoint import TrainedNetwork
@@ -516,6 +516,10 @@ class FakeSamples:
     def name(self, index: int) -> str:
         return f"scene_{index}"
 
+    def size(self, index: int) -> tuple[int, int]:
+        height, width, _ = self.images[index].shape
+        return height, width
+
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         return self.images[index], np.zeros(
             self.images[index].shape[:2], dtype=np.uint8
@@ -540,10 +544,8 @@ def test_check_images_are_spread_over_the_split() -> None:
         f"scene_{index}" for index in range(1, 5)
     ]
     mixed = [small, *IMAGES] * 4
-    names = ["scene_2", "scene_7", "scene_12", "scene_17"]
-    assert check_names(mixed, 4, SIZE) == names, (
-        "the usual places, 0, 5, 10 and 15, do not fit"
-    )
+    names = ["scene_1", "scene_6", "scene_11", "scene_16"]
+    assert check_names(mixed, 4, SIZE) == names, "0, 5, 10 and 15 do not fit"
     assert len(check_names(mixed, 100, SIZE)) == 16
     with pytest.raises(DataError, match=r"has no image of 9x9 pixels .* among its 20"):
         check_names(mixed, 4, (9, 9))

@@ -41,10 +41,9 @@ from segpipe.runtime import (
     make_session,
     read_artifact,
 )
-from segpipe.runtime.__main__ import main
+from segpipe.runtime.__main__ import main, read_image
 from segpipe.runtime.artifact import CONFIDENCE_SHARE
 from segpipe.runtime.frames import RepeatCounter
-from segpipe.runtime.images import read_image
 from segpipe.runtime.session import Session
 
 pytestmark = pytest.mark.slow
@@ -866,7 +865,7 @@ def test_an_interrupted_command_ends_in_a_line(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("segpipe.runtime.__main__.bench", interrupt)
+    monkeypatch.setattr(Segmenter, "infer", interrupt)
     assert main(["bench", str(shared_folder)]) == 130
     assert capsys.readouterr().err == "interrupted.\n"
 
@@ -1047,7 +1046,7 @@ for name in BLOCKED:
     except ImportError:
         continue
     sys.exit(f"the control: {{name}} is blocked")
-from segpipe.runtime.__main__ import main
+from segpipe.runtime.__main__ import main, read_image
 assert main(["selftest", {str(shared_folder)!r}]) == 0
 assert main(["run", {str(shared_folder)!r}, "frame.npy", "--out", "out"]) == 0
 assert main(["run", {str(shared_folder)!r}, "frame.png", "--out", "png"]) == 1

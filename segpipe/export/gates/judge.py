@@ -49,8 +49,7 @@ def measure(runs: Mapping[str, Run], image: Image) -> dict[str, dict[str, float 
 
     The runs take turns, so a change of the machine's load affects all of them alike.
     """
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    spent: dict[str, list[float]] = {name: [] for name in runs}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     begin = time.perf_counter()
     for rounds in range(_WARMUP + _MAX_RUNS):
         is_late = time.perf_counter() - begin >= SECONDS * len(runs)
@@ -59,19 +58,19 @@ def measure(runs: Mapping[str, Run], image: Image) -> dict[str, dict[str, float 
         for name, run in runs.items():
             start, start_cpu = time.perf_counter(), time.process_time()
             run(image)
-            spent[name].append((time.process_time() - start_cpu) * 1e3)
-            times[name].append((time.perf_counter() - start) * 1e3)
+            spent = time.process_time() - start_cpu
+            taken[name].append((time.perf_counter() - start, spent))
 
     figures: dict[str, dict[str, float | int]] = {}
-    for name in runs:
-        kept = times[name][_WARMUP:]
-        p50, p90, p99 = np.percentile(kept, (50, 90, 99)).round(3).tolist()
+    for name, found in taken.items():
+        wall, cpu = 1e3 * np.array(found[_WARMUP:]).T
+        p50, p90, p99 = np.percentile(wall, (50, 90, 99)).round(3).tolist()
         figures[name] = {
             "p50_ms": p50,
             "p90_ms": p90,
             "p99_ms": p99,
-            "n": len(kept),
-            "cpu_ms": round(min(spent[name][_WARMUP:]), 3),
+            "n": len(wall),
+            "cpu_ms": round(float(cpu.min()), 3),
         }
     return figures
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from segpipe.errors import DataError
 from segpipe.export.gates.comparison import FP32, GateResult, Limits
 from segpipe.export.graph.network import Answer, Image, Run
 from segpipe.keys import generator, sample_key
-from segpipe.runtime.images import enlarged
+from segpipe.runtime.frames import enlarged
 from segpipe.train.metrics import confusion, iou_per_class, miou
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ def fit_temperature(
 
     Shapes: logits float32 (C, h, w) at the output stride, where the exported file computes its confidence; target
     uint8 (H, W), read at the pixel in the center of each cell. At most 2048 labelled pixels per image are used, drawn
-    by the index of the image only. Raises DataError when no pixel is labelled, a target is no class, or logits are not
-    finite.
+    by the index of the image only. Raises DataError when no pixel is labelled, or logits are not finite.
     """
     scores: list[NDArray[np.float64]] = []
     labels: list[NDArray[np.int64]] = []
@@ -92,14 +92,6 @@ def calibration_error(score: NDArray[np.float64], label: NDArray[np.int64]) -> f
     return float(np.abs(gaps).sum() / len(label))
 
 
-def at_centers(pixels: NDArray[Any], cells: Sequence[int]) -> NDArray[Any]:
-    """The pixel in the center of each of (h, w) `cells`: (H, W) -> (h, w)."""
-    (height, width), (rows, columns) = pixels.shape, cells
-    row = (2 * np.arange(rows) + 1) * height // (2 * rows)
-    column = (2 * np.arange(columns) + 1) * width // (2 * columns)
-    return pixels[np.ix_(row, column)]
-
-
 def _logits(
     trained: TrainedNetwork, labelled: Iterable[tuple[Image, Target]]
 ) -> Iterator[tuple[Logits, Target]]:
@@ -117,7 +109,10 @@ def _pixels(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Logits (n, C) and classes (n,) of the labelled pixels of an image."""
     classes, height, width = logits.shape
-    label = at_centers(target, (height, width)).astype(np.int64).ravel()
+    # The pixel in the center of each cell
+    nearest = cv2.INTER_NEAREST_EXACT
+    cells = cv2.resize(target, (width, height), interpolation=nearest)
+    label = cells.astype(np.int64).ravel()
 
     # Drawn by the place of the image alone, so that the same images give the same temperature
     place = np.flatnonzero(label != ignore_index)
@@ -127,10 +122,6 @@ def _pixels(
     label = label[place]
     score = logits.reshape(classes, -1)[:, place].T.astype(np.float64)
 
-    if label.max(initial=0) >= classes:
-        raise DataError(
-            f"target {index} has class {label.max()}, but the logits have {classes} classes."
-        )
     if not np.isfinite(score).all():
         raise DataError(
             f"logits of image {index} are NaN or infinite; no temperature can be fitted."

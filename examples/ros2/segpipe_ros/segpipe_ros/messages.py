@@ -100,7 +100,7 @@ def answer(segmenter: Segmenter, message: ImageMessage) -> tuple[Result, str]:
         return segmenter.refuse(frame.status), frame.reason
     result = segmenter.infer(frame.image, to_seconds(message.header.stamp))
     if result.status is Status.BAD_SHAPE:
-        height, width, _ = segmenter.artifact.shapes.frame
+        height, width, _ = segmenter.artifact.frame
         needed = f"{height}x{width}"
         return (
             result,
