@@ -216,11 +216,11 @@ def test_the_ends_of_the_scale() -> None:
 def unusable() -> Iterator[tuple[np.ndarray, np.ndarray, str]]:
     logits, target = calibrated(1)[0]
     yield logits, np.full_like(target, IGNORE), "no labelled pixel"
-    yield logits, target + np.uint8(CLASSES), f"logits have {CLASSES} classes"
+    yield logits, target + np.uint8(CLASSES), f"of {CLASSES} classes"
     yield (
         logits,
         np.minimum(target + np.uint8(1), np.uint8(CLASSES)),
-        f"has class {CLASSES}, but",
+        f"has class {CLASSES} of",
     )
     yield logits * np.float32(np.nan), target, "NaN or infinite"
 

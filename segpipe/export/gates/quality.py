@@ -56,7 +56,8 @@ def fit_temperature(
 
     Shapes: logits float32 (C, h, w) at the output stride, where the exported file computes its confidence; target
     uint8 (H, W), read at the pixel in the center of each cell. At most 2048 labelled pixels per image are used, drawn
-    by the index of the image only. Raises DataError when no pixel is labelled, or logits are not finite.
+    by the index of the image only. Raises DataError when no pixel is labelled, a target is no class, or logits are not
+    finite.
     """
     scores: list[NDArray[np.float64]] = []
     labels: list[NDArray[np.int64]] = []
@@ -122,9 +123,10 @@ def _pixels(
     label = label[place]
     score = logits.reshape(classes, -1)[:, place].T.astype(np.float64)
 
-    if not np.isfinite(score).all():
+    if label.max(initial=0) >= classes or not np.isfinite(score).all():
         raise DataError(
-            f"logits of image {index} are NaN or infinite; no temperature can be fitted."
+            f"image {index}: logits are NaN or infinite, or its target has class {label.max(initial=0)} of {classes} "
+            "classes, so no temperature can be fitted."
         )
     return score, label
 

@@ -10,6 +10,7 @@ upsampling, softmax and argmax after it: they are cheap, and there a rounding er
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -222,19 +223,21 @@ _INFERRED = "onnx.infer"  # metadata key by which onnxruntime.quantization knows
 def to_int8(source: Path, out: Path, images: Sequence[Image]) -> None:
     """Writes `out`, the int8 form of the fp32 file `source`.
 
-    images: real frames uint8 (H, W, 3) RGB of the size of the graph. Inputs, outputs, opset and metadata are those of
-    `source`; the same images give the same bytes. Raises ConfigError without images, ExportError when an activation is
-    not finite.
+    images: real frames uint8 (H, W, 3) RGB of the size of the graph. Inputs, outputs and opset are those of `source`;
+    the same images give the same bytes. Raises ConfigError without images, ExportError when an activation is not
+    finite.
     """
     if not images:
         raise ConfigError(
             "int8 needs calibration frames, but there are none. Set data.root to the training images."
         )
-    original = onnx.load(source)
-    model = _prepared(original)
+    model = _named(onnx.load(source))
+    widen_constants(model.graph)
+    if gather_stem(model.graph):
+        model = _named(model)
     nodes = _quantized_nodes(model.graph)
     ranges = activation_ranges(model, _activations(model.graph, nodes), images)
-    onnx.save(_quantized(model, original, nodes, ranges), out)
+    onnx.save(_quantized(model, nodes, ranges), out)
 
 
 def activation_ranges(
@@ -245,8 +248,7 @@ def activation_ranges(
     One frame at a time on one thread, so the result does not depend on the machine's cores, nor the memory on the
     number of frames. Raises ExportError for a tensor that is not finite.
     """
-    watched = onnx.ModelProto()
-    watched.CopyFrom(model)
+    watched = copy.deepcopy(model)
     del watched.graph.output[:]
     watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
     session = make_session(watched.SerializeToString())
@@ -289,19 +291,6 @@ def _quantized_nodes(graph: onnx.GraphProto) -> list[str]:
     return found
 
 
-def _prepared(original: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy that computes the same in a form that quantises well, with names and types."""
-    model = onnx.ModelProto()
-    model.CopyFrom(original)
-    model = _named(model)
-    widen_constants(model.graph)
-    if gather_stem(model.graph):
-        model = _named(model)
-    # Otherwise the quantizer would infer types again, through temporary files.
-    onnx.helper.set_model_props(model, {_INFERRED: "onnxruntime.quant"})
-    return model
-
-
 def _named(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with a name for every node and the type of every tensor."""
     for index, node in enumerate(model.graph.node):
@@ -327,19 +316,19 @@ def _data(node: onnx.NodeProto) -> list[str]:
 
 def _quantized(
     model: onnx.ModelProto,
-    original: onnx.ModelProto,
     nodes: Sequence[str],
     ranges: dict[str, tuple[float, float]],
 ) -> onnx.ModelProto:
-    copied = onnx.ModelProto()
-    copied.CopyFrom(model)
+    """The model with these nodes in int8, without metadata. The quantizer works on `model` itself."""
+    # Otherwise it would infer types again, through temporary files.
+    helper.set_model_props(model, {_INFERRED: "onnxruntime.quant"})
     data = {
         name: TensorData(lowest=np.float32(low), highest=np.float32(high))
         for name, (low, high) in ranges.items()
     }
     with _silent_logging():
         quantizer = QDQQuantizer(
-            copied,
+            model,
             per_channel=True,
             # 7 bits: a CPU with AVX2 only adds products in 16 bits, where 8-bit weights overflow, and a small network
             # kept 90 % of its mask. They cost fast_scnn 0.1 % of the pixels elsewhere.
@@ -356,11 +345,6 @@ def _quantized(
         quantizer.model.topological_sort()
     result: onnx.ModelProto = quantizer.model.model
     del result.graph.value_info[:], result.metadata_props[:]
-    result.metadata_props.extend(original.metadata_props)
-    result.producer_name, result.producer_version = (
-        original.producer_name,
-        original.producer_version,
-    )
     return result
 
 
