@@ -24,9 +24,8 @@ from segpipe.data.samples import (
     open_readable,
     open_splits,
 )
-from segpipe.datasets.census import Census, near_duplicates, take
 from segpipe.datasets.division import shared_sequences
-from segpipe.datasets.problems import missing_labels, problems
+from segpipe.datasets.problems import Census, missing_labels, problems, take
 from segpipe.datasets.proposal import propose
 from segpipe.errors import DataError, SegpipeError, listed
 from segpipe.predict.outputs import blend
@@ -191,7 +190,6 @@ def _write_page(
         warnings=[*warnings, *fault],
         splits=[_split(each) for each in census],
         classes=_classes(census, train.classes),
-        near=_near(*census) if len(census) > 1 else None,
         batch=batch,
     )
     CONSOLE.print(f"page: {out}")
@@ -247,20 +245,6 @@ def _classes(splits: Sequence[Census], table: ClassTable) -> list[dict[str, Any]
         }
         for place, name in enumerate(table.names)
     ]
-
-
-def _near(train: Census, val: Census) -> dict[str, Any]:
-    """Images of validation that look like one of training."""
-    looks = ([row.look for row in each.rows] for each in (train, val))
-    pairs = near_duplicates(*looks)
-    return {
-        "pairs": pairs,
-        "images": len(val.rows),
-        "shown": [
-            (pair.distance, [*_shown(train, [pair.first]), *_shown(val, [pair.second])])
-            for pair in pairs[: SHOWN // 2]
-        ],
-    }
 
 
 def _shown(census: Census, places: Iterable[int]) -> list[Shown]:

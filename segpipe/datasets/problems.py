@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from segpipe.data.masks import (
     check_kind,
@@ -27,11 +33,13 @@ from segpipe.data.readers import (
     silent,
     threaded,
 )
-from segpipe.data.samples import check_scorable, image_pixels, open_readable
+from segpipe.data.samples import check_scorable, image_pixels, open_readable, over
 from segpipe.errors import DataError, listed
+from segpipe.files import sha256
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import DataSet, FileSamples
+    from segpipe.data.masks import Content
     from segpipe.data.pairs import Pair
     from segpipe.settings.groups import DataConfig
 
@@ -201,3 +209,79 @@ def missing_labels(split: str, samples: DataSet) -> Iterator[str]:
             f"no image of {split} has a pixel of {listed(absent)}: such classes {result}. Check the ids of the class "
             f"table, or remove the class."
         )
+
+
+def shared_files(first: DataSet, second: DataSet) -> list[tuple[str, str]]:
+    """Pairs of image files of equal bytes, one of each data set.
+
+    Reads only files whose sizes occur in both, and whose SHA-256 is not known.
+    """
+    sets = first.file_sets(), second.file_sets()
+    files = [[pair.image for one in each for pair in one.pairs] for each in sets]
+    sizes = {path: os.stat(path).st_size for path in chain(*files)}
+    common = {sizes[path] for path in files[0]} & {sizes[path] for path in files[1]}
+    known = dict(ChainMap(*(one.hashes() for one in chain(*sets))))
+
+    def hashed(paths: Sequence[str]) -> list[tuple[str, str]]:
+        """SHA-256 and path of the files whose size occurs on both sides."""
+        same_size = [path for path in paths if sizes[path] in common]
+        return [(known.get(path) or sha256(Path(path)), path) for path in same_size]
+
+    others = dict(hashed(files[0]))
+    found = [(others.get(digest, ""), path) for digest, path in hashed(files[1])]
+    return [pair for pair in found if pair[0]]
+
+
+def check_overlap(train: DataSet, val: DataSet, split: str) -> None:
+    """Raise DataError if images of validation are training images too, where both lie in files."""
+    found = shared_files(train, val)
+    if found:
+        raise DataError(
+            f"{len(found)} of the images of split {split} are training images, byte for byte (the first: "
+            f"{' = '.join(found[0])}): the score would be too good. Remove them from one of the two, or set "
+            f"data.allow_overlap=true."
+        )
+
+
+class CensusRow(NamedTuple):
+    """One sample: its place in the split, its name, what its target holds."""
+
+    place: int
+    name: str
+    content: Content
+    size: tuple[int, int]
+
+
+class Census(NamedTuple):
+    """A split as it was opened, and a row for each sample that can be read, in their order."""
+
+    split: str
+    samples: DataSet
+    rows: list[CensusRow]
+
+    @property
+    def table(self) -> NDArray[np.int64]:
+        """Pixels of each class, of ignored ones, and of values that the class table does not have, int64 (n, C + 2)."""
+        shape = (len(self.rows), self.samples.classes.num_classes + 2)
+        return np.array([row.content.pixels for row in self.rows]).reshape(shape)
+
+
+def take(
+    split: str,
+    samples: DataSet,
+    progress: Progress = silent,
+) -> Census:
+    """The census of a split: of all files, and of some samples of any other data set.
+
+    A file that cannot be read is left out: problems.py reports it.
+    """
+
+    def examine(index: int) -> CensusRow | None:
+        """The row of a sample; None for one that cannot be read."""
+        with suppress(DataError):
+            content, size = samples.content(index), samples.size(index)
+            return CensusRow(index, samples.name(index), content, size)
+        return None
+
+    rows = over(samples, examine, samples.countable(), progress)
+    return Census(split, samples, [row for row in rows if row])

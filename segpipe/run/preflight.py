@@ -27,7 +27,7 @@ def checks(config: Config, splits: Splits) -> list[Callable[[], object]]:
     """What raises DataError or ConfigError for data of whole files that would spoil a run."""
     from segpipe.data.frequency import check_given_weights
     from segpipe.data.samples import check_labelled, check_scorable, sequences
-    from segpipe.datasets.census import check_overlap
+    from segpipe.datasets.problems import check_overlap
 
     data, (train, val) = config.data, splits
     found: list[Callable[[], object]] = [partial(check_labelled, train)]

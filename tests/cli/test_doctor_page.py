@@ -11,7 +11,7 @@ import pytest
 
 from segpipe.cli.main import main as segpipe
 from segpipe.data.samples import open_samples
-from segpipe.datasets.census import UNKNOWN_LOOK, look, near_duplicates, take
+from segpipe.datasets.problems import take
 from segpipe.settings.groups import DataConfig
 
 SIZE = (96, 128)
@@ -75,7 +75,6 @@ def test_a_sound_set_shows_no_fault(tmp_path: Path) -> None:
     for label in (
         "problems",
         "warnings",
-        "near-duplicates",
         "without a label",
     ):
         assert tile(text, label) == "none", label
@@ -124,7 +123,6 @@ def test_every_planted_fault_is_on_the_page(
     assert tile(text, "problems") == "1"
     assert tile(text, "warnings") == "2"  # and a mask without a label
     assert "1 sequence in both training and validation: drive0" in text
-    assert tile(text, "near-duplicates") == "2 of 2"
     assert tile(text, "without a label") == "1"
     assert "drive3_001.png = " in text
     assert ">drive1_001<" in text
@@ -197,16 +195,3 @@ def test_a_census_counts_colors_and_samples_of_any_kind(tmp_path: Path) -> None:
     painted = take("train", scenes)
     assert painted.table.shape == (3, 12)
     assert painted.table.sum(1).tolist() == [64 * 96] * 3
-
-
-def test_a_look_survives_what_does_not_change_the_scene() -> None:
-    looks = [look(scene(seed)) for seed in range(40)]
-    assert near_duplicates(looks[:20], looks[20:]) == []
-    jpeg = cv2.imdecode(
-        cv2.imencode(".jpg", scene(3), [cv2.IMWRITE_JPEG_QUALITY, 60])[1],
-        cv2.IMREAD_COLOR,
-    )
-    (found,) = near_duplicates(looks, [look(cv2.resize(jpeg, (300, 200)))])
-    assert found.first == 3
-    assert look(np.full((30, 40, 3), 90, np.uint8)) == UNKNOWN_LOOK
-    assert near_duplicates([UNKNOWN_LOOK], [UNKNOWN_LOOK]) == []
