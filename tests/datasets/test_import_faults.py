@@ -106,7 +106,7 @@ LEFT_OUT: dict[str, tuple[str, Any, str]] = {
     "cvat line": (
         "cvat",
         lambda root: cvat(root, '<polyline label="lane" points="1,1;2,2"/>'),
-        "b.png: a polyline of lane has no area",
+        "b.png: a polyline of lane is not read",
     ),
 }
 

@@ -10,7 +10,6 @@ import base64
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from math import cos, dist, pi, sin
 from pathlib import Path, PurePosixPath
 from typing import Any
 from xml.etree import ElementTree
@@ -37,7 +36,6 @@ COCO_FILES = (
     "annotations/stuff_*.json",
 )
 WITHOUT_AREA = ("line", "linestrip", "point", "points")
-CIRCLE_POINTS = 128
 Corners = list[tuple[float, float]]  # (x, y)
 
 
@@ -93,15 +91,6 @@ def rectangle(left: float, top: float, right: float, bottom: float) -> Corners:
     ]
 
 
-def ellipse(x: float, y: float, radius_x: float, radius_y: float) -> Corners:
-    """An ellipse as CIRCLE_POINTS corners."""
-    corners = []
-    for place in range(CIRCLE_POINTS):
-        angle = 2 * pi * place / CIRCLE_POINTS
-        corners.append((x + radius_x * cos(angle), y + radius_y * sin(angle)))
-    return corners
-
-
 def runs(counts: Sequence[int], size: Size) -> Area:
     """Area whose pixels, row by row, are `counts` alternating runs, outside first.
 
@@ -140,21 +129,15 @@ def coco_counts(text: str) -> list[int]:
     return counts
 
 
-def _whole(part: Area, left: int, top: int, size: Size) -> Area:
-    """A mask of part of the image, which lies inside, in an area of the whole size."""
-    height, width = part.shape
-    area = np.zeros(size, np.bool_)
-    area[top : top + height, left : left + width] = part
-    return area
-
-
-def _check_inside(part: Size, left: int, top: int, size: Size) -> None:
-    """Raise ValueError for a part of an image that lies outside of it."""
+def _window(part: Size, left: int, top: int, size: Size) -> tuple[Area, Area]:
+    """An empty area of the whole size, and the view of it where a part lies. Raises ValueError for one outside."""
     height, width = part
     if min(left, top) < 0 or top + height > size[0] or left + width > size[1]:
         raise ValueError(
             f"has a mask of {height}x{width} at row {top}, column {left}, outside the image"
         )
+    area = np.zeros(size, np.bool_)
+    return area, area[top : top + height, left : left + width]
 
 
 def coco(source: Path, names: Sequence[str] = ()) -> Export:
@@ -191,7 +174,15 @@ def _read_coco(path: Path, source: Path, export: Export) -> None:
     # Of each image its areas: size, label, shape.
     shapes: dict[int, list[tuple[float, str, Shape]]] = {}
     for each in content["annotations"]:
-        label, shape = _coco_shape(each, labels, path)
+        category = int(each.get("category_id", -1))
+        label = labels.get(category, "")
+        shape: Shape = partial(_coco_area, each.get("segmentation"))
+        if not label:
+            fault = (
+                f"annotation {each.get('id')} of {path} has the category {category}, "
+                "which categories does not list"
+            )
+            shape = partial(wrong, fault)
         row = float(each.get("area", 0.0)), label, shape
         shapes.setdefault(int(each["image_id"]), []).append(row)
 
@@ -231,22 +222,6 @@ def _coco_places(path: Path, source: Path) -> tuple[list[Path], str]:
         split = path.parent.name
 
     return folders, split
-
-
-def _coco_shape(
-    annotation: dict[str, Any], labels: dict[int, str], path: Path
-) -> tuple[str, Shape]:
-    """Label and shape of an annotation."""
-    category = int(annotation.get("category_id", -1))
-    label = labels.get(category, "")
-    if label:
-        return label, partial(_coco_area, annotation.get("segmentation"))
-
-    fault = (
-        f"annotation {annotation.get('id')} of {path} has the category {category}, "
-        "which categories does not list"
-    )
-    return "", partial(wrong, fault)
 
 
 def _coco_area(segmentation: Any, size: Size) -> Area:
@@ -325,9 +300,6 @@ def _labelme_shape(shape: dict[str, Any]) -> tuple[str, Shape]:
         corners = rectangle(min(xs), min(ys), max(xs), max(ys))
         return label, partial(polygon, corners)
 
-    if kind == "circle" and len(points) == 2:
-        radius = dist(*points)
-        return label, partial(polygon, ellipse(*points[0], radius, radius))
     if kind == "mask" and points:
         left, top = min(points)
         return label, partial(_png, str(shape.get("mask")), round(left), round(top))
@@ -347,8 +319,9 @@ def _png(text: str, left: int, top: int, size: Size) -> Area:
         raise ValueError("has a mask that is not a PNG")
 
     height, width = part.shape
-    _check_inside((height, width), left, top, size)
-    return _whole(part > 0, left, top, size)
+    area, window = _window((height, width), left, top, size)
+    window[:] = part > 0
+    return area
 
 
 def cvat(source: Path, names: Sequence[str] = ()) -> Export:
@@ -417,18 +390,17 @@ def _cvat_shape(element: ElementTree.Element) -> tuple[str, Shape]:
     if kind == "box":
         corners = rectangle(*numbers("xtl", "ytl", "xbr", "ybr"))
         return label, partial(polygon, corners)
-    if kind == "ellipse":
-        return label, partial(polygon, ellipse(*numbers("cx", "cy", "rx", "ry")))
     if kind == "mask":
         left, top = map(int, numbers("left", "top"))
         height, width = map(int, numbers("height", "width"))
         counts = list(map(int, element.attrib["rle"].split(",")))
         return label, partial(_cvat_mask, counts, left, top, (height, width))
 
-    return "", partial(wrong, f"a {kind} of {label} has no area. Draw a polygon")
+    return "", partial(wrong, f"a {kind} of {label} is not read. Draw a polygon")
 
 
 def _cvat_mask(counts: list[int], left: int, top: int, part: Size, size: Size) -> Area:
     """The pixels of a mask of part of the image."""
-    _check_inside(part, left, top, size)  # before run lengths take memory
-    return _whole(runs(counts, part), left, top, size)
+    area, window = _window(part, left, top, size)  # before run lengths take memory
+    window[:] = runs(counts, part)
+    return area
