@@ -16,14 +16,14 @@ from segpipe.data.pairs import scan_undivided
 from segpipe.data.readers import threaded
 from segpipe.data.samples import file_samples, image_pixels, open_samples, sequence
 from segpipe.datasets.division import divide
-from segpipe.datasets.importers import IMPORTERS
-from segpipe.datasets.importers.exported import (
+from segpipe.datasets.exported import (
     BACKGROUND,
     INCOMPLETE,
     Export,
     mask_path,
     write_import,
 )
+from segpipe.datasets.importers import IMPORTERS
 from segpipe.errors import ConfigError, DataError, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, print_problems, progress, share_table

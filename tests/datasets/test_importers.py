@@ -16,8 +16,8 @@ from segpipe.cli.commands import IMPORTS
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import published
 from segpipe.data.samples import open_samples
-from segpipe.datasets.importers import IMPORTERS
-from segpipe.datasets.importers.drawn import (
+from segpipe.datasets.importers import (
+    IMPORTERS,
     coco_counts,
     polygon,
     rectangle,
