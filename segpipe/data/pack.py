@@ -17,7 +17,6 @@ import json
 import mmap
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,9 +40,8 @@ if TYPE_CHECKING:
 AUTO = ".segpipe-pack"  # below data.root; no reader of a data set looks into hidden folders
 # Raise the number when a reader returns other pixels; a decoder may change with its release.
 FORMAT = f"4 {cv2.__version__} {PIL.__version__}"
-ABANDONED_S = 3600
-# Files that stay mapped, which saves a tenth of the time of a crop; a process may have 65,530 maps.
-MOST_MAPS = 20_000
+# Samples that are checked once and stay mapped, others are checked at each read; a process may have 65,530 maps.
+MOST_MAPS = 40_000
 PAGE_BYTES = 4096  # an entry takes some 400
 # The pack is read-only, or somebody removed it: samples are read from their files.
 GIVE_UP = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
@@ -72,7 +70,6 @@ class Pack:
         """`table`: what, beside the files, decides about their targets. Raises DataError if there can be no folder."""
         self.folder = os.path.abspath(folder)
         self.table = table
-        self._trusted: dict[str, bytes] = {}  # first page, by key
         self._ready: dict[str, Sample] = {}  # those whose files stay mapped
         self._use: dict[str, str] = {}  # what the first read of a key found
         try:
@@ -83,13 +80,8 @@ class Pack:
                 "data.pack=FOLDER to one that can be written, or data.pack=off."
             ) from None
 
-        for path in Path(self.folder).glob("*.tmp"):  # of writers that were killed
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > ABANDONED_S:
-                    path.unlink()
-
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_trusted": {}, "_ready": {}, "_use": {}}
+        return {**self.__dict__, "_ready": {}, "_use": {}}
 
     def read(self, pair: Pair, decode: Callable[[], Sample]) -> Sample:
         """The sample; read-only memory of a map if it is packed. Otherwise that of `decode`, which is then packed."""
@@ -99,11 +91,8 @@ class Pack:
 
         content = self._mapped(key)
         if content is not None:
-            page = content[:PAGE_BYTES].tobytes()
-            trusted = self._trusted.get(key) == page
-            fault = "" if trusted else self._fault(key, pair, content)
+            fault = self._fault(key, pair, content)
             if not fault:
-                self._trusted[key] = page
                 self._use.setdefault(key, "intact")
                 sample = _sample(content)
                 if len(self._ready) < MOST_MAPS:
@@ -142,9 +131,7 @@ class Pack:
 
     def _mapped(self, key: str) -> NDArray[np.uint8] | None:
         """All bytes of a file; None if there is none that can be read."""
-        flags = mmap.MAP_SHARED
-        if key not in self._trusted:  # all of it will be hashed
-            flags |= mmap.MAP_POPULATE
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # all of it will be hashed
         try:
             with open(os.path.join(self.folder, key), "rb") as file:
                 content = mmap.mmap(file.fileno(), 0, flags, prot=mmap.PROT_READ)

@@ -299,7 +299,7 @@ def test_a_copy_for_another_process_trusts_nothing(data: DataConfig) -> None:
     read_all(samples)
     copy = pickle.loads(pickle.dumps(samples))
     assert use(copy) == {}
-    assert copy.pack._trusted == {}
+    assert copy.pack._ready == {}
     assert len(pickle.dumps(samples.pack)) < 500
 
 
