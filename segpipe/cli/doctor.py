@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from segpipe.data.catalog import PUBLISHED, ClassTable, published, table_path
 from segpipe.data.data_set import DataSet
-from segpipe.data.folders import no_split, split_lists
 from segpipe.data.pack import Sample
-from segpipe.data.pairs import scan, scan_undivided
+from segpipe.data.pairs import no_split, scan, scan_undivided, split_lists
 from segpipe.data.samples import (
     class_pixels,
     image_sizes,

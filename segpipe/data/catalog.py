@@ -18,12 +18,14 @@ The tables of published data sets are in sets/NAME.yaml, with a row `class: [id,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from colorsys import hsv_to_rgb
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cv2
 import numpy as np
@@ -31,7 +33,6 @@ import yaml
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.folders import SetLayout, missing
 from segpipe.errors import DataError, did_you_mean, listed
 
 if TYPE_CHECKING:
@@ -133,6 +134,21 @@ class MaskTable:
         keys = rgba.view("<u4").ravel()
         order = np.argsort(keys)
         return keys[order], np.array([*self.colors.values()], np.uint8)[order]
+
+
+class SetLayout(NamedTuple):
+    """Where the files of a published data set are, in the form of data.images and data.masks."""
+
+    images: str = ""
+    masks: Sequence[str] = ()  # of each release, the newest first
+    folders: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # what stands for SPLIT, if it is not the split's name
+    sequences: Mapping[str, list[str]] = MappingProxyType(
+        {}
+    )  # the subfolders that belong to each split
+    listing: str = ""  # the stems of a split
+    table: str = ""  # the pairs of a split
 
 
 @dataclass(frozen=True)
@@ -435,6 +451,26 @@ def _train_id(where: str, name: Any, names: tuple[str, ...]) -> int:
         hint = did_you_mean(str(name), names)
         raise ValueError(f"{where}: {name!r} is not one of names.{hint}")
     return names.index(name)
+
+
+def missing(folder: Path) -> str:
+    """Message about a folder that does not exist, with the nearest one that does."""
+    parent, absent = folder, folder
+    while not parent.is_dir():
+        parent, absent = parent.parent, parent
+    siblings = sorted(path.name for path in parent.iterdir() if path.is_dir())
+    other = near(absent.name, siblings)
+    hint = (
+        f"Nearest: {parent / other}"
+        if other
+        else f"{parent}/ holds {', '.join(siblings[:8]) or 'no folders'}"
+    )
+    return f"{absent} does not exist. {hint}. Set data.root and the split to existing folders."
+
+
+def near(name: str, choices: Iterable[str], least: float = 0.6) -> str:
+    """The choice most similar to `name`; empty if none is by `least`, of 1."""
+    return next(iter(get_close_matches(name, list(choices), n=1, cutoff=least)), "")
 
 
 STREET = load_masks(

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import ClassTable
-from segpipe.data.folders import near
+from segpipe.data.catalog import ClassTable, near
 from segpipe.errors import DataError
 from segpipe.settings.setting import nearest
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX, files
 from segpipe.data.catalog import Color, distinct_colors
-from segpipe.data.folders import SUFFIXES
+from segpipe.data.pairs import SUFFIXES
 from segpipe.data.readers import Progress, read_header, silent, threaded
 from segpipe.errors import ConfigError, DataError
 

@@ -20,8 +20,8 @@ from numpy.typing import ArrayLike
 
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import ClassTable, MaskTable
-from segpipe.data.folders import SUFFIXES
 from segpipe.data.masks import read_target
+from segpipe.data.pairs import SUFFIXES
 from segpipe.datasets.exported import (
     Area,
     Export,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import cv2
 import numpy as np
 
-from segpipe.data.folders import SUFFIXES as IMAGES
+from segpipe.data.pairs import SUFFIXES as IMAGES
 from segpipe.data.readers import read_image, threaded
 from segpipe.errors import ConfigError, DataError, Interrupted, listed
 from segpipe.files import files_below, read_json, sha256, to_json

@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import pytest
 
-from segpipe.data.folders import missing
+from segpipe.data.catalog import missing
 from segpipe.data.pairs import scan, scan_undivided
 from segpipe.data.samples import open_samples
 from segpipe.datasets.problems import problems
