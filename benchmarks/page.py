@@ -27,9 +27,10 @@ NOT_FIGURES = (
 HEAD = """# Performance
 
 `segpipe profile experiment=...` runs a few updates of a fresh network and prints where they spend their time: the wait
-for data, the copy to the device, forward, loss, backward, reduction, clipping, optimizer, average and ledger. Then it
-says what a sample costs the loader, and what to change first. A trace for ui.perfetto.dev lies in `runs/NAME_profile`.
-Settings are those of `segpipe train`; under torchrun every process takes its own shards.
+for data, the copy to the device, forward, loss, backward, reduction, clipping, optimizer, average and ledger. It
+says how many `data.workers` keep up with the network. A trace for ui.perfetto.dev lies in `runs/NAME_profile`. Of the
+loss, `loss.stride=2` takes a quarter of the pixels; where updates wait for gradients, raise
+`compute.samples_per_shard`. Settings are those of `segpipe train`; under torchrun every process takes its own shards.
 
 ## What a step does, and why
 

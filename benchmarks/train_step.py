@@ -22,8 +22,7 @@ from segpipe.losses.boundary import boundary_target
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
-from segpipe.train.profiling import spent
-from segpipe.train.recorder import Watch
+from segpipe.train.recorder import Watch, spent
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep, train_step
 

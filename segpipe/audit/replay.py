@@ -14,6 +14,7 @@ from segpipe.determinism import flags
 from segpipe.distributed import group as processes
 from segpipe.distributed.agreement import common_fingerprint
 from segpipe.distributed.group import Group
+from segpipe.distributed.health import out_of_memory_named
 from segpipe.errors import CheckpointError, ConfigError
 from segpipe.ledger.digest import tensor_digests
 from segpipe.ledger.reader import RunLedger, read_run
@@ -105,9 +106,10 @@ def _train(
     stream = shard_stream(config, group, samples, updates, counts)
     with contextlib.closing(recorder), contextlib.closing(stream):
         step = TrainStep(config, recorder, loss_weights(config, samples, counts))
-        for _ in updates:
-            train_step(step, [next(stream) for _ in range(compute.shards)])
-            report(current.step)
+        with out_of_memory_named(0, group.device, lambda: current.step):
+            for _ in updates:
+                train_step(step, [next(stream) for _ in range(compute.shards)])
+                report(current.step)
     content = {
         "model": current.model.state_dict(),
         "ema": current.ema.model.state_dict(),

@@ -348,7 +348,7 @@ COMMANDS = {
     "profile": Command(
         "show where an update spends its time",
         "segpipe profile experiment=... runs a few updates of a fresh network in this process, or those of torchrun,\n"
-        "prints a table of their parts with advice, and writes a trace to runs/NAME_profile. See docs/performance.md.",
+        "prints a table of their parts, and writes a trace to runs/NAME_profile. See docs/performance.md.",
         overrides=tuple(dict.fromkeys(key.partition(".")[0] for key in SETTINGS)),
         starts="speed.profile",
     ),

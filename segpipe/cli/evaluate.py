@@ -9,9 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from segpipe.data.data_set import Samples
 from segpipe.data.samples import open_samples, sequences
 from segpipe.datasets.problems import verify
@@ -29,10 +26,7 @@ from segpipe.settings.config import Config
 from segpipe.train.checkpoint import TrainedNetwork, load_network
 from segpipe.train.metrics import (
     Validation,
-    boundary_counts,
-    boundary_iou,
     flattering,
-    mean,
     scores,
 )
 from segpipe.train.validate import validate
@@ -82,13 +76,6 @@ def evaluate(given: dict[str, Any]) -> Evaluation:
             f"data.root = {config.data.root} has other classes than the network: {samples.classes.names}"
         )
     group = Group(0, 0, 1, choose_device(config.compute.device, 0))
-    boundaries = np.zeros((3, samples.classes.num_classes), np.int64)
-
-    def see(index: int, pred: torch.Tensor, target: torch.Tensor) -> None:
-        boundaries[...] += boundary_counts(
-            pred[0].cpu().numpy(), target[0].numpy(), samples.classes.num_classes
-        )
-
     found = validate(
         trained.model.to(group.device),
         trained.preprocess.to(group.device),
@@ -98,7 +85,6 @@ def evaluate(given: dict[str, Any]) -> Evaluation:
         answer=partial(segment, how=how) if how.described else None,
         precision=how.precision,
         backend=backend(config.loss, group.device.type),
-        see=see,
     )
     figures = {
         "run": given["run"],
@@ -108,8 +94,6 @@ def evaluate(given: dict[str, Any]) -> Evaluation:
     }
     names, where = samples.classes.names, sequences(samples, config.data.sequence)
     figures |= scores(found, names, where, _seen(trained.config, config))
-    figures["boundary_iou"] = dict(zip(names, boundary_iou(boundaries), strict=True))
-    figures["mean"]["boundary_iou"] = mean(figures["boundary_iou"].values())
     figures |= how.described
     changed = changed_since(Path(given["run"]), trained.config.data, config.data)
     notes = [

@@ -6,11 +6,16 @@ torch is imported inside the functions: `profile` sets the environment of its pr
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -27,8 +32,15 @@ from segpipe.settings.config import Config, check, config_hash
 if TYPE_CHECKING:
     import torch
 
+    from segpipe.distributed.group import Group
+
 SMALLEST = 32  # side of an image
 WARM_UP = 2  # forwards that are not timed
+# Updates of `profile`.
+FIRST = 3  # not timed
+TIMED = 10
+TRACED = 3
+SAMPLES = 8  # that the loader's work is measured on
 
 
 def describe(given: dict[str, Any]) -> int:
@@ -183,47 +195,6 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def profile(given: dict[str, Any]) -> int:
-    """Exit code. Prints the parts of an update with advice, and writes a trace."""
-    config = compose(given["overrides"])
-    check(config, world_size=1)
-    flags.set_environment(
-        environment.local_world_size() * config.compute.threads, config.compute.mode
-    )
-    from segpipe.distributed import group as processes
-    from segpipe.train.profiling import measure
-
-    config, _ = with_steps(config)
-    group = processes.join(config.compute, {"configuration": config_hash(config)})
-    folder = config.run_dir.with_name(f"{config.run_dir.name}_profile")
-    own = folder / f"rank{group.rank:02d}" if group.world_size > 1 else folder
-    try:
-        found = measure(config, group, own)
-    finally:
-        processes.leave(group)
-    if not group.is_main:
-        return 0
-    write_atomically(folder / "profile.json", to_json(found))
-    table = Table("part of an update", "ms", "share")
-    for name, ms in found["parts"].items():
-        table.add_row(name, f"{ms:.1f}", f"{ms / found['update_ms']:.1%}")
-    CONSOLE.print(
-        f"{config.model.name} on {group.device.type}, shards per process: "
-        f"{len(group.own_shards(config.compute.shards))}, of {config.compute.samples_per_shard} samples; processes: "
-        f"{group.world_size}. {found['update_ms']:.1f} ms per update, {found['images_per_second']:.1f} images/s per "
-        f"process"
-    )
-    CONSOLE.print(table)
-    CONSOLE.print(
-        f"loader: {found['sample_ms']:.1f} ms to read and augment a sample in one process; "
-        f"data.workers={config.data.workers}."
-    )
-    for sentence in found["advice"]:
-        CONSOLE.print(sentence)
-    CONSOLE.print(f"trace for ui.perfetto.dev: {own / 'trace.json'}")
-    return 0
-
-
 def gpu_check(given: dict[str, Any]) -> int:
     """Exit code of all checks that need a GPU, within a time limit."""
     if find_spec("benchmarks") is None or find_spec("benchmarks.gpu") is None:
@@ -234,3 +205,110 @@ def gpu_check(given: dict[str, Any]) -> int:
     from benchmarks.gpu import check
 
     return check(given)
+
+
+def profile(given: dict[str, Any]) -> int:
+    """Exit code. Prints the parts of an update, and writes profile.json and a trace."""
+    config = compose(given["overrides"])
+    check(config, world_size=1)
+    flags.set_environment(
+        environment.local_world_size() * config.compute.threads, config.compute.mode
+    )
+    from segpipe.distributed import group as processes
+
+    config, _ = with_steps(config)
+    group = processes.join(config.compute, {"configuration": config_hash(config)})
+    folder = config.run_dir.with_name(f"{config.run_dir.name}_profile")
+    own = folder / f"rank{group.rank:02d}" if group.world_size > 1 else folder
+    try:
+        found = _profiled(config, group, own)
+    finally:
+        processes.leave(group)
+    if not group.is_main:
+        return 0
+    write_atomically(folder / "profile.json", to_json(found))
+    table = Table("part of an update", "ms", "share")
+    for name, ms in found["parts"].items():
+        table.add_row(name, f"{ms:.1f}", f"{ms / found['update_ms']:.1%}")
+    CONSOLE.print(
+        f"{config.model.name} on {group.device.type}: {found['update_ms']:.1f} ms per update, "
+        f"{found['images_per_second']:.1f} images/s per process"
+    )
+    CONSOLE.print(table)
+    waiting = found["parts"].get("data", 0.0) / found["update_ms"]
+    CONSOLE.print(
+        f"loader: {found['sample_ms']:.1f} ms to read and augment a sample in one process; updates wait {waiting:.0%} "
+        f"of their time. data.workers={found['workers']} keep up, if there are as many cores."
+    )
+    CONSOLE.print(f"trace for ui.perfetto.dev: {own / 'trace.json'}")
+    return 0
+
+
+def _profiled(config: Config, group: Group, folder: Path) -> dict[str, Any]:
+    """Content of profile.json, from some updates of a fresh network; writes `folder`/trace.json.
+
+    `parts` has the milliseconds of each part of an update, the slowest first, with `other` for what no span holds.
+    Their shares are those of updates under torch's profiler, which takes time of its own; `update_ms` is measured
+    without it. A collective: every rank measures itself. Raises ConfigError and DataError as a training does.
+    """
+    from torch import profiler
+
+    from segpipe.data.augment import Augmenter
+    from segpipe.data.samples import open_samples
+    from segpipe.train import checkpoint
+    from segpipe.train.batches import counted, loss_weights, shard_stream
+    from segpipe.train.recorder import open_watch, spent
+    from segpipe.train.state import build_state
+    from segpipe.train.step import TrainStep, train_step
+
+    flags.apply(config.compute.threads, config.compute.mode)
+    samples = open_samples(config.data, "train", config.seed)
+    shards = group.own_shards(config.compute.shards)
+    counts = counted(config, group, samples, say=print)
+    state = build_state(config, samples.classes, group.device)
+    state.teacher = checkpoint.teacher_of(config, group.device)
+    steps = range(FIRST + TIMED + TRACED)
+    stream = shard_stream(config, group, samples, steps, counts)
+    with tempfile.TemporaryDirectory() as scratch, closing(stream):
+        elsewhere = replace(config, run=replace(config.run, root=scratch))
+        watch = open_watch(elsewhere, group, state, samples, flags.fingerprint())
+        step = TrainStep(config, watch, loss_weights(config, samples, counts))
+
+        def updates(number: int) -> float:
+            def work() -> None:
+                for _ in range(number):
+                    with watch.span("data"):
+                        batches = [next(stream) for _ in shards]
+                    train_step(step, batches, wait=group.device.type == "cpu")
+
+            return _seconds(work, group.device) / number
+
+        updates(FIRST)
+        whole = updates(TIMED)
+        with profiler.profile() as trace:
+            traced = updates(TRACED)
+        watch.close()
+    augmenter = Augmenter(config.augment)
+
+    def load() -> None:
+        for index in range(SAMPLES):
+            augmenter.crop(*samples.read(index % len(samples)), index)
+
+    load()  # warms up
+    sample_ms = 1000 * _seconds(load, group.device) / SAMPLES
+    folder.mkdir(parents=True, exist_ok=True)
+    trace.export_chrome_trace(str(folder / "trace.json"))  # type: ignore[no-untyped-call]
+    found = spent(trace, group.device)
+    found["other"] = max(traced * TRACED - sum(found.values()), 0.0)
+    factor = 1000 * whole / max(sum(found.values()), 1e-9)
+    slowest_first = sorted(found, key=lambda name: -found[name])
+    batch = len(shards) * config.compute.samples_per_shard
+    parts = {name: factor * found[name] for name in slowest_first}
+    busy_ms = max(1000 * whole - parts.get("data", 0.0), 1e-9)
+    return {
+        "update_ms": 1000 * whole,
+        "images_per_second": batch / whole,  # of this process
+        "parts": parts,
+        "sample_ms": sample_ms,
+        "workers": math.ceil(batch * sample_ms / busy_ms),
+    }

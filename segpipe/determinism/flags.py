@@ -41,10 +41,6 @@ INSTRUCTIONS = (  # beyond `cpu_capability`; they select kernels, above all for 
     "avx_vnni", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "amx_fp16", "bf16", "i8mm",
     "sve_bf16",
 )  # fmt: skip
-NATIVE = {  # instructions that make a precision fast on a CPU
-    "bf16": ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"),
-    "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
-}
 
 
 def set_environment(threads: int = 1, mode: str = "elastic") -> None:
@@ -203,12 +199,6 @@ def _variables() -> dict[str, str]:
         and not NOT_SELECTING.match(name)
         and ENVIRONMENT.get(name) != value
     }
-
-
-def emulated(precision: str) -> bool:
-    """Whether this CPU lacks instructions for `precision` (fp32, bf16 or fp16); False when torch does not tell."""
-    found, needed = _capabilities(), NATIVE.get(precision, ())
-    return bool(found and needed) and not any(found.get(name) for name in needed)
 
 
 def _capabilities() -> dict[str, Any]:

@@ -38,7 +38,6 @@ CONSOLE = Console(width=None if sys.stdout.isatty() else WIDE, **LOOKS)
 ERRORS = Console(stderr=True, width=None if sys.stderr.isatty() else WIDE, **LOOKS)
 PLAIN_EVERY_S = 15.0  # between progress lines in a log file
 COLUMNS = {
-    "boundary_iou": "boundary IoU",
     "precision": "precision",
     "recall": "recall",
     "f1": "F1",

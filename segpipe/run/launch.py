@@ -73,8 +73,8 @@ from segpipe.train.stop import Stopped, interrupts_deferred_by_children, stops_r
 if TYPE_CHECKING:
     from segpipe.data.samples import Splits
     from segpipe.distributed.group import Group
+    from segpipe.train.engine import Run
     from segpipe.train.metrics import Validation
-    from segpipe.train.training import Run
 
 # Raised on all ranks at once, so that rank 0 alone reports them.
 COMMON_ERRORS = (

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import torch
 
     from segpipe.data.data_set import Samples
+    from segpipe.train.engine import Run
     from segpipe.train.metrics import Validation
-    from segpipe.train.training import Run
 
 Predict = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
 PAGE = "report.html"

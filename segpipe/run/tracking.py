@@ -37,8 +37,8 @@ from segpipe.settings.config import Config
 
 if TYPE_CHECKING:
     from segpipe.data.catalog import ClassTable
+    from segpipe.train.engine import Run
     from segpipe.train.metrics import Validation
-    from segpipe.train.training import Run
 
 FILE_NAME = "metrics.jsonl"
 FAILURE = "failure.json"

@@ -15,6 +15,7 @@ from segpipe.data.loader import train_batches
 from segpipe.data.order import Order
 from segpipe.data.samples import CachedSamples, image_pixels, sequences
 from segpipe.errors import DataError
+from segpipe.keys import sample_key
 from segpipe.losses.cross_entropy import class_weights
 from segpipe.train.canary import Canary
 
@@ -56,6 +57,19 @@ def shard_stream(
         timeout_s=data.timeout_s,
         repeats=None if compute.mode == "off" else Canary(samples),
     )
+
+
+def first_batch(
+    config: Config, samples: DataSet, counts: PixelCounts | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images and targets of the run's first shard, uint8 (b, H, W, 3) and (b, H, W); made in this process."""
+    augmenter = Augmenter(config.augment)
+    pairs = []
+    for epoch, index in order_of(config, samples, counts).shard(0, 0):
+        key = sample_key(config.seed, epoch, index, "augment")
+        pairs.append(augmenter(*samples.read(index), key))
+    images, targets = zip(*pairs, strict=True)
+    return torch.from_numpy(np.stack(images)), torch.from_numpy(np.stack(targets))
 
 
 def order_of(config: Config, samples: DataSet, counts: PixelCounts | None) -> Order:

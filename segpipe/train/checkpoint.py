@@ -34,7 +34,6 @@ from segpipe.settings.config import (
     to_mapping,
 )
 from segpipe.train.start import pin_weights, teacher_path, weights_path
-from segpipe.train.state import load_optimizer
 
 if TYPE_CHECKING:
     from segpipe.models.layers import SegmentationNet
@@ -179,6 +178,18 @@ def restore(
             f"{path} is of step {state.step}, but train.steps = {config.train.steps}. Raise it."
         )
     state.stale = int(saved["stale"])
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Restore moments and rates, which may come from another device.
+
+    The kernels, decay, momentum and the like stay those of the settings: in a file that was altered they would train
+    something else than its configuration says, and an audit that starts from it would repeat that.
+    """
+    groups = optimizer.state_dict()["param_groups"]
+    for group, before in zip(groups, saved["param_groups"], strict=True):
+        group["lr"] = before["lr"]
+    optimizer.load_state_dict({**saved, "param_groups": groups})
 
 
 def keep_newest(folder: Path, number: int) -> None:

@@ -4,44 +4,160 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import sys
 import time
-from collections.abc import Generator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from segpipe.data import frequency
-from segpipe.data.samples import Splits, open_splits
+from segpipe import __version__
+from segpipe.data.samples import CachedSamples, Splits, open_splits, sequences
 from segpipe.determinism import flags
-from segpipe.distributed.agreement import agree_on_step, common_fingerprint
+from segpipe.distributed.agreement import agree_on_step
+from segpipe.distributed.health import out_of_memory_named, sample
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
 from segpipe.files import to_json, write_atomically
 from segpipe.ledger import inputs
+from segpipe.ledger.digest import state_digest
 from segpipe.losses.total import backend
 from segpipe.models.preprocess import Preprocess
 from segpipe.plugins import is_path
-from segpipe.settings.config import Config, to_mapping
-from segpipe.train import checkpoint
-from segpipe.train.batches import counted, loss_weights, shard_stream
-from segpipe.train.eval_gap import eval_gap, is_due
-from segpipe.train.metrics import Validation, miou, summary
+from segpipe.settings.config import Config, config_hash
+from segpipe.train import checkpoint, opening
+from segpipe.train.batches import first_batch, loss_weights, shard_stream
+from segpipe.train.forward import norm_names
+from segpipe.train.metrics import Validation, miou, scores, summary
 from segpipe.train.recorder import keeps_ledger, open_watch
-from segpipe.train.start import WEIGHTS
-from segpipe.train.state import TrainState, build_state
+from segpipe.train.start import weights_summary
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
-from segpipe.train.training import OpenOutputs, Run, check_space, header, result_of
-from segpipe.train.validate import validate
+from segpipe.train.validate import eval_gap, validate
 
 if TYPE_CHECKING:
-    from segpipe.data.catalog import ClassTable
     from segpipe.data.data_set import DataSet
     from segpipe.data.frequency import PixelCounts
     from segpipe.data.loader import ShardBatch
     from segpipe.distributed.group import Group
+    from segpipe.train.recorder import Watch
+    from segpipe.train.state import TrainState
+
+SETTLED = 50  # updates; of a BatchNorm's first statistics, 0.9**50 = 0.5 % is left
+
+
+class View(contextlib.AbstractContextManager[Any], Protocol):
+    """Shows progress to a person."""
+
+    def say(self, text: str) -> None: ...
+
+    def advance(self, done: int, figures: dict[str, str] | None = None) -> None: ...
+
+    def validating(self, done: int, total: int) -> None: ...
+
+
+class Log(Protocol):
+    """Keeps figures by step and kind; a line that an earlier session of the run has written is not written again."""
+
+    def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None: ...
+
+    def validated(self, run: Run, found: Validation) -> None: ...
+
+    def close(self, exit_code: int = 0) -> None: ...
+
+
+# Makes both when nothing but the training itself can fail any more; given the step from which a run is resumed, or
+# None, which clears the folder of an earlier run.
+OpenOutputs = Callable[[int | None], tuple[View, Log]]
+
+
+class Clock:
+    """Time spent on updates, without validations and checkpoints, and with them."""
+
+    def __init__(self) -> None:
+        self.seconds, self.updates = 0.0, 0
+        self.wall = 0.0  # seconds with all that lay between
+        self._mark = time.perf_counter()
+        self._first = 0.0  # end of the first update
+        self._recent = (0.0, 0)
+
+    def tick(self) -> None:
+        """Count an update. The first is left out of the figures: it starts workers and picks kernels."""
+        now = time.perf_counter()
+        if self.updates:
+            self.seconds += now - self._mark
+            self.wall = now - self._first
+        else:
+            self._first = now
+        self.updates, self._mark = self.updates + 1, now
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside is not counted."""
+        before = time.perf_counter()
+        yield
+        self._mark += time.perf_counter() - before
+
+    def rate(self) -> float:
+        """Updates per second so far; 0 before the second."""
+        return (self.updates - 1) / self.seconds if self.seconds > 0 else 0.0
+
+    def wall_rate(self) -> float:
+        """Updates per second with validations and checkpoints in between; 0 before the second."""
+        return (self.updates - 1) / self.wall if self.wall > 0 else 0.0
+
+    def recent_rate(self) -> float:
+        """Updates per second since the last call."""
+        seconds, updates = self._recent
+        self._recent = (self.seconds, self.updates)
+        return (
+            (self.updates - updates) / (self.seconds - seconds)
+            if self.seconds > seconds
+            else 0.0
+        )
+
+
+@dataclass
+class Run:
+    """One training run in this process."""
+
+    config: Config
+    group: Group
+    train_samples: DataSet
+    val_samples: DataSet
+    counts: PixelCounts | None  # pixels of each class in the training samples
+    state: TrainState
+    fingerprint: dict[str, Any]  # of rank 0
+    watch: Watch
+    view: View
+    log: Log
+    clock: Clock = field(default_factory=Clock)
+    saved: int | None = None  # step of last.pt, if there is one
+    saved_at: float = -math.inf  # time.monotonic() of this session's last one
+    log_after: int = 1  # step of the next line of metrics.jsonl
+    # Writes one checkpoint at a time, while the updates go on.
+    writer: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
+    writing: Future[None] | None = None
+
+    @cached_property
+    def val_cache(self) -> CachedSamples:
+        """Images that stay in memory from one validation to the next."""
+        return CachedSamples(
+            self.val_samples,
+            self.config.data.cache_mib if self.config.train.validate_every else 0,
+        )
+
+    @property
+    def folder(self) -> Path:
+        return self.config.run_dir
+
+    def settle(self) -> None:
+        """Wait until the checkpoint that is being written is whole. Raises CheckpointError if it cannot be written."""
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            writing.result()
 
 
 def train(
@@ -64,7 +180,8 @@ def train(
     run, stream, notes = _open(config, group, open_outputs, splits)
     exit_code = 1
     try:
-        with run.view:
+        named = out_of_memory_named(group.rank, group.device, lambda: run.state.step)
+        with run.view, named:
             for note in notes:
                 run.view.say(note)
             _loop(run, stream)
@@ -101,21 +218,23 @@ def _open(
             f"{config.run_dir} holds no checkpoint yet: the run starts again at step 0"
         ]
     found = checkpoint.newest_whole(config.run_dir) if resumes else None
-    state, fingerprint, warnings = _start(config, group, data.train.classes, found)
+    state, fingerprint, warnings = opening.state_of(
+        config, group, data.train.classes, found
+    )
     done = state.step if found else None
     if found:
         notes = [f"resuming {config.run_dir} at step {done}"]
     agree_on_step(
         found.path if found else config.run_dir / "last.pt", state.step, group
     )
-    group.together(lambda: check_space(config, state, group))
+    group.together(lambda: opening.check_space(config, state, group))
 
-    counts = _counts(config, group, data.train, found)
+    counts = opening.counts_of(config, group, data.train, found)
     steps = range(state.step, config.train.steps)
     stream = shard_stream(config, group, data.train, steps, counts)
     view, log = open_outputs(done)  # clears the folder of an earlier run
     if group.is_main:
-        _write_origin(config, state, found, counts)
+        opening.write_origin(config, state, found, counts)
         ledger = keeps_ledger(config)
         inputs.record(config, data, fresh=not found, ledger=ledger)
     group.keep_stacks(config.run_dir)
@@ -132,86 +251,8 @@ def _open(
         log,
         saved=done if found and not found.note else None,
     )
-    about = header(config, group, data.train, data.val, state.model)
+    about = opening.header(config, group, data.train, data.val, state.model)
     return run, stream, [*state.notes, about, *warnings, *notes]
-
-
-def _start(
-    config: Config, group: Group, classes: ClassTable, found: checkpoint.Found | None
-) -> tuple[TrainState, dict[str, Any], list[str]]:
-    """The state, fresh or that of the checkpoint; the fingerprint of rank 0, and warnings."""
-    weights = None if found else checkpoint.read_start(config)
-    state = build_state(config, classes, group.device, weights)
-    state.teacher = checkpoint.teacher_of(config, group.device)
-    fingerprint, rank_differences = common_fingerprint(
-        config, group, backend(config.loss, group.device.type)
-    )
-    if found:
-        checkpoint.restore(
-            found.path, state, config, classes, fingerprint, saved=found.content
-        )
-        if found.note and group.is_main:
-            print(found.note, file=sys.stderr)  # also without train.progress
-    warnings = []
-    if slow := slow_precision(group.device.type, config.train.precision):
-        warnings.append(slow)
-    if rank_differences and config.compute.mode != "off":
-        warnings.append(
-            f"ranks differ, so another number of processes may give other bits: {'; '.join(rank_differences[:4])}"
-        )
-    return state, fingerprint, warnings
-
-
-def slow_precision(device: str, precision: str) -> str:
-    """Message about a `train.precision` that another would beat by far on this kind of device; empty if none would."""
-    if device == "cpu" and flags.emulated(precision):
-        return (
-            f"train.precision = {precision} is emulated: this CPU has no instructions for it, and updates "
-            f"take many times as long as with train.precision=fp32."
-        )
-    if device == "cuda" and precision == "fp32":
-        return (
-            "train.precision = fp32 computes without TF32: an estimated third of the speed of train.precision=bf16. "
-            "tf32 lies between, with equal bits on GPUs of one kind."
-        )
-    is_off = device == "cpu" or os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
-    if precision == "tf32" and is_off:
-        return (
-            "train.precision = tf32 is fp32 here: only GPUs have it, and NVIDIA_TF32_OVERRIDE=0 in the environment "
-            "turns it off."
-        )
-    return ""
-
-
-def _counts(
-    config: Config, group: Group, samples: DataSet, found: checkpoint.Found | None
-) -> PixelCounts | None:
-    """Pixels of each class, if the run needs them; a resumed run has those of its folder."""
-
-    def say(text: str) -> None:
-        if group.is_main and config.train.progress:
-            print(text, file=sys.stderr)  # the view is not open yet
-
-    kept = config.run_dir / frequency.FILE_NAME if found else None
-    return counted(config, group, samples, kept=kept, say=say)
-
-
-def _write_origin(
-    config: Config,
-    state: TrainState,
-    found: checkpoint.Found | None,
-    counts: PixelCounts | None,
-) -> None:
-    """The files that say what the run starts from; a resumed run keeps those that it has."""
-    folder = config.run_dir
-    longer = found and found.content["config"]["train"]["steps"] != config.train.steps
-    if longer or not found:
-        write_atomically(folder / "config.json", to_json(to_mapping(config)))
-    if state.weights and not found:
-        write_atomically(folder / WEIGHTS, to_json(state.weights))
-    kept = folder / frequency.FILE_NAME
-    if counts is not None and not (found and kept.is_file()):
-        counts.save(kept)
 
 
 def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
@@ -325,7 +366,12 @@ def _check(run: Run, step: TrainStep, result: StepResult) -> None:
         if not math.isfinite(loss)
     ]
     named = "; ".join(bad[:4]) or "every loss is finite, a gradient is not"
-    good = _last_good_state(run, first_bad)
+    run.group.together(run.settle)
+    good = "No last.pt was written."
+    if run.saved is not None:
+        good = f"last.pt of step {run.saved} is the last good state."
+    if first_bad < run.state.step:
+        good = f"Step {first_bad} was the first that was not finite. {good}"
     config = run.config
     precision, name = config.train.precision, config.loss.name
     advice = "Lower optim.lr, or set optim.clip_norm=5"
@@ -337,19 +383,6 @@ def _check(run: Run, step: TrainStep, result: StepResult) -> None:
         f"step {run.state.step}: loss {float(result.loss)}, gradient norm {float(result.grad_norm)} "
         f"({named}), lr {result.rate:.4g}, precision {precision}{at_scale}. {good} {advice}"
     )
-
-
-def _last_good_state(run: Run, first_bad: int) -> str:
-    """Saves the state before this update, unless an earlier one was not finite; returns a message that says where."""
-    now = run.state.step
-    if first_bad >= now:
-        _save(run, "diverged.pt")
-        return f"The state before this step is kept in {run.folder / 'diverged.pt'}."
-    run.group.together(run.settle)
-    good = "no last.pt was written"
-    if run.saved is not None:
-        good = f"last.pt of step {run.saved} is the last good state"
-    return f"Step {first_bad} was the first that was not finite, {now} the first that was checked; {good}."
 
 
 def _log(run: Run, result: StepResult) -> None:
@@ -367,10 +400,9 @@ def _log(run: Run, result: StepResult) -> None:
     if run.config.train.precision == "fp16":
         values["loss_scale"] = current.scaler.get_scale()
     run.log.log(current.step, "train", values)
-    memory, warnings = run.watch.health.report(current.step)
+    ranks = run.group.gather(sample(run.group.device))
+    memory = {name: [figures[name] for figures in ranks] for name in ranks[0]}
     run.log.log(current.step, "memory", memory)
-    for warning in warnings:
-        run.view.say(warning)
     shown = {
         "loss": f"{values['loss']:.3f}",
         "lr": f"{rate:.2g}",
@@ -384,29 +416,44 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
     """Confusion of the averaged weights on the validation split."""
     config, current = run.config, run.state
     run.group.together(run.settle)  # the loader may fork
-    image, _ = run.val_cache.read(run.group.rank % len(run.val_samples))
-    with run.watch.explain_out_of_memory([(1, *image.shape)]):
-        found = validate(
-            current.ema.model,
-            Preprocess().to(run.group.device),
-            run.val_samples,
-            run.group,
-            config.data,
-            precision=precision,
-            backend=backend(config.loss, run.group.device.type),
-            cache=run.val_cache,
-            progress=run.view.validating,
-        )
+    found = validate(
+        current.ema.model,
+        Preprocess().to(run.group.device),
+        run.val_samples,
+        run.group,
+        config.data,
+        precision=precision,
+        backend=backend(config.loss, run.group.device.type),
+        cache=run.val_cache,
+        progress=run.view.validating,
+    )
     figures = summary(found.total, run.val_samples.classes.names)
     if log:
         values = {"precision": precision, "loss": found.loss, **figures}
         run.log.log(current.step, "validation", values)
         run.log.validated(run, found)
     run.view.say(f"step {current.step}: validation mIoU {100 * figures['miou']:.2f} %")
-    if run.group.is_main and is_due(config, current.step) and (told := eval_gap(run)):
-        run.log.log(current.step, "warning", {"text": told})
-        run.view.say(f"Warning: {told}")
+    if run.group.is_main and _is_settled(config, current.step):
+        batch = first_batch(config, run.train_samples, run.counts)
+        image, target = (part.to(run.group.device) for part in batch)
+        told = eval_gap(
+            current.ema.model,
+            norm_names(current.model),
+            image,
+            target,
+            config.train.precision,
+        )
+        if told:
+            run.log.log(current.step, "warning", {"text": told})
+            run.view.say(f"Warning: {told}")
     return found
+
+
+def _is_settled(config: Config, step: int) -> bool:
+    """Whether the validation after `step` updates is the first of the run whose BatchNorm statistics are settled."""
+    steps = config.train.steps
+    every = config.train.validate_every or steps
+    return step == min(-(-SETTLED // every) * every, steps) >= SETTLED
 
 
 def _keep_best(run: Run, found: Validation, *, final: bool = False) -> bool:
@@ -450,3 +497,33 @@ def _save(run: Run, name: str, *, wait: bool = True) -> None:
     if name == "last.pt":
         run.saved = run.state.step
         run.saved_at = time.monotonic()
+
+
+def result_of(run: Run, found: Validation, *, stopped_early: bool) -> dict[str, Any]:
+    """Content of result.json. `miou` is that of the last averaged weights in fp32, not of the best checkpoint."""
+    config, current, clock = run.config, run.state, run.clock
+
+    where = sequences(run.val_samples, config.data.sequence)
+    seen = sequences(run.train_samples, config.data.sequence)
+    return {
+        "name": config.run.name,
+        "images": len(run.val_samples),
+        **scores(found, run.val_samples.classes.names, where, set(seen)),
+        "best_miou": current.best_miou,
+        "steps": current.step,
+        "stopped_early": stopped_early,
+        "images_per_second": round(clock.rate() * config.global_batch, 3),
+        "wall_images_per_second": round(clock.wall_rate() * config.global_batch, 3),
+        "train_seconds": round(clock.seconds, 3),
+        "world_size": run.group.world_size,
+        "shards": config.compute.shards,
+        "global_batch": config.global_batch,
+        "weights_digest": state_digest(current.model.state_dict()),
+        "ema_digest": state_digest(current.ema.model.state_dict()),
+        "config_hash": config_hash(config),
+        "segpipe": __version__,
+        "mode": config.compute.mode,
+        "versions": run.fingerprint,
+        "switches": flags.switches(),
+        **weights_summary(config),
+    }

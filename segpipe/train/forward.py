@@ -139,6 +139,12 @@ def norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     return [m for m in model.modules() if isinstance(m, kind) and m not in frozen]
 
 
+def norm_names(model: nn.Module) -> list[str]:
+    """Names of `norms`."""
+    found = set(norms(model))
+    return [name for name, module in model.named_modules() if module in found]
+
+
 def statistics(model: nn.Module) -> list[Tensor]:
     """Running means and variances of `norms`, in module order."""
     found = [value for m in norms(model) for value in (m.running_mean, m.running_var)]

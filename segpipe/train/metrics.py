@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
-import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,7 +20,6 @@ from segpipe import IGNORE_INDEX
 from segpipe.errors import DataError, listed
 from segpipe.keys import generator, sample_key
 
-RATIO = 0.02  # radius of a band as a fraction of the image diagonal, as in the paper
 LEVEL = 0.95
 RESAMPLES = 1000
 BINS = 10  # of confidence, in a reliability diagram
@@ -294,56 +292,3 @@ def flattering(sequences: Mapping[str, Mapping[str, Any]]) -> str:
         f"{images} of {total} images are from sequences that training has seen too ({listed(both, 4)}): these scores "
         f"flatter. Neighboring frames look alike; expect less in new places."
     )
-
-
-def boundary_counts(
-    pred: NDArray[np.uint8], target: NDArray[np.uint8], num_classes: int
-) -> NDArray[np.int64]:
-    """Pixels of each class in both bands, in the prediction's band and in the target's; for `boundary_iou`.
-
-    Boundary IoU shows how well contours are found, which IoU hardly shows for large classes. Source: arXiv:2103.16562.
-    For a class, the band is what lies in its mask within a radius of the mask's contour; the image border is a contour,
-    as in the authors' code. Two rules are ours: pixels without a label are in no band, and contact with them is no
-    contour. The classes are disjoint, so one pass finds the bands of all of them.
-
-    Shapes: pred and target uint8 (H, W) -> int64 (3, C). Counts of images add up.
-    """
-    radius = max(1, round(RATIO * math.hypot(*target.shape)))
-
-    ignored = target == IGNORE_INDEX
-    nothing = np.uint8(IGNORE_INDEX)
-    band = _band(np.where(ignored, nothing, pred), radius)
-    wanted = _band(target, radius)
-
-    counts = []
-    for ids in (np.where(band == wanted, band, nothing), band, wanted):
-        counts.append(np.bincount(ids.ravel(), minlength=256)[:num_classes])
-
-    return np.stack(counts).astype(np.int64)
-
-
-def boundary_iou(counts: NDArray[np.int64]) -> list[float | None]:
-    """Boundary IoU of each class, 0 to 1; None for a class without a target pixel.
-
-    Shapes: counts int64 (3, C), as from `boundary_counts`.
-    """
-    rows: list[list[int]] = counts.tolist()
-    return [
-        both / (pred + target - both) if target else None
-        for both, pred, target in zip(*rows, strict=True)
-    ]
-
-
-def _band(ids: NDArray[np.uint8], radius: int) -> NDArray[np.uint8]:
-    """`ids` where another class or the image border lies within `radius` (a square window), 255 elsewhere.
-
-    A window holds another class when its smallest or its largest id is another: no loop over the classes.
-    """
-    window = np.ones((2 * radius + 1, 2 * radius + 1), np.uint8)
-    lowest = cv2.erode(ids, window)  # 255 is never the lowest beside a class
-    highest = cv2.dilate(np.where(ids == IGNORE_INDEX, np.uint8(0), ids), window)
-
-    near = (lowest != ids) | (highest != ids)
-
-    near[:radius] = near[-radius:] = near[:, :radius] = near[:, -radius:] = True
-    return np.where(near, ids, np.uint8(IGNORE_INDEX))

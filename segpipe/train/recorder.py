@@ -16,19 +16,24 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from segpipe.distributed.agreement import Agreement
-from segpipe.distributed.health import Health, Scene, out_of_memory_named
 from segpipe.ledger.digest import digest_groups, digest_many, float_bits
 from segpipe.ledger.rows import SessionHeader, ledger_path
 from segpipe.ledger.writer import LedgerWriter, next_session
 from segpipe.settings.config import config_hash, recipe
 
 if TYPE_CHECKING:
+    from torch.profiler import profile
+
     from segpipe.data.data_set import Samples
     from segpipe.data.loader import ShardBatch
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
     from segpipe.train.state import TrainState
 
+# Spans of an update, in its order; see `Watch.span`.
+PARTS = (
+    "data", "counts", "copy", "forward", "loss", "backward", "reduction", "clip", "optimizer", "average", "ledger",
+)  # fmt: skip
 NamedTensors = Mapping[str, Sequence[Tensor]]
 
 
@@ -44,7 +49,6 @@ class Watch:
     def __init__(self, group: Group, state: TrainState) -> None:
         self.group = group
         self.state = state
-        self.health = Health(group)
         # Sums integers over the ranks, which compare their states on the way. Bound, not wrapped: the line of a
         # collective is the nearest outside segpipe/distributed, and must be that of the caller.
         self.sum = Agreement(group, self).sum
@@ -66,17 +70,6 @@ class Watch:
     def part_names(self) -> dict[str, list[str]]:
         """Names of the tensors of the state, by kind, in the order in which a fault spreads."""
         return {}
-
-    def explain_out_of_memory(
-        self, shapes: Sequence[tuple[int, ...]]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Context that raises OutOfMemory in place of torch's errors; `shapes`: of the image batches inside."""
-        state = self.state
-        device = self.group.device
-        scene = Scene(
-            self.group.rank, state.step, shapes, state.model, device, state.optimizer
-        )
-        return out_of_memory_named(scene)
 
 
 class Recorder(Watch):
@@ -318,3 +311,14 @@ def open_watch(
     if not keeps_ledger(config):
         return Watch(group, state)
     return Recorder(config, group, state, samples, fingerprint)
+
+
+def spent(trace: profile, device: torch.device) -> dict[str, float]:
+    """Seconds in each of PARTS, on the device where it is a GPU; the host alone waits for data."""
+    found: dict[str, float] = {}
+    for event in trace.key_averages():
+        if event.key in PARTS:
+            on_host = event.key == "data" or device.type == "cpu"
+            time_us = event.cpu_time_total if on_host else event.device_time_total
+            found[event.key] = max(found.get(event.key, 0.0), time_us / 1e6)
+    return found

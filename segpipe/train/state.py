@@ -158,18 +158,6 @@ def _fill_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Restore moments and rates, which may come from another device.
-
-    The kernels, decay, momentum and the like stay those of the settings: in a file that was altered they would train
-    something else than its configuration says, and an audit that starts from it would repeat that.
-    """
-    groups = optimizer.state_dict()["param_groups"]
-    for group, before in zip(groups, saved["param_groups"], strict=True):
-        group["lr"] = before["lr"]
-    optimizer.load_state_dict({**saved, "param_groups": groups})
-
-
 def _light(kind: type[torch.optim.Optimizer]) -> Any:
     """`kind` without the wrappers that shield its methods from torch.compile, which segpipe does not use.
 

@@ -155,10 +155,9 @@ def train_step(
     if wait and int(stops) and int(step.first_bad) == NEVER:
         return None
 
-    with watch.explain_out_of_memory([batch.image.shape for batch in shards]):
-        result = step(shards, pixels)
-        if wait:
-            check(result)
-        step.apply()
+    result = step(shards, pixels)
+    if wait:
+        check(result)
+    step.apply()
     watch.after_update()
     return result

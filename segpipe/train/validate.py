@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from segpipe import IGNORE_INDEX
 from segpipe.data.loader import eval_images
 from segpipe.losses import compiled
 from segpipe.losses.fused import ClassHead
+from segpipe.models.preprocess import Preprocess
 from segpipe.models.resize import bilinear, bilinear_axes, bilinear_matmul
 from segpipe.train.forward import autocast
-from segpipe.train.metrics import BINS, Validation, confusion, confusion_of
+from segpipe.train.metrics import BINS, Validation, confusion, confusion_of, miou
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import Samples
     from segpipe.data.samples import CachedSamples
     from segpipe.distributed.group import Group
     from segpipe.models.layers import SegmentationNet
-    from segpipe.models.preprocess import Preprocess
     from segpipe.settings.groups import DataConfig
 
 Answer = Callable[["SegmentationNet", "Preprocess", Tensor], Tensor]
-SPARSE = (
-    16  # every 16th row and column: loss and confidences cost under 2 % of a validation
-)
+# Every 16th row and column: loss and confidences cost under 2 % of a validation.
+SPARSE = 16
+# A batch keeps this share of its mIoU in eval mode, or loses no more than these points.
+LEAST_SHARE, POINTS = 0.85, 0.05
+NAMED = 3  # layers in a warning
 
 
 @torch.inference_mode()
@@ -119,29 +123,27 @@ def validate(
     backend: str = "plain",
     cache: CachedSamples | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    see: Callable[[int, Tensor, Tensor], None] = lambda index, pred, target: None,
 ) -> Validation:
     """Confusion of `model`, which must be in eval mode, over all samples, equal on every rank.
 
     `answer` gives class ids as `predict` does, which is the default where `backend`, as that of the loss, is plain.
     Rank r takes images r, r + R, ...: none is padded, repeated or dropped, whatever the number of ranks.
-    `see` gets the index, prediction and target of each of this rank's images, both uint8 (1, H, W).
     """
     assert not model.training
     num_classes = samples.classes.num_classes
     own = range(group.rank, len(samples), group.world_size)
 
     @torch.inference_mode()
-    def find(image: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def score(image: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         if answer:
             pred = answer(model, preprocess, image)
-            return pred, confusion(pred, target, num_classes), torch.zeros(BINS, 4)
+            return confusion(pred, target, num_classes), torch.zeros(BINS, 4)
         logits = _logits(model, preprocess, image, precision)
         corners = model.align_corners
-        pred, counts = classes_and_confusion(
+        _, counts = classes_and_confusion(
             logits, target, align_corners=corners, backend=backend
         )
-        return pred, counts, confidences(logits, target, align_corners=corners)
+        return counts, confidences(logits, target, align_corners=corners)
 
     own_found: dict[int, tuple[Tensor, Tensor]] = {}
     images = eval_images(
@@ -154,9 +156,8 @@ def validate(
         cache=cache,
     )
     for index, image, target in images:
-        pred, counts, bins = find(image.to(group.device), target.to(group.device))
+        counts, bins = score(image.to(group.device), target.to(group.device))
         own_found[index] = counts.cpu(), bins
-        see(index, pred, target)
         progress(len(own_found), len(own))
     merged: dict[int, tuple[Tensor, Tensor]] = {}
     for part in group.gather(own_found):
@@ -170,3 +171,77 @@ def validate(
     return Validation(
         total, {index: counts for index, (counts, _) in merged.items()}, calibration
     )
+
+
+def eval_gap(
+    model: SegmentationNet,
+    layers: Sequence[str],
+    image: Tensor,
+    target: Tensor,
+    precision: str = "fp32",
+) -> str:
+    """A warning if a training batch scores far worse in eval mode than with its own statistics in BatchNorm `layers`.
+
+    A network can train well and answer nonsense in eval mode, most often where BatchNorm sees maps of one pixel: a few
+    values per channel, alike in all images, whose mean drifts by many times their spread while running statistics
+    follow. Changes nothing, and needs no other process.
+
+    Shapes: image uint8 (B, H, W, 3), target uint8 (B, H, W).
+    """
+    probe = copy.deepcopy(model)
+    distances: dict[str, float] = {}
+    for name in layers:
+        layer = probe.get_submodule(name)
+        layer.register_forward_pre_hook(partial(_take_statistics, distances, name))
+
+    own = _score(probe, image, target, precision)
+    running = _score(model, image, target, precision)
+    if not own - running > max(POINTS, (1 - LEAST_SHARE) * own):
+        return ""
+    furthest = sorted(distances.items(), key=lambda item: -item[1])[:NAMED]
+    named = [
+        f"{name} (by {distance:.1f} standard deviations)" for name, distance in furthest
+    ]
+    return (
+        f"in eval mode a training batch has {100 * running:.1f} % mIoU, with its own BatchNorm statistics "
+        f"{100 * own:.1f} %. Running statistics are furthest from the batch's in {', '.join(named)}. On maps of one "
+        f"pixel, leave BatchNorm out or raise compute.samples_per_shard; elsewhere lower optim.lr."
+    )
+
+
+def _score(
+    model: SegmentationNet, image: Tensor, target: Tensor, precision: str
+) -> float:
+    """mIoU of a batch. One image at a time has logits at full resolution, so training needs more memory."""
+    size = (target.shape[1], target.shape[2])
+    with torch.inference_mode():
+        preprocess = Preprocess().to(image.device)
+        logits = _logits(model, preprocess, image, precision)
+        counts = []
+        for part, wanted in zip(
+            torch.split(logits, 1), torch.split(target, 1), strict=True
+        ):
+            full = bilinear(part, size, align_corners=model.align_corners)
+            counts.append(confusion(_classes(full), wanted, logits.shape[1]))
+    return miou(torch.stack(counts).sum(0).cpu())
+
+
+def _take_statistics(
+    distances: dict[str, float],
+    name: str,
+    layer: nn.modules.batchnorm._BatchNorm,
+    given: tuple[Any, ...],
+) -> None:
+    """Give the layer the statistics of its input, and note how far its running ones were.
+
+    The distance is that of outputs, root mean square over the batch, averaged over channels.
+    """
+    if layer.running_mean is None or layer.running_var is None:
+        return
+    x = given[0].float()
+    var, mean = torch.var_mean(x, [0, *range(2, x.ndim)], correction=0)
+    spread = (layer.running_var + layer.eps).sqrt()
+    shift = (mean - layer.running_mean) / spread
+    stretch = (var + layer.eps).sqrt() / spread - 1
+    distances[name] = float(torch.hypot(shift, stretch).mean())
+    layer.running_mean, layer.running_var = mean, var

@@ -85,10 +85,9 @@ def test_a_run_is_scored_on_the_drive_that_it_held_out(
     }
     assert found["note"] == ""
     assert "flatter" not in tables
-    assert set(found["mean"]) == {"precision", "recall", "f1", "boundary_iou"}
+    assert set(found["mean"]) == {"precision", "recall", "f1"}
     for name, iou in found["iou"].items():
         assert name in tables
-        assert 0 <= found["boundary_iou"][name] <= 1
         assert iou is not None
 
 

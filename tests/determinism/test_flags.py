@@ -21,7 +21,6 @@ from segpipe.errors import CheckpointError, ConfigError
 from segpipe.losses.total import backend
 from segpipe.processes import proc_lines
 from segpipe.settings.groups import LossConfig
-from segpipe.train import engine
 
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = {
@@ -282,70 +281,6 @@ def test_compare_names_a_variable_and_a_resume_under_another_value_is_refused(
     assert runs.run(a, *again) == CheckpointError.exit_code
     assert "ONEDNN_MAX_CPU_ISA: None -> AVX2" in capsys.readouterr().err
     assert runs.run(a, *again, "run.allow_fingerprint_change=true") == 0
-
-
-@pytest.mark.parametrize(
-    ("there", "expected"),
-    [
-        (
-            {"avx2": True, "avx512_bf16": False},
-            {"bf16": True, "fp16": True, "fp32": False},
-        ),
-        (
-            {"avx2": True, "avx512_bf16": True},
-            {"bf16": False, "fp16": True, "fp32": False},
-        ),
-        (
-            {"amx_bf16": True, "amx_fp16": True},
-            {"bf16": False, "fp16": False, "fp32": False},
-        ),
-        ({}, {"bf16": False, "fp16": False, "fp32": False}),  # unknown
-    ],
-)
-def test_a_precision_without_instructions_is_emulated(
-    there: dict[str, bool], expected: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: there, raising=False)
-    assert {precision: flags.emulated(precision) for precision in expected} == expected
-
-
-def test_fp32_on_a_gpu_is_noted_as_slow() -> None:
-    assert "train.precision=bf16" in engine.slow_precision("cuda", "fp32")
-    assert not engine.slow_precision("cuda", "bf16")
-    assert not engine.slow_precision("cpu", "fp32")
-
-
-def test_tf32_that_is_fp32_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
-    assert not engine.slow_precision("cuda", "tf32")
-    assert "tf32 is fp32 here" in engine.slow_precision("cpu", "tf32")
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    assert "tf32 is fp32 here" in engine.slow_precision("cuda", "tf32")
-
-
-def test_a_run_in_an_emulated_precision_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, there, times in (
-        ("slow", {"avx2": True}, 1),
-        ("fast", {"avx512_bf16": True}, 0),
-    ):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda there=there: there)
-        assert (
-            runs.run(
-                tmp_path / name,
-                "train.precision=bf16",
-                "train.steps=1",
-                "train.progress=true",
-            )
-            == 0
-        )
-        assert (
-            " ".join(capsys.readouterr().out.split()).count(
-                "this CPU has no instructions"
-            )
-            == times
-        )
 
 
 def test_importing_the_flags_does_not_import_torch() -> None:

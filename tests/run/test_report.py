@@ -361,14 +361,12 @@ def test_sequences_interval_and_warning_are_on_the_page() -> None:
             "clear": {"images": 10, "miou": 0.75, "in_training": False},
             "<night>": {"images": 20, "miou": 0.25, "in_training": True},
         },
-        "boundary_iou": {"road": 0.456},
     }
     shown = render(make(result=result))
     text = Page(shown).text
     for wanted in (
         "61.0-64.0",
         "70.0-72.0",
-        "45.6",
         "30 images",
         "20 of 30 images are from sequences",
     ):

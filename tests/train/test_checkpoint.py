@@ -498,7 +498,6 @@ def test_candidates_for_resuming_come_newest_first(tmp_path: Path) -> None:
         "step_9.pt",
         "step_x.pt",
         "best.pt",
-        "diverged.pt",
     ):
         (tmp_path / name).touch()
     (tmp_path / "last.pt").mkdir()

@@ -16,13 +16,13 @@ from segpipe.errors import ConfigError
 from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
 from segpipe.settings.groups import EmaConfig, OptimConfig
+from segpipe.train.checkpoint import load_optimizer
 from segpipe.train.forward import norms
 from segpipe.train.state import (
     Ema,
     build_optimizer,
     freeze,
     learning_rate,
-    load_optimizer,
     parameter_groups,
     set_rate,
 )

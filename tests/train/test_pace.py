@@ -11,7 +11,7 @@ import torch
 
 from segpipe.settings.config import from_mapping
 from segpipe.train import engine
-from segpipe.train.training import Clock
+from segpipe.train.engine import Clock
 
 
 def run_at(step: int, device: str, *, rank: int = 0, rate: float = 0.0) -> Any:

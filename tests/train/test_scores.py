@@ -1,22 +1,15 @@
-"""Intervals against a slow loop, sequences, rates by hand, and Boundary IoU against the authors' definition."""
+"""Intervals against a slow loop, sequences, and rates by hand."""
 
 from __future__ import annotations
 
-import math
-
-import cv2
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from segpipe.keys import generator, sample_key
 from segpipe.train import metrics
 from segpipe.train.metrics import (
-    RATIO,
-    boundary_counts,
-    boundary_iou,
     by_sequence,
     flattering,
     interval,
@@ -121,64 +114,3 @@ def test_names_that_are_all_different_make_no_sequences() -> None:
         "hall",
         "kitchen",
     ]  # the control
-
-
-def mask_to_boundary(mask: NDArray[np.uint8], radius: int) -> NDArray[np.uint8]:
-    """As in the authors' code: the mask without its erosion, outside the image counted as another class."""
-    padded = cv2.copyMakeBorder(mask, 1, 1, 1, 1, cv2.BORDER_CONSTANT, value=0)
-    eroded = cv2.erode(padded, np.ones((3, 3), np.uint8), iterations=radius)
-    return np.asarray(mask - eroded[1:-1, 1:-1], np.uint8)
-
-
-@pytest.mark.parametrize("size", [(90, 120), (61, 200), (20, 30)])
-def test_boundary_counts_are_those_of_the_authors(size: tuple[int, int]) -> None:
-    random = np.random.default_rng(0)
-    target, other = (
-        cv2.resize(
-            random.integers(0, 5, (5, 7)).astype(np.uint8),
-            size[::-1],
-            interpolation=cv2.INTER_NEAREST,
-        )
-        for _ in range(2)
-    )
-    pred = np.where(random.random(size) < 0.8, target, other)
-    radius = max(1, round(RATIO * math.hypot(*size)))
-    counts = boundary_counts(pred, target, 6)
-    for k in range(6):
-        bands = [
-            mask_to_boundary((ids == k).astype(np.uint8), radius)
-            for ids in (pred, target)
-        ]
-        assert counts[:, k].tolist() == [
-            int((bands[0] & bands[1]).sum()),
-            int(bands[0].sum()),
-            int(bands[1].sum()),
-        ]
-    assert boundary_iou(counts)[5] is None
-
-
-def test_contact_with_unlabelled_pixels_is_no_boundary() -> None:
-    target = np.zeros((200, 200), np.uint8)
-    target[:, 80:120] = 255
-    pred = np.where(target == 255, 1, target).astype(np.uint8)
-    rim = np.ones((200, 200), bool)
-    rim[6:-6, 6:-6] = False  # 2 % of the diagonal are 6 pixels
-    rim[:, 80:120] = False
-    assert boundary_counts(pred, target, 2).tolist() == [[int(rim.sum()), 0]] * 3
-    target[:, 80:120] = 1  # the control
-    assert boundary_counts(pred, target, 2)[2, 0] > rim.sum()
-
-
-def test_boundary_iou_sees_what_iou_hardly_shows() -> None:
-    target = np.zeros((360, 480), np.uint8)
-    target[100:260, 140:340] = 1
-    pred = np.roll(target, 4, axis=1)  # 4 pixels to the right
-    iou = metrics.iou_per_class(
-        metrics.confusion(torch.from_numpy(pred), torch.from_numpy(target), 2)
-    )[1]
-    contour = boundary_iou(boundary_counts(pred, target, 2))[1]
-    assert iou is not None
-    assert contour is not None
-    assert iou > 0.95
-    assert contour < 0.8
-    assert boundary_iou(boundary_counts(target, target, 2)) == [1.0, 1.0]

@@ -1,0 +1,153 @@
+"""What happens before the first update: the state of a run, room on its disk, and what it says first."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from segpipe.data import frequency
+from segpipe.distributed.agreement import common_fingerprint
+from segpipe.errors import CheckpointError
+from segpipe.files import to_json, write_atomically
+from segpipe.losses.total import backend
+from segpipe.settings.config import to_mapping
+from segpipe.train import checkpoint
+from segpipe.train.batches import counted
+from segpipe.train.start import WEIGHTS
+from segpipe.train.state import TrainState, build_state
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from segpipe.data.catalog import ClassTable
+    from segpipe.data.data_set import DataSet, Samples
+    from segpipe.data.frequency import PixelCounts
+    from segpipe.distributed.group import Group
+    from segpipe.settings.config import Config
+
+MIB = 2**20
+
+
+def state_of(
+    config: Config, group: Group, classes: ClassTable, found: checkpoint.Found | None
+) -> tuple[TrainState, dict[str, Any], list[str]]:
+    """The state, fresh or that of the checkpoint; the fingerprint of rank 0, and warnings."""
+    weights = None if found else checkpoint.read_start(config)
+    state = build_state(config, classes, group.device, weights)
+    state.teacher = checkpoint.teacher_of(config, group.device)
+    fingerprint, rank_differences = common_fingerprint(
+        config, group, backend(config.loss, group.device.type)
+    )
+    if found:
+        checkpoint.restore(
+            found.path, state, config, classes, fingerprint, saved=found.content
+        )
+        if found.note and group.is_main:
+            print(found.note, file=sys.stderr)  # also without train.progress
+    warnings = []
+    if group.device.type == "cuda" and config.train.precision == "fp32":
+        warnings.append(
+            "train.precision = fp32 computes without TF32: an estimated third of the speed of train.precision=bf16. "
+            "tf32 lies between, with equal bits on GPUs of one kind."
+        )
+    if rank_differences and config.compute.mode != "off":
+        warnings.append(
+            f"ranks differ, so another number of processes may give other bits: {'; '.join(rank_differences[:4])}"
+        )
+    return state, fingerprint, warnings
+
+
+def counts_of(
+    config: Config, group: Group, samples: DataSet, found: checkpoint.Found | None
+) -> PixelCounts | None:
+    """Pixels of each class, if the run needs them; a resumed run has those of its folder."""
+
+    def say(text: str) -> None:
+        if group.is_main and config.train.progress:
+            print(text, file=sys.stderr)  # the view is not open yet
+
+    kept = config.run_dir / frequency.FILE_NAME if found else None
+    return counted(config, group, samples, kept=kept, say=say)
+
+
+def write_origin(
+    config: Config,
+    state: TrainState,
+    found: checkpoint.Found | None,
+    counts: PixelCounts | None,
+) -> None:
+    """The files that say what the run starts from; a resumed run keeps those that it has."""
+    folder = config.run_dir
+    longer = found and found.content["config"]["train"]["steps"] != config.train.steps
+    if longer or not found:
+        write_atomically(folder / "config.json", to_json(to_mapping(config)))
+    if state.weights and not found:
+        write_atomically(folder / WEIGHTS, to_json(state.weights))
+    kept = folder / frequency.FILE_NAME
+    if counts is not None and not (found and kept.is_file()):
+        counts.save(kept)
+
+
+def header(
+    config: Config, group: Group, train: Samples, val: Samples, model: nn.Module
+) -> str:
+    """Four lines on network, data, batch and hardware."""
+    parameters = list(model.parameters())
+    frozen = _elements(p for p in parameters if not p.requires_grad)
+
+    height, width = config.augment.crop_size
+    compute, steps = config.compute, config.train.steps
+    epochs = steps * config.global_batch / len(train)
+    held_out = f" (sequence {config.data.hold_out})" if config.data.hold_out else ""
+    split = config.data.train_split
+    of = "" if split == "train" else f" of {split}"
+
+    device = group.device.type
+    if device == "cuda":
+        device = f"cuda ({torch.cuda.get_device_name(group.device)})"
+
+    return (
+        f"model   {config.model.name}, {_elements(parameters):,} parameters, {frozen:,} of them frozen, "
+        f"{val.classes.num_classes} classes\n"
+        f"data    {val.classes.name}: {len(train)} training images{of}, crop {height}x{width}; "
+        f"{len(val)} validation images{held_out}\n"
+        f"batch   {config.global_batch} = {compute.shards} shards x {compute.samples_per_shard} samples; {steps} steps,"
+        f" {epochs:.1f} epochs; {config.train.precision}\n"
+        f"device  {device}; processes {group.world_size}, threads of each {compute.threads}; mode {compute.mode}"
+    )
+
+
+def check_space(config: Config, state: TrainState, group: Group) -> None:
+    """Raise CheckpointError on rank 0 when the run's disk has less room than its checkpoints need."""
+    if not group.is_main:
+        return
+
+    weights = 4 * _elements(state.model.state_dict().values())
+    trained = 4 * _elements(p for p in state.model.parameters() if p.requires_grad)
+    moments = 2 if config.optim.name == "adamw" else 1
+    one = 2 * weights + moments * trained  # with the average
+
+    # At once: last, best, the one being written, and those that are kept.
+    every, last = config.checkpoint.keep_every, config.checkpoint.keep_last
+    kept = (config.train.steps - state.step - 1) // every if every else 0
+    files = 3 + (min(kept, last) if last else kept)
+    paths = (config.run_dir / "last.pt", config.run_dir / "best.pt")
+    needed = files * one - sum(path.stat().st_size for path in paths if path.is_file())
+
+    folder = config.run_dir.absolute()
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if needed > (free := shutil.disk_usage(nearest).free):
+        raise CheckpointError(
+            f"{config.run_dir} will need {math.ceil(needed / MIB)} MiB ({files} checkpoints of {one / MIB:.0f} MiB), "
+            f"but its disk has {free // MIB:.0f} MiB free. Free some space, choose another run.root, or keep fewer "
+            f"checkpoints: checkpoint.keep_last."
+        )
+
+
+def _elements(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
