@@ -12,7 +12,7 @@ from segpipe.determinism import flags
 from segpipe.distributed.group import choose_device
 from segpipe.errors import ConfigError
 from segpipe.predict.inference import inference
-from segpipe.predict.job import Predictions, PredictJob, find
+from segpipe.predict.job import PredictJob, find
 from segpipe.predict.outputs import Outputs, unwritable
 from segpipe.predict.predictor import Predictor, of_exported, of_network
 from segpipe.run.console import ERRORS, progress
@@ -60,11 +60,11 @@ def main(given: dict[str, Any]) -> int:
             replace=given["exists"] == "replace",
             progress=show,
         )
-        done = job.run()
-    for line in filter(None, [*done.problems, left_out]):
+        job.run()
+    for line in filter(None, [*job.problems, left_out]):
         print(line, file=sys.stderr)
-    print(json.dumps(summary(done, outputs)))
-    return 2 if done.problems else 0
+    print(json.dumps(summary(job, outputs)))
+    return 2 if job.problems else 0
 
 
 def check(given: dict[str, Any], *, has_video: bool) -> None:
@@ -103,11 +103,11 @@ def predictor(given: dict[str, Any]) -> Predictor:
     return of_network(trained, device, how)
 
 
-def summary(done: Predictions, outputs: Outputs) -> dict[str, Any]:
+def summary(done: PredictJob, outputs: Outputs) -> dict[str, Any]:
     """The line that the command prints."""
     model = outputs.predictor.model
     shares = outputs.shares(done.pixels) if done.entries else {}
-    speed = done.answered / done.seconds if done.seconds else 0.0
+    speed = done.answered / done.took if done.took else 0.0
     return {
         "out": str(outputs.out),
         "predicted": len(done.entries) - done.kept,

@@ -9,7 +9,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from glob import glob, has_magic
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -113,25 +112,8 @@ def names(places: Sequence[str]) -> list[str]:
     return bare if len(set(bare)) == len(bare) else list(places)
 
 
-@dataclass
-class Predictions:
-    """What a command did."""
-
-    entries: dict[str, dict[str, Any]] = field(default_factory=dict)  # by place
-    problems: list[str] = field(default_factory=list)
-    kept: int = 0  # sources that were finished before
-    answered: int = 0  # images and frames
-    seconds: float = 0.0
-
-    @property
-    def pixels(self) -> list[int]:
-        """Of each class, over all sources."""
-        counts = (entry["pixels"] for entry in self.entries.values())
-        return [sum(each) for each in zip(*counts, strict=True)]
-
-
 class PredictJob:
-    """Predicts sources into a folder."""
+    """Predicts sources into a folder, and what it did so far."""
 
     def __init__(
         self,
@@ -146,15 +128,24 @@ class PredictJob:
         self._seconds = seconds or math.inf  # of live sources
         self._replace = replace
         self._progress = progress
-        self._done = Predictions()
+        self.entries: dict[str, dict[str, Any]] = {}  # by place
+        self.problems: list[str] = []
+        self.kept = 0  # sources that were finished before
+        self.answered = 0  # images and frames
+        self.took = 0.0  # seconds
 
-    def run(self) -> Predictions:
-        """Predict all sources and write predictions.json; problems of single files are in the result.
+    @property
+    def pixels(self) -> list[int]:
+        """Of each class, over all sources."""
+        counts = (entry["pixels"] for entry in self.entries.values())
+        return [sum(each) for each in zip(*counts, strict=True)]
+
+    def run(self) -> None:
+        """Predict all sources and write predictions.json; what is wrong with single files is in `problems`.
 
         Raises ConfigError before the first prediction when outputs of another model or other settings are in the way,
         and later when one cannot be written; Interrupted, with all finished files in place, on Ctrl-C.
         """
-        done = self._done
         todo = self._unfinished()
         self._summarize()  # names the model, should this process be killed
         started = time.perf_counter()
@@ -166,13 +157,12 @@ class PredictJob:
                         self._predict_video(source)
         except KeyboardInterrupt:
             raise Interrupted(
-                f"interrupted: {len(done.entries)} of {len(self._sources)} sources are finished. The same command "
+                f"interrupted: {len(self.entries)} of {len(self._sources)} sources are finished. The same command "
                 f"goes on with the rest."
             ) from None
         finally:
-            done.seconds = time.perf_counter() - started
+            self.took = time.perf_counter() - started
             self._summarize()
-        return done
 
     @contextlib.contextmanager
     def _problems(self) -> Iterator[None]:
@@ -180,7 +170,7 @@ class PredictJob:
         try:
             yield
         except DataError as error:
-            self._done.problems.append(str(error))
+            self.problems.append(str(error))
 
     def _unfinished(self) -> list[Input]:
         """Sources that are to be predicted; those that an earlier command finished are entered."""
@@ -194,14 +184,14 @@ class PredictJob:
                 digest = sha256(source.path)
             except OSError as error:
                 problem = f"{source.path} cannot be read: {error.strerror}."
-                self._done.problems.append(problem)
+                self.problems.append(problem)
                 continue
             entry = before.get(source.place, {})
             paths = [entry[key] for key in ("mask", "overlay") if key in entry]
             whole = all((self._outputs.out / path).exists() for path in paths)
             if whole and entry.get("source_sha256") == digest:
-                self._done.entries[source.place] = entry
-                self._done.kept += 1
+                self.entries[source.place] = entry
+                self.kept += 1
             else:
                 todo.append(source)
         return todo
@@ -291,8 +281,8 @@ class PredictJob:
         self._enter(source, digest, size, pixels, frames=done, fps=fps)
 
     def _advance(self) -> None:
-        self._done.answered += 1
-        self._progress(self._done.answered)
+        self.answered += 1
+        self._progress(self.answered)
 
     def _enter(
         self,
@@ -304,11 +294,11 @@ class PredictJob:
     ) -> None:
         results = {"height": size[0], "width": size[1], "pixels": counts.tolist()}
         entry = self._outputs.entry(source, digest, **results, **more)
-        self._done.entries[source.place] = entry
+        self.entries[source.place] = entry
 
     def _summarize(self) -> None:
         """Write predictions.json: everything but times, so that equal predictions give equal bytes."""
-        done, predictor = self._done, self._outputs.predictor
+        predictor = self._outputs.predictor
         classes = zip(predictor.names, predictor.palette, strict=True)
         content = {
             **self._head(),
@@ -316,9 +306,9 @@ class PredictJob:
                 {"id": train, "name": name, "color": color}
                 for train, (name, color) in enumerate(classes)
             ],
-            "complete": len(done.entries) == len(self._sources),
-            "predictions": [done.entries[place] for place in sorted(done.entries)],
-            "problems": done.problems,
+            "complete": len(self.entries) == len(self._sources),
+            "predictions": [self.entries[place] for place in sorted(self.entries)],
+            "problems": self.problems,
         }
         put(self._outputs.out / SUMMARY, to_json(content))
 

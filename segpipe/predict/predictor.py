@@ -24,8 +24,6 @@ from segpipe.predict.inference import SMALLEST, Inference, answers
 from segpipe.runtime.artifact import (
     MANIFEST,
     ArtifactError,
-    SelfTestError,
-    UnusableError,
     read_artifact,
 )
 from segpipe.runtime.engines import EngineError
@@ -37,6 +35,10 @@ if TYPE_CHECKING:
 
 Pixels = NDArray[np.uint8]
 Answer = tuple[Pixels, NDArray[np.float32]]  # ids (H, W), their probability (H, W)
+
+
+# By the exit code of an error of the runtime
+_ERRORS = {2: ConfigError, 4: ExportMismatch, 7: IntegrityError}
 
 
 @dataclass(frozen=True)
@@ -101,14 +103,8 @@ def of_exported(
         artifact = read_artifact(folder, precision=precision)
         session = Session(artifact, threads=threads, providers=(provider,))
         session.self_test()
-    # EngineError: for example an onnxruntime that is too old for the file.
-    except (EngineError, UnusableError) as error:
-        raise ConfigError(str(error)) from error
-    except SelfTestError as error:
-        raise ExportMismatch(str(error)) from error
-    except ArtifactError as error:
-        raise IntegrityError(str(error)) from error
-
+    except (ArtifactError, EngineError) as error:
+        raise _ERRORS[error.exit_code](str(error)) from error
     height, width, _ = artifact.frame
 
     def predict(image: Pixels) -> Answer:

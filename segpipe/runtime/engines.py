@@ -21,6 +21,8 @@ Run = Callable[[Bytes], list[Bytes]]
 class EngineError(ValueError):
     """This machine does not have the engine, the version, the provider or the device that is needed."""
 
+    exit_code = 2
+
 
 class Engine(Protocol):
     """A loaded model of one input and some outputs."""
