@@ -1,4 +1,4 @@
-"""Checks that need a GPU. Each takes a Bench and returns figures; it raises AssertionError when a promise is broken.
+"""`segpipe gpu-check`: checks that need a GPU, in two calls: is it right, and is it fast.
 
 They run on a CPU too, at small sizes, so that the code itself is tested where there is no GPU; nothing that was
 measured there is reported as a GPU's.
@@ -6,12 +6,18 @@ measured there is reported as a GPU's.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
+import os
+import select
+import shutil
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +26,31 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks import gpu_bits, gpu_speed
-from benchmarks.gpu_bench import Bench
+from benchmarks import gpu_bits, gpu_nccl, gpu_speed
+from benchmarks import measure as measuring
+from benchmarks.gpu_bench import (
+    LEFT_OUT,
+    NO_TIME,
+    UNFINISHED,
+    Bench,
+    GoalMissed,
+    append,
+    latest,
+)
+from benchmarks.measure import kill_with_children
 from segpipe.data.augment import Augmenter
 from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
+from segpipe.data.ring import SharedBlock, Slots
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group
 from segpipe.errors import ConfigError, SegpipeError
-from segpipe.losses.total import shard_loss, valid_pixels
+from segpipe.losses.total import backend, shard_loss, valid_pixels
 from segpipe.models import MODELS as ALL_MODELS
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess, colored
+from segpipe.models.resize import gpu_kernels
 from segpipe.run.launch import train
 from segpipe.settings.config import Config
 from segpipe.settings.groups import AugmentConfig, LossConfig
@@ -41,9 +59,14 @@ from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[1]
+CONSOLE = Console()
+SMI = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.used,clocks.sm,clocks.mem,mig.mode.current",
+       "--format=csv"]  # fmt: skip
+START = "import sys; from benchmarks import gpu; gpu.work(sys.argv[1])"
+START_S = 40.0  # for a process to start, beside what a check takes
+VERDICTS = ("passed", "goal missed", "FAILED", "left out")
 MODELS = {name: ALL_MODELS[name] for name in ("fast_scnn", "ddrnet23_slim", "pidnet_s")}
-GRACE_S = 20.0  # after the time limit; with the default limit a call ends within 10 minutes, whatever hangs
-LEFT_OUT = "left out"  # the figure of a check that was not made, or not to its end; it says why
 
 
 def scenes(bench: Bench, count: int) -> tuple[Tensor, Tensor]:
@@ -217,21 +240,6 @@ def steps(bench: Bench) -> dict[str, Any]:
     return figures
 
 
-def speed(bench: Bench) -> dict[str, Any]:
-    """Images per second and peak memory of a full update of every network at the bench's size, without the loader."""
-    figures: dict[str, Any] = {}
-    for model in MODELS:
-        for precision in ("fp32", "bf16"):
-            if bench.seconds_left < 60 and bench.device.type == "cuda":
-                figures[f"{model}_{precision}"] = "left out: no time"
-                continue
-            done = _updates(bench, model, precision, updates=bench.updates)
-            figures[f"{model}_{precision}"] = {
-                key: done[key] for key in ("images_per_second", "peak_memory_mib")
-            }
-    return figures
-
-
 def _updates(
     bench: Bench, model: str, precision: str, *, updates: int
 ) -> dict[str, Any]:
@@ -306,7 +314,7 @@ def camvid(bench: Bench) -> dict[str, Any]:
     if bench.camvid is None:
         return {LEFT_OUT: "give --camvid FOLDER"}
     if bench.too_late(120):  # two runs, each with a validation
-        return {LEFT_OUT: gpu_bits.NO_TIME}
+        return {LEFT_OUT: NO_TIME}
     from segpipe.settings.compose import compose
 
     overrides = [
@@ -353,90 +361,262 @@ def camvid(bench: Bench) -> dict[str, Any]:
     }
 
 
-# In the order in which they run. To add a check: a function that takes a Bench and returns figures, raises
-# AssertionError when a promise is broken, returns {LEFT_OUT: why} when it does not fit into `bench.seconds_left`, and
-# runs on a CPU at the sizes of tests/cli/test_gpu_check.py.
-CHECKS: dict[str, Callable[[Bench], dict[str, Any]]] = {
-    "preprocessing": preprocessing,
-    "networks": networks,
-    "loss_and_gradients": loss_and_gradients,
-    "gradients": gradients,
-    "steps": steps,
-    "speed": speed,
-    "graphs": gpu_speed.graphs,
-    "syncs": gpu_speed.syncs,
-    "alignment": gpu_speed.alignment,
-    "recipes": gpu_speed.recipes,
-    "loader": gpu_speed.loader,
-    "digest": gpu_bits.digest,
-    "ops": gpu_bits.ops,
-    "repeats": gpu_bits.repeats,
-    "processes": gpu_bits.processes,
-    "cost": gpu_bits.cost,
-    "camvid": camvid,
+def machine(bench: Bench) -> dict[str, Any]:
+    """What everything else stands on: driver, memory, compiler, kernels that build, page-locked memory, bandwidth."""
+    told = ""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        told = subprocess.run(SMI, capture_output=True, text=True, timeout=30).stdout
+    figures: dict[str, Any] = {
+        "nvidia_smi": told.strip(),
+        "compiler": os.environ.get("CC")
+        or shutil.which("gcc")
+        or shutil.which("clang"),
+        "loss": backend(LossConfig(), bench.device.type),
+        "disk_free_mib": shutil.disk_usage(ROOT).free >> 20,
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    bench.keep(figures)
+    figures["fingerprint"] = measuring.machine()
+    if bench.cuda:
+        assert figures["compiler"], "no C compiler: Triton cannot start its kernels"
+        assert gpu_kernels(bench.device) is not None, "Triton's resize does not work"
+        figures["capability"] = torch.cuda.get_device_capability()
+        block = SharedBlock(1, 4, 1 << 22)
+        figures["page_locked"] = Slots(block, 4, True)._pinned
+        bench.keep(figures)
+    return figures | gpu_speed.bandwidth(bench)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check: its function, the call that runs it, and its seconds on an H200 as estimated until they are measured."""
+
+    measure: Callable[[Bench], dict[str, Any]]
+    part: int
+    seconds: int
+
+
+# In the order in which they run, what matters most first. To add a check: a function that takes a Bench and returns
+# figures; it raises AssertionError when a promise is broken and GoalMissed for a figure that is too low, returns
+# {LEFT_OUT: why} when it does not fit into `bench.seconds_left`, hands `bench.keep` what it has found so far, and runs
+# on a CPU at the sizes of tests/cli/test_gpu_check.py. docs/gpu.md says what it proves.
+CHECKS: dict[str, Check] = {
+    "machine": Check(machine, 1, 15),
+    "loss_and_gradients": Check(loss_and_gradients, 1, 10),
+    "graphs": Check(gpu_speed.graphs, 1, 40),
+    "syncs": Check(gpu_speed.syncs, 1, 25),
+    "one_rank": Check(gpu_nccl.one_rank, 1, 25),
+    "several_ranks": Check(gpu_nccl.several_ranks, 1, 60),
+    "processes": Check(gpu_bits.processes, 1, 150),
+    "repeats": Check(gpu_bits.repeats, 1, 70),
+    "steps": Check(steps, 1, 30),
+    "digest": Check(gpu_bits.digest, 1, 5),
+    "alignment": Check(gpu_speed.alignment, 1, 5),
+    "preprocessing": Check(preprocessing, 1, 5),
+    "networks": Check(networks, 1, 10),
+    "gradients": Check(gradients, 1, 30),
+    "ops": Check(gpu_bits.ops, 1, 30),
+    "bandwidth": Check(machine, 2, 15),
+    "loop": Check(gpu_speed.loop, 2, 110),
+    "recipes": Check(gpu_speed.recipes, 2, 180),
+    "loader": Check(gpu_speed.loader, 2, 50),
+    "determinism": Check(gpu_speed.determinism, 2, 30),
+    "loss": Check(gpu_speed.loss, 2, 10),
+    "trained": Check(gpu_bits.trained, 2, 60),
+    "networks_speed": Check(gpu_speed.networks_speed, 2, 70),
+    "memory": Check(gpu_speed.memory, 2, 15),
+    "camvid": Check(camvid, 2, 0),  # takes what is left
 }
+FAILED, MISSED, PASSED = "FAILED", "goal missed", "passed"
 
 
-def run(bench: Bench, chosen: list[str]) -> Iterator[tuple[str, bool, dict[str, Any]]]:
-    """Name, whether it kept its promise, and figures of each chosen check; one that breaks does not keep the others
-    from running. One that was left out, which its figures say, has broken nothing and shown nothing."""
+def run(
+    bench: Bench, chosen: list[str], rows: Path | None = None
+) -> Iterator[dict[str, Any]]:
+    """A row for each chosen check: its verdict and figures; one that breaks does not keep the others from running.
+
+    Rows go to the file at once, and what a check has found before its end, too. One that was left out, which its
+    figures say, has broken nothing and shown nothing.
+    """
     for name in chosen:
-        started = time.monotonic()
+        started, kept = time.monotonic(), dict[str, Any]()
+
+        def row(verdict: str, figures: dict[str, Any], name: str = name) -> Any:
+            where = bench.device.type
+            seconds = round(time.monotonic() - started, 1)  # noqa: B023
+            estimate = CHECKS[name].seconds
+            found = {"check": name, "device": where, "verdict": verdict}
+            found |= {"figures": figures, "seconds": seconds, "estimated_s": estimate}
+            if rows:
+                append(rows, found)
+            return found
+
+        def keep(figures: dict[str, Any], kept: dict[str, Any] = kept) -> None:
+            kept.update(figures)
+            row(UNFINISHED, kept)
+
+        row(UNFINISHED, {})
         try:
-            flags.apply(
-                threads=torch.get_num_threads()
-            )  # a check that compares recipes leaves the last one's switches
-            figures, passed = CHECKS[name](bench), True
+            # A check that compares recipes leaves the last one's switches.
+            flags.apply(threads=torch.get_num_threads())
+            figures = CHECKS[name].measure(replace(bench, keep=keep))
+            verdict = LEFT_OUT if LEFT_OUT in figures else PASSED
+        except GoalMissed as error:
+            figures, verdict = {**kept, "missed": str(error)}, MISSED
         except Exception as error:
-            figures, passed = {"error": f"{type(error).__name__}: {error}"}, False
-        if bench.device.type == "cuda":
-            torch.cuda.empty_cache()
-        yield name, passed, {**figures, "seconds": round(time.monotonic() - started, 1)}
+            told = f"{type(error).__name__}: {error}"
+            figures, verdict = {**kept, "error": told}, FAILED
+        if bench.cuda:
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.empty_cache()
+        yield row(verdict, figures)
+
+
+def work(given: str) -> None:
+    """A process that runs the checks whose names come in, one after the other, and answers each with a line."""
+    told = json.loads(given)
+    stacks = open(told["stacks"], "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    answers = os.fdopen(told["answers"], "w")
+    flags.set_environment()
+    flags.apply(threads=torch.get_num_threads())
+    for line in sys.stdin:
+        bench = _bench(told["keys"], float(line.split()[1]))
+        [row] = run(bench, [line.split()[0]], Path(told["keys"]["out"]))
+        print(json.dumps(row), file=answers, flush=True)
+
+
+class Worker:
+    """The process that runs checks: one that hangs or breaks the GPU's context is replaced by a fresh one."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._out = Path(given["out"])
+        self._stacks = self._out.with_suffix(".stacks")
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        ours, theirs = os.pipe()
+        self._answers = os.fdopen(ours, "rb", buffering=0)
+        told = {"keys": given, "stacks": str(self._stacks), "answers": theirs}
+        command = [sys.executable, "-c", START, json.dumps(told)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, text=True, pass_fds=[theirs], cwd=ROOT
+        )
+        os.close(theirs)
+
+    def row(self, name: str, seconds: float, limit: float) -> dict[str, Any]:
+        """The row of a check, which has `seconds` for its parts and is killed after `limit`."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(name, seconds, file=self._process.stdin, flush=True)
+        end, text = time.monotonic() + limit, b""
+        while not text.endswith(b"\n") and time.monotonic() < end:
+            if select.select([self._answers], [], [], 0.2)[0]:
+                part = self._answers.read(1 << 16)
+                if not part:
+                    break
+                text += part
+        if text.endswith(b"\n"):
+            row: dict[str, Any] = json.loads(text)
+            return row
+        found = latest(self._out).get(name, {})
+        if found.get("verdict") != UNFINISHED:  # of an earlier call
+            found = {"check": name, "figures": {}}
+        found["figures"]["error"] = self._end(limit)
+        found["verdict"] = FAILED
+        append(self._out, found)
+        return found
+
+    def _end(self, limit: float) -> str:
+        """End the process; why."""
+        try:
+            code = self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGUSR1)
+            time.sleep(1)
+            told = self._stacks.read_text()[-6000:]
+            return f"no answer within {limit:.0f} s. Stacks: {told}"
+        return f"the process ended with {code}; what it printed is above"
+
+    def close(self) -> None:
+        """End it with all that it started; one that the driver holds is not waited for."""
+        kill_with_children(self._process)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        self._answers.close()
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+
+def _bench(given: dict[str, Any], seconds: float) -> Bench:
+    # With its number, as a tensor says it: caches and self-tests of kernels are kept by device.
+    cuda = given["device"] == "cuda"
+    return Bench(
+        torch.device("cuda", torch.cuda.current_device()) if cuda else CPU,
+        time.monotonic() + seconds,
+        **{name: given[name] for name in ("size", "batch", "updates")},
+        camvid=Path(given["camvid"]) if given["camvid"] else None,
+        folder=Path(given["folder"]).absolute(),
+    )
+
+
+def needs_gpu() -> None:
+    """Raise ConfigError where torch sees no GPU."""
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"gpu-check needs a GPU, but torch sees none: nothing was checked. The driver may be too old for CUDA "
+            f"{torch.version.cuda}: see nvidia-smi. `device=cpu size=64 batch=2 updates=1` tries the checks out."
+        )
 
 
 def check(given: dict[str, Any]) -> int:
     """Exit code of `segpipe gpu-check`; `given` are the values of its keys."""
-    names = list(CHECKS) if given["only"] == ["all"] else given["only"]
-    if unknown := [name for name in names if name not in CHECKS]:
+    chosen = [
+        name
+        for name, each in CHECKS.items()
+        if given["part"] in ("all", str(each.part))
+    ]
+    if given["only"] != ["all"]:
+        chosen = given["only"]
+    if unknown := [name for name in chosen if name not in CHECKS]:
         raise ConfigError(f"only = {unknown[0]} is not one of {', '.join(CHECKS)}.")
-    console = Console()
-    if given["device"] == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"gpu-check needs a GPU, but torch sees none: nothing was checked. The driver may be too old for CUDA "
-            f"{torch.version.cuda}: see nvidia-smi."
-        )
-    flags.apply(threads=torch.get_num_threads())
-    bench = Bench(
-        # With its number, as a tensor says it: caches and self-tests of kernels are kept by device.
-        torch.device("cuda", torch.cuda.current_device())
-        if given["device"] == "cuda"
-        else torch.device("cpu"),
-        time.monotonic() + given["seconds"],
-        **{name: given[name] for name in ("size", "batch", "updates")},
-        camvid=Path(given["camvid"]) if given["camvid"] else None,
-        folder=Path(given["folder"]),
-    )
-    # A kernel or a collective that hangs cannot be interrupted: the process ends, and says where each thread stood.
-    # What was found until then is printed and in the report.
-    faulthandler.dump_traceback_later(
-        given["seconds"] + GRACE_S, exit=True, file=sys.__stderr__ or sys.stderr
-    )
-    report: dict[str, Any] = {
-        "fingerprint": flags.fingerprint(),
-        "device": given["device"],
-        "checks": {},
-    }
-    failed = False
-    for name, sound, figures in run(bench, names):
-        failed = failed or not sound
-        verdict = (
-            "FAILED" if not sound else LEFT_OUT if LEFT_OUT in figures else "passed"
-        )
-        report["checks"][name] = {"passed": verdict == "passed", **figures}
-        console.print(
-            f"{verdict}  {name}  {json.dumps(figures)}", markup=False, soft_wrap=True
-        )
-        if given["out"]:
-            Path(given["out"]).write_text(json.dumps(report, indent=2) + "\n")
-    faulthandler.cancel_dump_traceback_later()
-    return SegpipeError.exit_code if failed else 0
+    if given["device"] == "cuda":
+        needs_gpu()
+    given = {**given, "out": str(Path(given["out"]).absolute())}
+    out, deadline = Path(given["out"]), time.monotonic() + given["seconds"]
+    append(out, {"check": "call", "figures": {**given, **measuring.code(ROOT)}})
+    verdicts: dict[str, str] = {}
+    worker: Worker | None = None
+    try:
+        for name in chosen:
+            left, estimate = deadline - time.monotonic(), CHECKS[name].seconds
+            if left < (max(estimate / 2, 10) if given["device"] == "cuda" else 5):
+                row = {
+                    "check": name,
+                    "verdict": LEFT_OUT,
+                    "figures": {LEFT_OUT: NO_TIME},
+                }
+                append(out, row)
+            else:
+                worker = worker or Worker(given)
+                # A hang must leave time for the others.
+                patience = 2 * estimate + START_S if estimate else left
+                limit = min(patience, left) if given["device"] == "cuda" else left
+                row = worker.row(name, limit - 2, limit)
+            verdicts[name] = row["verdict"]
+            told = json.dumps(row["figures"])
+            CONSOLE.print(
+                f"{row['verdict']}  {name}  {told}", markup=False, soft_wrap=True
+            )
+            if row["verdict"] == FAILED and worker:
+                worker.close()
+                worker = None
+    finally:
+        if worker:
+            worker.close()
+    counts = ", ".join(f"{list(verdicts.values()).count(v)} {v}" for v in (*VERDICTS,))
+    CONSOLE.print(f"{counts}. Rows: {out}", soft_wrap=True)
+    return SegpipeError.exit_code if FAILED in verdicts.values() else 0
+
+
+if __name__ == "__main__":
+    work(sys.argv[1])

@@ -7,20 +7,24 @@ import os
 import subprocess
 import sys
 import time
-from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks import measure as measuring
-from benchmarks.gpu_bench import Bench
+from benchmarks.gpu_bench import LEFT_OUT, NO_TIME, Bench
+from segpipe.distributed.group import SEVERAL
+from segpipe.errors import CHECKED_IN_PART
 
 ROOT = Path(__file__).resolve().parents[1]
+PYTHON = sys.executable
 DIGESTS = ("weights_digest", "ema_digest", "miou")
 PRECISIONS = ("fp32", "bf16", "fp16")
 BALLAST_GIB = 30
-NO_TIME = "no time"
 RECIPE = (
     "model=pidnet_s", "data.num_train=64", "data.num_val=4", "compute.samples_per_shard=2", "compute.threads=1",
     "loss.name=ohem", "loss.class_weights=log", "optim.clip_norm=1", "data.workers=1", "export.enabled=false",
@@ -35,57 +39,126 @@ sys.stdin.read()
 
 
 def repeats(bench: Bench) -> dict[str, Any]:
-    """The same run twice in every precision, and once more while another process holds much of the memory."""
-    steps = 10 * bench.updates
+    """The same run twice in every precision; the second time another process holds much of a GPU's memory, and all
+    precisions run at once there, so that kernels of several processes take turns."""
+    steps = 5 * bench.updates
     figures: dict[str, Any] = {"steps": steps}
+
+    def run(number: int, precision: str) -> dict[str, Any]:
+        changes = (
+            "compute.shards=1",
+            f"compute.samples_per_shard={min(bench.batch, 8)}",
+            f"train.steps={steps}",
+            f"train.precision={precision}",
+        )
+        return digests(bench, f"{precision}{number}", 1, *changes)
+
     with as_time_allows(figures):
-        for precision in PRECISIONS:
-            changes = (
-                "compute.shards=1",
-                f"compute.samples_per_shard={min(bench.batch, 8)}",
-                f"train.steps={steps}",
-                f"train.precision={precision}",
+        first = at_once(bench, {name: partial(run, 1, name) for name in PRECISIONS})
+        figures |= {name: found["weights_digest"] for name, found in first.items()}
+        bench.keep({**figures, "so far": "one run of each precision"})
+        with ballast(BALLAST_GIB if bench.cuda else 0):
+            again = {name: partial(run, 2, name) for name in PRECISIONS}
+            second = at_once(bench, again)
+        for precision, found in first.items():
+            assert found == second[precision], (
+                f"{precision}: two equal runs of {steps} steps ended with {found} and {second[precision]}"
             )
-            first, second = (
-                digests(bench, f"{precision}{number}", 1, *changes) for number in (1, 2)
-            )
-            assert first == second, (
-                f"{precision}: two equal runs of {steps} steps ended with {first} and {second}"
-            )
-            figures[precision] = first["weights_digest"]
-            if precision == "bf16" and bench.device.type == "cuda":
-                with ballast(BALLAST_GIB):
-                    crowded = digests(bench, "ballast", 1, *changes)
-                assert crowded == first, (
-                    f"beside {BALLAST_GIB} GiB of another process: {crowded} instead of {first}"
-                )
-                figures["beside_ballast_gib"] = BALLAST_GIB
+        figures["beside_ballast_gib"] = BALLAST_GIB if bench.cuda else 0
     return figures
 
 
 def processes(bench: Bench) -> dict[str, Any]:
-    """16 shards on one process, and on two to four that share the device over gloo; the control is torch's DDP."""
+    """G6: 16 shards on 1, 2, 4 and 3 processes of one device, with and without a CUDA graph; the control is DDP.
+
+    Several processes of one GPU use NCCL where it takes them, else gloo.
+    """
     changes = ("compute.shards=16", f"train.steps={max(bench.updates // 2, 2)}")
     figures: dict[str, Any] = {"processes": []}
+
+    def run(name: str, number: int, *more: str) -> dict[str, Any]:
+        return digests(bench, f"{name}{number}", number, *changes, *more)
+
     with as_time_allows(figures):
-        alone = None
-        for number in (1, 2, 4, 3):
-            found = digests(bench, f"elastic{number}", number, *changes)
-            alone = alone or found
-            assert found == alone, (
-                f"elastic: {found} on {number} processes, {alone} on one"
-            )
-            figures |= {
-                "processes": [*figures["processes"], number],
-                "weights_digest": found["weights_digest"],
-            }
-        usual = [
-            digests(bench, f"run{number}", number, *changes, "compute.mode=ddp")
-            for number in (1, 2)
-        ]
-        assert usual[0] != usual[1], (
+        first: dict[str, Callable[[], dict[str, Any]]] = {
+            "1": partial(run, "elastic", 1),
+            "2": partial(run, "elastic", 2),
+            "ddp1": partial(run, "run", 1, "compute.mode=ddp"),
+            "ddp2": partial(run, "run", 2, "compute.mode=ddp"),
+        }
+        if bench.cuda:
+            first["1 graph"] = partial(run, "graph", 1, "compute.cuda_graph=true")
+        done = at_once(bench, first)
+        alone = done["1"]
+        figures["weights_digest"] = alone["weights_digest"]
+
+        def compare(name: str, found: dict[str, Any]) -> None:
+            assert found == alone, f"elastic: {found} on {name} processes, {alone} on 1"
+            figures["processes"] = [*figures["processes"], name]
+            bench.keep(figures)
+
+        for name in first:
+            if not name.startswith("ddp"):
+                compare(name, done[name])
+        assert done["ddp1"] != done["ddp2"], (
             "the control, compute.mode=ddp, does not see the number of processes"
         )
+        for number in (4, 3):
+            compare(str(number), run("elastic", number))
+        for number, more in ((2, ()), (4, ()), (2, ("compute.cuda_graph=true",))):
+            if not bench.cuda:
+                break
+            name = f"{number} nccl{' graph' if more else ''}"
+            try:
+                with over_nccl():
+                    found = run("nccl_graph" if more else "nccl", number, *more)
+            except AssertionError as refused:  # by NCCL, which is no promise of ours
+                figures[name] = {"refused": str(refused)[-800:]}
+                bench.keep(figures)
+                break
+            compare(name, found)
+    return figures
+
+
+@contextmanager
+def over_nccl() -> Iterator[None]:
+    """Ranks that share a GPU talk over NCCL, if it takes them."""
+    os.environ[SEVERAL] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[SEVERAL]
+
+
+def at_once(
+    bench: Bench, calls: Mapping[str, Callable[[], dict[str, Any]]]
+) -> dict[str, dict[str, Any]]:
+    """Results of all calls by name: on a GPU at the same time, since most of each is its start."""
+    if not bench.cuda:
+        return {name: call() for name, call in calls.items()}
+    with ThreadPoolExecutor(len(calls)) as pool:
+        begun = {name: pool.submit(call) for name, call in calls.items()}
+        return {name: each.result() for name, each in begun.items()}
+
+
+def trained(bench: Bench) -> dict[str, Any]:
+    """A run trained on the device: its export through all gates, and the audit of its steps."""
+    changes = ("compute.shards=2", f"train.steps={max(bench.updates, 2)}")
+    more = ("model=fast_scnn", "export.enabled=true", "train.precision=bf16")
+    figures: dict[str, Any] = {}
+    with as_time_allows(figures):
+        figures |= digests(bench, "trained", 1, *changes, *more)
+        folder = bench.folder / "gpu_bits" / "trained"
+        made = sorted(path.name for path in (folder / "export").iterdir())
+        assert "manifest.json" in made, f"the export has {made}"
+        figures["export"] = made
+        bench.keep(figures)
+        audit = ["-m", "segpipe", "audit", f"run={folder}", "spans=1", "verify=false"]
+        done = finished([PYTHON, *audit], bench.seconds_left)
+        figures["audit_exit_code"] = done.returncode
+        told = (done.stdout + done.stderr)[-1500:]
+        sound = done.returncode in (0, CHECKED_IN_PART)
+        assert sound, f"the audit ended with {done.returncode}: {told}"
     return figures
 
 
@@ -152,7 +225,7 @@ def ops(bench: Bench) -> dict[str, Any]:
     from benchmarks.ops import measure, misjudged
 
     if bench.too_late(30):
-        return {"left out": NO_TIME}
+        return {LEFT_OUT: NO_TIME}
     rows = measure(bench.device, size=min(bench.size, 256), batch=min(bench.batch, 8))
     unsound = [row["op"] for row in rows if row["replacement_equal"] is False]
     assert not unsound, (
@@ -161,31 +234,13 @@ def ops(bench: Bench) -> dict[str, Any]:
     return {**{row["op"]: row for row in rows}, "table_wrong": misjudged(rows)}
 
 
-def cost(bench: Bench) -> dict[str, Any]:
-    """What every mode costs, as `benchmarks/run.py C9` reports it."""
-    from benchmarks import modes
-
-    if bench.too_late(150):  # six arms, each once more in a process of its own
-        return {"left out": NO_TIME}
-    found = modes.measure(Namespace(repeats=bench.updates))
-    over = {
-        name: found[name]["elastic"]
-        for name in ("over_off", "over_off_without_tf32")
-        if name in found
-    }
-    assert found["passed"] or bench.device.type == "cpu", (
-        f"elastic costs more than {found['limit']} of off: {over}"
-    )
-    return found
-
-
 @contextmanager
 def as_time_allows(figures: dict[str, Any]) -> Iterator[None]:
     """Leaves the block when a run would end after the bench's time, and says so in `figures`: it broke no promise."""
     try:
         yield
     except subprocess.TimeoutExpired:
-        figures["left out"] = NO_TIME
+        figures[LEFT_OUT] = NO_TIME
 
 
 def digests(
@@ -229,9 +284,13 @@ def digests(
     return {key: result[key] for key in DIGESTS}
 
 
-def finished(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+def finished(
+    command: list[str],
+    seconds: float,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.CompletedProcess[str]:
     """The command's end; after `seconds` it is killed with all that it started, and TimeoutExpired raised."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     process = subprocess.Popen(
         command,
         env=environment,
@@ -250,7 +309,10 @@ def finished(command: list[str], seconds: float) -> subprocess.CompletedProcess[
 
 @contextmanager
 def ballast(gib: int) -> Iterator[None]:
-    """Another process that holds `gib` GiB of the GPU's memory."""
+    """Another process that holds `gib` GiB of the GPU's memory; none for 0."""
+    if not gib:
+        yield
+        return
     holder = subprocess.Popen(
         [sys.executable, "-c", BALLAST, str(gib)],
         stdin=subprocess.PIPE,

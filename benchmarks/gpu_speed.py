@@ -1,86 +1,320 @@
-"""The promises of speed on a GPU: the step beside other recipes, waits of the host, the loader, alignment."""
+"""The promises of speed on a GPU: the step beside other recipes, waits of the host, the loader, the whole loop.
+
+Arms of 12 x 1024x1024 do not fit onto a GPU together, so each has its turn, and ours a second one at the end.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import json
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import cv2
+import numpy as np
 import torch
+from torch.autograd import DeviceType
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import gpu_bits
 from benchmarks import measure as measuring
 from benchmarks.baselines import loops
-from benchmarks.gpu_bench import Bench
-from benchmarks.train_step import Scene, Update, arms, ours, theirs, wait
+from benchmarks.gpu_bench import LEFT_OUT, NO_TIME, Bench, GoalMissed
+from benchmarks.train_step import Scene, Update, ours, theirs, wait
+from segpipe.data.catalog import STREET
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group
 from segpipe.distributed.reduce import ALIGNMENT, FlatLayout
 from segpipe.ledger.digest import state_digest
+from segpipe.losses.total import shard_loss
 from segpipe.models import build_model
 from segpipe.settings.config import Config
+from segpipe.settings.groups import LossConfig
 from segpipe.train.batches import shard_stream
 from segpipe.train.step import train_step
 
-NO_TIME = {"left out": "no time"}
-# Ours in bf16 against each (G1), images per second (G1d), the real loader (G5), peak memory (G7): what must be reached.
-FASTER = {
-    "PIDNet-style fp32": 4.0,
-    "torchvision-style fp32": 2.0,
-    "torchvision-style bf16 compiled": 1.3,
-}
-IMAGES_PER_SECOND, LOADER, MEMORY = 900.0, 0.95, 0.6
+# Memory traffic of an image of 1024x1024 in an update, by an estimate of unfused kernels (bf16, channels_last).
+GB_PER_IMAGE = {"pidnet_s": 2.9, "ddrnet23_slim": 2.0, "fast_scnn": 2.0}
+# What must be reached: times as fast as another recipe (G1b), the real loop as a share of what the bandwidth of copies
+# would allow (G1), the fused loss (G2), determinism (G3), launches with a graph (G4), loader and GPU (G5), memory (G7).
+FASTER = {"PIDNet-style bf16": 2.0, "torchvision-style bf16 compiled": 1.0}
+LOOP, LOADER, BUSY, MEMORY = 0.38, 0.95, 0.9, 0.6
+LOSS = {"time": 6.0, "memory": 20.0}
+DETERMINISTIC, LAUNCHES = 1.05, 50
 OURS = "segpipe bf16"
+GIB = 1 << 30
+
+
+def bandwidth(bench: Bench) -> dict[str, Any]:
+    """What this machine can do at most: copies on the device and to it, launches; goals are shares of these."""
+    cuda = bench.cuda
+    size = GIB if cuda else 1 << 22
+    here = torch.ones(size // 4, dtype=torch.uint8, pin_memory=cuda)
+    pageable = torch.ones(size // 4, dtype=torch.uint8)
+    a = torch.ones(size, dtype=torch.uint8, device=bench.device)
+    b, small = torch.empty_like(a), torch.ones(8, device=bench.device)
+    into = b[: size // 4]
+
+    def rate(action: Callable[[], Any], moved: int) -> float:
+        return round(moved / _best(action, bench.device, 7) / 1e9, 1)
+
+    def launches() -> None:
+        for _ in range(1000):
+            small.add_(1)
+
+    before = time.perf_counter()
+    launches()
+    host_us = (time.perf_counter() - before) * 1000
+    wait(bench.device)
+    return {
+        "copy_gb_per_s": rate(lambda: b.copy_(a), 2 * size),
+        "to_device_pinned_gb_per_s": rate(
+            lambda: into.copy_(here, non_blocking=True), size // 4
+        ),
+        "to_device_pageable_gb_per_s": rate(lambda: into.copy_(pageable), size // 4),
+        "host_us_per_launch": round(host_us, 2),
+        "memory_mib": torch.cuda.mem_get_info()[1] >> 20 if cuda else None,
+    }
+
+
+def _best(action: Callable[[], Any], device: torch.device, rounds: int) -> float:
+    """Seconds of the fastest round."""
+    seconds = []
+    for _ in range(rounds):
+        wait(device)
+        before = time.perf_counter()
+        action()
+        wait(device)
+        seconds.append(time.perf_counter() - before)
+    return min(seconds)
+
+
+def _share(bench: Bench, rate: float, model: str) -> dict[str, float]:
+    """Images per second, and as a share of what copies of the network's traffic would allow here."""
+    copies = bandwidth(bench)["copy_gb_per_s"]
+    gb = GB_PER_IMAGE[model] * (bench.size / 1024) ** 2
+    return {
+        "images_per_second": round(rate, 1),
+        "copy_gb_per_s": copies,
+        "share_of_copies": round(rate * gb / copies, 4),
+    }
 
 
 def recipes(bench: Bench) -> dict[str, Any]:
-    """G1, G1d and G7: our step against other recipes on one batch, interleaved, and the peak memory of each."""
+    """G1b and G7: our step, eager, recorded and compiled, against other recipes on one batch; peak memory of each."""
     flags.set_environment()
-    if bench.too_late(150):
-        return NO_TIME
-    scene, cuda = (
-        Scene(bench.device, bench.size, bench.batch),
-        bench.device.type == "cuda",
-    )
-    updates = arms(scene, threads=torch.get_num_threads())
-    if cuda:
-        updates["torchvision-style bf16 compiled"] = compiled(scene)
-    memory = (
-        {name: _peak_mib(update) for name, update in updates.items()} if cuda else {}
-    )
-    seconds = measuring.interleaved(
-        {name: update.run for name, update in updates.items()},
-        repeats=bench.updates,
-        prepare=lambda name: updates[name].prepare(),
-    )
-    ratios = {
-        name: measuring.ratio(values, seconds[OURS])
-        for name, values in seconds.items()
-        if name != OURS
+    scene = Scene(bench.device, bench.size, bench.batch)
+    threads = torch.get_num_threads()
+    made: dict[str, Callable[[], Update]] = {
+        OURS: partial(ours, scene, "bf16", threads),
+        "torchvision-style bf16 compiled": partial(compiled, scene),
+        "PIDNet-style bf16": partial(theirs, scene, loops.pidnet_style, "bf16"),
+        "PIDNet-style fp32": partial(theirs, scene, loops.pidnet_style, "fp32"),
+        f"{OURS} graph": partial(ours, scene, "bf16", threads, cuda_graph=True),
+        "torchvision-style bf16": partial(
+            theirs, scene, loops.torchvision_style, "bf16"
+        ),
+        f"{OURS} compiled": partial(ours, scene, "bf16", threads, compiled=True),
+        "segpipe tf32": partial(ours, scene, "tf32", threads),
+        f"{OURS} again": partial(ours, scene, "bf16", threads),
     }
-    rate = measuring.interval(
-        [bench.batch / value for value in seconds[OURS]], name="median"
-    )
-    figures: dict[str, Any] = {
-        "ours_over": ratios,
-        "images_per_second": rate,
-        "peak_memory_mib": memory,
-    }
-    figures["seconds"] = {
-        name: measuring.summary(values) for name, values in seconds.items()
-    }
+    if not bench.cuda:  # seconds of compilation, and no graphs
+        made = {name: made[name] for name in (OURS, "PIDNet-style fp32")}
+    figures: dict[str, Any] = {"arms": {}, "times_as_fast": {}}
+    seconds: dict[str, list[float]] = {}
+    for name, make in made.items():
+        if bench.too_late(45):
+            figures[LEFT_OUT] = NO_TIME
+            break
+        try:
+            seconds[name], figures["arms"][name] = _arm(bench, make)
+        except torch.OutOfMemoryError:
+            figures["arms"][name] = "out of memory"
+        except (
+            Exception
+        ) as error:  # of one recipe: the others are measured all the same
+            figures["arms"][name] = f"{type(error).__name__}: {error}"[:500]
+        if name in seconds and OURS in seconds and not name.startswith(OURS):
+            ratio = measuring.ratio(seconds[name], seconds[OURS])
+            figures["times_as_fast"][name] = ratio
+        bench.keep(figures)
+    assert OURS in seconds, f"our own step failed: {figures['arms'][OURS]}"
     met = {
-        name: measuring.holds(ratios[name], at_least=must)
-        for name, must in FASTER.items()
-        if name in ratios
+        f"over {name}": measuring.holds(ratio, at_least=FASTER[name])
+        for name, ratio in figures["times_as_fast"].items()
+        if name in FASTER
     }
-    met["images_per_second"] = measuring.holds(rate, at_least=IMAGES_PER_SECOND)
-    if memory:
-        met["memory"] = memory[OURS] <= MEMORY * memory["torchvision-style fp32"]
-    return {**figures, **_judged(bench, met)}
+    usual = figures["arms"].get("torchvision-style bf16")
+    if bench.cuda and isinstance(usual, dict):
+        figures["memory_over_torchvision_style"] = round(
+            figures["arms"][OURS]["peak_mib"] / usual["peak_mib"], 4
+        )
+        met["memory"] = figures["memory_over_torchvision_style"] <= MEMORY
+    figures |= _share(bench, bench.batch / float(np.median(seconds[OURS])), "pidnet_s")
+    return _judged(bench, figures, met)
+
+
+def memory(bench: Bench) -> dict[str, Any]:
+    """G7: peak memory of our step beside the torchvision-style one."""
+    scene = Scene(bench.device, bench.size, bench.batch)
+    threads = torch.get_num_threads()
+    arms = {
+        OURS: partial(ours, scene, "bf16", threads),
+        "torchvision-style bf16": partial(
+            theirs, scene, loops.torchvision_style, "bf16"
+        ),
+    }
+    peaks = {name: _arm(bench, make, 2)[1]["peak_mib"] for name, make in arms.items()}
+    if not bench.cuda:
+        return _judged(bench, {"peak_mib": peaks}, {})
+    share = peaks[OURS] / peaks["torchvision-style bf16"]
+    figures = {"peak_mib": peaks, "share": round(share, 4)}
+    return _judged(bench, figures, {"memory": share <= MEMORY})
+
+
+def _fast(bench: Bench) -> str:
+    """The precision of the goals; a CPU may have no instructions for it."""
+    return "bf16" if bench.cuda else "fp32"
+
+
+def _arm(
+    bench: Bench, make: Callable[[], Update], updates: int = 0
+) -> tuple[list[float], dict[str, Any]]:
+    """Seconds of each update of an arm that is alone on the device, and its figures."""
+    before = torch.cuda.memory_allocated() if bench.cuda else 0
+    started = time.perf_counter()
+    update = make()
+    update.prepare()
+    for _ in range(3):
+        update.run()
+    warm_up = time.perf_counter() - started
+    if bench.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(updates or bench.updates):
+        started = time.perf_counter()
+        update.run()
+        seconds.append(time.perf_counter() - started)
+    figures = {
+        **measuring.summary(seconds),
+        "images_per_second": round(bench.batch / float(np.median(seconds)), 1),
+        "warm_up_s": round(warm_up, 1),
+        "peak_mib": (torch.cuda.max_memory_allocated() - before) >> 20
+        if bench.cuda
+        else None,
+    }
+    del update
+    gc.collect()
+    if bench.cuda:
+        torch.cuda.empty_cache()
+    return seconds, figures
+
+
+def networks_speed(bench: Bench) -> dict[str, Any]:
+    """An update of each network, eager and recorded: images per second, and as a share of the bandwidth of copies."""
+    scene = Scene(bench.device, bench.size, bench.batch)
+    threads = torch.get_num_threads()
+    figures: dict[str, Any] = {}
+    for model in GB_PER_IMAGE if bench.cuda else ("fast_scnn",):
+        for graph in (False, True) if bench.cuda else (False,):
+            if bench.too_late(20):
+                return {**figures, LEFT_OUT: NO_TIME}
+            make = partial(ours, scene, "bf16", threads, model=model, cuda_graph=graph)
+            seconds, found = _arm(bench, make)
+            rate = bench.batch / float(np.median(seconds))
+            name = f"{model} graph" if graph else model
+            figures[name] = found | _share(bench, rate, model)
+            bench.keep(figures)
+    return figures
+
+
+def determinism(bench: Bench) -> dict[str, Any]:
+    """G3: mode elastic against mode off at the bench's size in bf16, all other switches alike."""
+    flags.set_environment()
+    scene = Scene(bench.device, bench.size, bench.batch)
+    threads = torch.get_num_threads()
+    seconds, figures = {}, {}
+    for name in ("off", "elastic", "off again", "elastic again"):
+        mode = name.split()[0]
+        seconds[name], figures[name] = _arm(
+            bench, partial(ours, scene, _fast(bench), threads, mode)
+        )
+        bench.keep(figures)
+    over = [
+        measuring.ratio(seconds["elastic"], seconds["off"]),
+        measuring.ratio(seconds["elastic again"], seconds["off again"]),
+    ]
+    lowest = min(over, key=lambda ratio: ratio["high"])
+    figures["elastic_over_off"] = over
+    met = {"cost": measuring.holds(lowest, at_most=DETERMINISTIC)}
+    return _judged(bench, figures, met)
+
+
+def loss(bench: Bench) -> dict[str, Any]:
+    """G2: upsampling and loss with its gradient, fused against interpolate + cross_entropy: time, peak memory."""
+    small = bench.size // 8
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(bench.batch, 19, small, small, generator=random)
+    logits = logits.to(bench.device)
+    _, given = Scene(bench.device, bench.size, bench.batch).tensors()
+    target, ids = given.to(bench.device), given.long().to(bench.device)
+    valid = (given != 255).sum().to(bench.device)
+
+    def fused() -> None:
+        leaf = logits.detach().requires_grad_()
+        parts = shard_loss(
+            {"main": leaf},
+            target,
+            LossConfig(),
+            class_weights=None,
+            global_valid=valid,
+            align_corners=False,
+        )
+        parts["total"].backward()  # type: ignore[no-untyped-call]
+
+    def usual() -> None:
+        leaf = logits.detach().requires_grad_()
+        resized = F.interpolate(leaf, size=ids.shape[-2:], mode="bilinear")
+        F.cross_entropy(resized, ids, ignore_index=255).backward()  # type: ignore[no-untyped-call]
+
+    arms: dict[str, Callable[[], None]] = {"fused": fused, "usual": usual}
+    flags.apply(torch.get_num_threads(), "off")  # the usual way has no exact backward
+    seconds = measuring.interleaved(
+        {name: partial(_waited, arm, bench.device) for name, arm in arms.items()},
+        repeats=bench.updates,
+    )
+    ratio = measuring.ratio(seconds["usual"], seconds["fused"])
+    figures: dict[str, Any] = {"times_as_fast": ratio}
+    figures["ms"] = {name: measuring.summary(each) for name, each in seconds.items()}
+    met = {"time": measuring.holds(ratio, at_least=LOSS["time"])}
+    if bench.cuda:
+        peak = {name: _peak_mib(arm) for name, arm in arms.items()}
+        figures["peak_extra_mib"] = peak
+        met["memory"] = peak["usual"] >= LOSS["memory"] * peak["fused"]
+    return _judged(bench, figures, met)
+
+
+def _waited(action: Callable[[], None], device: torch.device) -> None:
+    action()
+    wait(device)
+
+
+def _peak_mib(action: Callable[[], None]) -> int:
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    action()
+    torch.cuda.synchronize()
+    return max(int(torch.cuda.max_memory_allocated() - held) >> 20, 1)
 
 
 def compiled(scene: Scene) -> Update:
@@ -90,78 +324,165 @@ def compiled(scene: Scene) -> Update:
     )
 
 
-def _peak_mib(update: Update) -> int:
-    """Of two steps, with what all arms hold between steps taken off."""
-    update.prepare()
-    update.run()
-    torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    update.run()
-    torch.cuda.synchronize()
-    return int(torch.cuda.max_memory_allocated() - held) >> 20
-
-
-def _judged(bench: Bench, met: dict[str, bool]) -> dict[str, Any]:
-    """Verdicts; AssertionError on a GPU of the goals when one is missed. Small sizes and CPUs say nothing."""
-    judged = bench.device.type == "cuda" and bench.size >= 1024
-    missed = [name for name, holds in met.items() if not holds]
-    assert not (judged and missed), f"not met: {', '.join(missed)}"
-    return (
-        {"met": met}
-        if judged
-        else {"met": "not judged: the goals are those of a GPU at 1024x1024"}
-    )
+def _judged(
+    bench: Bench, figures: dict[str, Any], met: dict[str, bool]
+) -> dict[str, Any]:
+    """Figures with verdicts; raises GoalMissed on a GPU when one is missed. Small sizes and CPUs say nothing."""
+    if not (bench.cuda and bench.size >= 1024):
+        return figures | {"met": "not judged: goals are those of a GPU at 1024x1024"}
+    figures = figures | {"met": met}
+    bench.keep(figures)
+    if missed := [name for name, holds in met.items() if not holds]:
+        raise GoalMissed(", ".join(missed))
+    return figures
 
 
 def graphs(bench: Bench) -> dict[str, Any]:
-    """Small updates with `compute.cuda_graph` against the same without: equal weights after three, and the speedup."""
-    if bench.device.type != "cuda":
-        return {"left out": "needs a GPU"}
+    """Small updates with `compute.cuda_graph` against the same without: equal weights after three, and the speedup.
+
+    On a CPU the recording is left out, and all that surrounds it runs.
+    """
+    figures: dict[str, Any] = {}
+    names = ("fast_scnn", "pidnet_s", "ddrnet23_slim") if bench.cuda else ("fast_scnn",)
+    for model in names:
+        if bench.too_late(15):
+            return {**figures, LEFT_OUT: NO_TIME}
+        figures[model] = _graphed(bench, model)
+        bench.keep(figures)
+    return figures
+
+
+def _graphed(bench: Bench, model: str) -> dict[str, Any]:
     scene = Scene(bench.device, min(bench.size, 256), min(bench.batch, 4))
-    updates = {
-        name: ours(scene, "bf16", torch.get_num_threads(), cuda_graph=name == "graph")
-        for name in ("eager", "graph")
-    }
-    weights = []
-    for update in updates.values():
-        assert update.step is not None
-        update.prepare()
-        for _ in range(3):
-            update.run()
-        weights.append(state_digest(update.step.state.model.state_dict()))
-    assert weights[0] == weights[1], (
-        f"weights {weights[1]} with a graph, {weights[0]} without"
-    )
-    seconds = measuring.interleaved(
-        {name: update.run for name, update in updates.items()}, repeats=bench.updates
-    )
-    return {
-        "speedup": measuring.ratio(seconds["eager"], seconds["graph"]),
-        "weights_digest": weights[0],
-    }
+    with contextlib.ExitStack() as held:
+        if not bench.cuda:
+            held.enter_context(_recorded_by_nobody())
+        updates = {
+            name: ours(
+                scene,
+                "bf16",
+                torch.get_num_threads(),
+                model=model,
+                cuda_graph=name == "graph",
+            )
+            for name in ("eager", "graph")
+        }
+        weights = []
+        for update in updates.values():
+            assert update.step is not None
+            update.prepare()
+            for _ in range(3):
+                update.run()
+            weights.append(state_digest(update.step.state.model.state_dict()))
+        assert weights[0] == weights[1], (
+            f"{model}: weights {weights[1]} with a graph, {weights[0]} without"
+        )
+        seconds = measuring.interleaved(
+            {name: update.run for name, update in updates.items()},
+            repeats=bench.updates,
+        )
+        found = {
+            "speedup": measuring.ratio(seconds["eager"], seconds["graph"]),
+            "weights_digest": weights[0],
+        }
+        between = updates["graph"].between_logs
+        found["waits"] = _waits(bench.device, between)
+        found["launches"] = launches_of(bench.device, between)
+    assert found["waits"] == 0, f"{model}: {found['waits']} waits with a graph"
+    return found
+
+
+@contextlib.contextmanager
+def _recorded_by_nobody() -> Iterator[None]:
+    from segpipe.train import gradients
+    from segpipe.train.forward import GraphedHeads
+
+    def heads(model: Any, compute: Any, device: torch.device) -> Any:
+        return GraphedHeads(model)
+
+    def record(callables: Any, *given: Any, **named: Any) -> Any:
+        callables(*given[0])  # the pass that is recorded
+        return callables
+
+    with (
+        mock.patch.object(gradients, "training_heads", heads),
+        mock.patch.object(torch.cuda, "make_graphed_callables", record),
+    ):
+        yield
 
 
 def syncs(bench: Bench) -> dict[str, Any]:
-    """G4: how often the host waits for the device in an update between logs, in every precision; with a control."""
-    figures = {}
-    for precision in (
-        ("fp32", "bf16", "fp16") if bench.device.type == "cuda" else ("fp32",)
-    ):
+    """G4: waits of the host for the device in an update between logs, in every precision; launches; with controls."""
+    figures: dict[str, Any] = {"waits": {}, "launches": {}}
+    for precision in ("fp32", "bf16", "fp16") if bench.cuda else ("fp32",):
         scene = Scene(bench.device, min(bench.size, 256), min(bench.batch, 4))
         update = ours(scene, precision, torch.get_num_threads())
         update.prepare()
         update.run()  # picks kernels, makes the vector
         update.run()
-        figures[precision] = _waits(bench.device, update.between_logs)
-        assert figures[precision] == 0, (
-            f"{precision}: the host waited {figures[precision]} times in one update"
-        )
-    control = _waits(bench.device, lambda: torch.ones(1, device=bench.device).item())
-    assert control == 1 or bench.device.type == "cpu", (
-        "the control, .item(), was not seen"
+        figures["waits"][precision] = found = _waits(bench.device, update.between_logs)
+        figures["launches"][precision] = launches_of(bench.device, update.between_logs)
+        bench.keep(figures)
+        assert found == 0, f"{precision}: the host waited {found} times in one update"
+    one = torch.ones(1, device=bench.device)
+    figures["control"] = {
+        "waits": _waits(bench.device, one.item),
+        "launches": launches_of(bench.device, lambda: one.add_(1)),
+    }
+    seen = figures["control"] == {"waits": 1, "launches": 1}
+    assert seen or not bench.cuda, f"of one .item() and one add_: {figures['control']}"
+    met = {}
+    if bench.cuda:
+        graph = ours(scene, "bf16", torch.get_num_threads(), cuda_graph=True)
+        graph.run()
+        graph.run()
+        count = launches_of(bench.device, graph.between_logs)
+        figures["launches"]["bf16 graph"] = count
+        met["launches with a graph"] = count <= LAUNCHES
+    return _judged(bench, figures, met)
+
+
+def launches_of(device: torch.device, action: Callable[[], Any]) -> int:
+    """Kernels and graphs that the host starts in `action`; 0 on a CPU."""
+    if device.type != "cuda":
+        action()
+        return 0
+    wait(device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        action()
+        wait(device)
+    names = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
+    return sum(
+        each.count for each in trace.key_averages() if each.key.startswith(names)
     )
-    return {"waits": figures, "control": control}
+
+
+def busy_share(device: torch.device, action: Callable[[], Any]) -> float | None:
+    """Part of the time in which a kernel or a copy ran; under the profiler, which slows the host: a lower bound."""
+    if device.type != "cuda":
+        action()
+        return None
+    wait(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        started = time.perf_counter()
+        action()
+        wait(device)
+        seconds = time.perf_counter() - started
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in trace.events() or ()
+        if event.device_type == DeviceType.CUDA
+    ]
+    return round(_covered(spans) / 1e6 / seconds, 4)
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, end = 0.0, -float("inf")
+    for start, stop in sorted(spans):
+        total += max(stop - max(start, end), 0.0)
+        end = max(end, stop)
+    return total
 
 
 def _waits(device: torch.device, action: Callable[[], Any]) -> int:
@@ -189,10 +510,8 @@ def _sync_warnings(device: torch.device) -> Iterator[list[warnings.WarningMessag
 def loader(bench: Bench) -> dict[str, Any]:
     """G5: updates fed by the loader against updates on one batch; scenes come from the cache, not from a disk."""
     flags.set_environment()
-    if bench.too_late(60):
-        return NO_TIME
     scene = Scene(bench.device, bench.size, bench.batch)
-    update = ours(scene, "bf16", torch.get_num_threads())
+    update = ours(scene, _fast(bench), torch.get_num_threads())
     assert update.step is not None
     step, config = update.step, replace(update.step.config)
     side = 2 * bench.size
@@ -202,12 +521,12 @@ def loader(bench: Bench) -> dict[str, Any]:
         size=[bench.size, side],
         workers=_workers(bench),
     )
-    config.data.cache_mib = 4096 if bench.device.type == "cuda" else 64
+    config.data.cache_mib = 4096 if bench.cuda else 64
     samples = open_samples(config.data, "train", 0)
     count = max(bench.updates, 2)
     group = Group(0, 0, 1, bench.device)
     with contextlib.closing(
-        shard_stream(config, group, samples, range(3 * count), None)
+        shard_stream(config, group, samples, range(4 * count), None)
     ) as stream:
 
         def fed() -> None:
@@ -222,17 +541,75 @@ def loader(bench: Bench) -> dict[str, Any]:
 
         burst(fed)  # fills the caches
         real = [burst(fed), burst(fed)]
+        busy = busy_share(bench.device, lambda: burst(fed))
     synthetic = [burst(update.between_logs), burst(update.between_logs)]
     share = min(synthetic) / min(real)
     figures = {
         "share_of_synthetic": round(share, 4),
         "images_per_second": round(count * bench.batch / min(real), 1),
-    }
-    return {
-        **figures,
+        "gpu_busy": busy,
         "workers": config.data.workers,
-        **_judged(bench, {"loader": share >= LOADER}),
     }
+    met = {"loader": share >= LOADER, "GPU busy": (busy or 0.0) >= BUSY}
+    return _judged(bench, figures, met)
+
+
+def loop(bench: Bench) -> dict[str, Any]:
+    """G1: `segpipe train` on files, with logs, checkpoints and ledger: wall rate, from PNG files and from a pack."""
+    root, count = bench.folder / "gpu_loop" / "files", 96 if bench.cuda else 4
+    _write_files(root, count, bench.size)
+    figures: dict[str, Any] = {"workers": _workers(bench)}
+    for name, pack in (("pack", "auto"), ("png", "")):
+        if bench.too_late(50):
+            figures[LEFT_OUT] = NO_TIME
+            break
+        figures[name] = _looped(bench, root, name, pack)
+        bench.keep(figures)
+    if LEFT_OUT in figures and "pack" not in figures:
+        return figures
+    rate = figures["pack"]["wall_images_per_second"]
+    figures |= _share(bench, rate, "pidnet_s")
+    return _judged(bench, figures, {"loop": figures["share_of_copies"] >= LOOP})
+
+
+def _looped(bench: Bench, root: Path, name: str, pack: str) -> dict[str, Any]:
+    updates = 30 * bench.updates if pack else 6 * bench.updates
+    settings = [
+        "data=folder", f"data.root={root}", f"data.pack={pack}", "data.verify=false",
+        "model=pidnet_s", f"train.precision={_fast(bench)}", f"train.steps={updates}", "train.validate_every=0",
+        "compute.shards=1", f"compute.samples_per_shard={bench.batch}", f"compute.device={bench.device.type}",
+        f"augment.crop_size=[{bench.size},{bench.size}]", f"data.workers={_workers(bench)}", "loss.name=ohem",
+        "export.enabled=false", "train.progress=false", "run.exists=replace", f"run.root={bench.folder / 'gpu_loop'}",
+        f"run.name={name}",
+    ]  # fmt: skip
+    done = gpu_bits.finished(
+        [gpu_bits.PYTHON, str(gpu_bits.ROOT / "train.py"), *settings],
+        bench.seconds_left,
+    )
+    assert done.returncode == 0, f"{name}: {done.stderr[-1500:]}"
+    result = json.loads((bench.folder / "gpu_loop" / name / "result.json").read_text())
+    keys = ("images_per_second", "wall_images_per_second", "steps", "train_seconds")
+    return {key: result[key] for key in keys}
+
+
+def _write_files(root: Path, count: int, size: int) -> None:
+    """Images and masks of size x 2 size as PNG, in folders that `data=folder` reads; kept for the next call."""
+    for split, number in (("train", count), ("val", 2)):
+        for kind in ("images", "masks"):
+            (root / kind / split).mkdir(parents=True, exist_ok=True)
+        config = replace(Config().data, num_train=count, size=[size, 2 * size])
+        samples = open_samples(config, "train", 0)
+        for index in range(number):
+            mask = root / "masks" / split / f"{index:04}.png"
+            if mask.exists():
+                continue
+            image, target = samples.read(index % min(count, 12))
+            shifted = np.roll(image, 16 * index, axis=1)
+            path = root / "images" / split / mask.name
+            cv2.imwrite(str(path), shifted[..., ::-1])
+            cv2.imwrite(str(mask), np.roll(target, 16 * index, axis=1))
+    table = json.dumps({"names": list(STREET.names)})
+    (root / "classes.yaml").write_text(table)
 
 
 def _workers(bench: Bench) -> int:

@@ -128,15 +128,18 @@ def ours(
     threads: int = THREADS,
     mode: str = "elastic",
     *,
+    model: str = "pidnet_s",
     cuda_graph: bool = False,
+    compiled: bool = False,
 ) -> Update:
     """A whole update as training does it, without the ledger, which C9 measures."""
     config = Config()
     config.model.name, config.train.precision, config.compute.mode = (
-        "pidnet_s",
+        model,
         precision,
         mode,
     )
+    config.compute.compile = compiled
     config.compute.shards, config.compute.samples_per_shard, config.compute.threads = (
         1,
         scene.batch,

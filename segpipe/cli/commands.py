@@ -355,11 +355,14 @@ COMMANDS = {
     "gpu-check": Command(
         "check this machine's GPU",
         "Runs the checks of benchmarks/gpu.py, which needs a clone of the repository. Without a GPU there is nothing\n"
-        "to check.",
+        "to check. See docs/gpu.md.",
         (
+            Setting(
+                "part", "1", "1: is it right; 2: is it fast", choices=("1", "2", "all")
+            ),
             Setting("seconds", 570.0, "time limit", low=1),
             Setting("camvid", "", "folder of CamVid, to train on it too"),
-            Setting("out", "", "JSON file for the results"),
+            Setting("out", "gpu.jsonl", "file to which rows of JSON are added"),
             Setting("only", ["all"], "names of the checks to run"),
             Setting("device", "cuda", "device to check", choices=("cuda", "cpu")),
             Setting("size", 1024, "image height and width in pixels", low=64),

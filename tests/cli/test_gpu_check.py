@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import os
+import re
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import gpu
+from benchmarks.gpu_bench import GoalMissed, latest
 from runs import torch_restored
 from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
@@ -34,30 +37,80 @@ def bench(tmp_path: Path) -> gpu.Bench:
 
 
 QUICK = (
+    "machine",
     "preprocessing",
     "networks",
     "loss_and_gradients",
     "gradients",
-    "speed",
     "digest",
     "syncs",
     "alignment",
+    "graphs",
+    "loss",
 )
 
 
-@pytest.mark.parametrize("name", [*QUICK, "recipes", "loader"])
+def ran(bench: gpu.Bench, name: str) -> tuple[bool, dict[str, Any]]:
+    """Whether a check passed, and its figures."""
+    [row] = gpu.run(bench, [name])
+    return row["verdict"] == gpu.PASSED, row["figures"]
+
+
+@pytest.mark.parametrize("name", [*QUICK, "loader"])
 def test_checks_pass_on_a_sound_device(bench: gpu.Bench, name: str) -> None:
-    [(found, passed, figures)] = list(gpu.run(bench, [name]))
-    assert found == name
+    passed, figures = ran(bench, name)
     assert passed, figures
     assert figures
+
+
+def test_the_parts_fit_into_their_calls() -> None:
+    for part in (1, 2):
+        checks = [check for check in gpu.CHECKS.values() if check.part == part]
+        assert 10 + sum(check.seconds for check in checks) < 570
+
+
+def test_the_page_names_every_check_with_its_estimate() -> None:
+    page = (gpu.ROOT / "docs/gpu.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (\d) \| (\S+) \|", page, re.MULTILINE)
+    assert rows == [
+        (name, str(check.part), str(check.seconds or "rest"))
+        for name, check in gpu.CHECKS.items()
+    ]
+
+
+def test_what_was_found_stays_when_a_check_breaks_and_when_the_call_is_killed(
+    bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+
+    def breaks(bench: gpu.Bench) -> dict[str, Any]:
+        bench.keep({"found": 1})
+        now.update(latest(rows)["breaks"])
+        raise AssertionError("broken")
+
+    def slow(bench: gpu.Bench) -> dict[str, Any]:
+        bench.keep({"found": 2})
+        raise GoalMissed("rate")
+
+    now: dict[str, Any] = {}
+    checks = {"breaks": gpu.Check(breaks, 1, 5), "slow": gpu.Check(slow, 1, 5)}
+    monkeypatch.setattr(gpu, "CHECKS", checks)
+    with torch_restored():
+        assert len(list(gpu.run(bench, list(checks), rows))) == 2
+    assert (now["verdict"], now["figures"]) == ("unfinished", {"found": 1})
+    found = latest(rows)
+    assert found["breaks"]["verdict"] == "FAILED"
+    assert found["breaks"]["figures"]["found"] == 1
+    assert "broken" in found["breaks"]["figures"]["error"]
+    assert found["slow"]["verdict"] == "goal missed"
+    assert found["slow"]["figures"] == {"found": 2, "missed": "rate"}
 
 
 def test_the_same_updates_give_the_same_weights(
     bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "MODELS", {"fast_scnn": gpu.MODELS["fast_scnn"]})
-    [(_, passed, figures)] = list(gpu.run(bench, ["steps"]))
+    passed, figures = ran(bench, "steps")
     assert passed, figures
     assert {"fast_scnn_fp32", "fast_scnn_bf16", "fast_scnn_fp16"} <= figures.keys()
 
@@ -76,12 +129,10 @@ def test_control_a_wrong_loss_fails_and_the_next_check_still_runs(
         }
 
     monkeypatch.setattr(gpu, "shard_loss", sometimes_wrong)
-    (_, failed, figures), (_, passed, _) = list(
-        gpu.run(bench, ["loss_and_gradients", "preprocessing"])
-    )
-    assert not failed
-    assert "differs by" in figures["error"]
-    assert passed
+    wrong, sound = gpu.run(bench, ["loss_and_gradients", "preprocessing"])
+    assert wrong["verdict"] == gpu.FAILED
+    assert "differs by" in wrong["figures"]["error"]
+    assert sound["verdict"] == gpu.PASSED
 
 
 def test_control_a_wrong_gradient_of_one_parameter_fails(
@@ -96,7 +147,7 @@ def test_control_a_wrong_gradient_of_one_parameter_fails(
         return [*found[:-1], found[-1] * 1.1] if len(calls) == 3 else found
 
     monkeypatch.setattr(gpu, "_gradients", third_wrong)
-    [(_, passed, figures)] = list(gpu.run(bench, ["gradients"]))
+    passed, figures = ran(bench, "gradients")
     assert not passed
     assert "fast_scnn: a gradient differs by" in figures["error"]
 
@@ -119,9 +170,7 @@ def test_camvid_ends_its_schedule_with_its_steps(
         return None, None, dict.fromkeys(keys, 120.0)
 
     monkeypatch.setattr(gpu, "train", pretend)
-    [(_, passed, figures)] = list(
-        gpu.run(replace(bench, camvid=Path("camvid")), ["camvid"])
-    )
+    passed, figures = ran(replace(bench, camvid=Path("camvid")), "camvid")
     assert passed, figures
     assert trained[1].train.steps > 60
     assert all(
@@ -146,7 +195,7 @@ def test_control_weights_that_differ_fail(
     torch.seed()
     monkeypatch.setattr(gpu, "build_state", drifting)
     monkeypatch.setattr("segpipe.train.state.torch_seed", lambda *args: torch.seed())
-    [(_, passed, figures)] = list(gpu.run(bench, ["steps"]))
+    passed, figures = ran(bench, "steps")
     assert not passed, figures
 
 
@@ -158,53 +207,70 @@ def test_a_check_finds_the_switches_of_training_whatever_ran_before(
         return {}
 
     exact = torch.are_deterministic_algorithms_enabled
+    checks = {"off": off, "next": lambda bench: {"exact": exact()}}
     monkeypatch.setattr(
-        gpu, "CHECKS", {"off": off, "next": lambda bench: {"exact": exact()}}
+        gpu, "CHECKS", {name: gpu.Check(check, 1, 5) for name, check in checks.items()}
     )
     with torch_restored():
-        assert [
-            figures.get("exact") for _, _, figures in gpu.run(bench, ["off", "next"])
-        ] == [None, True]
+        assert [row["figures"] for row in gpu.run(bench, ["off", "next"])] == [
+            {},
+            {"exact": True},
+        ]
 
 
 def test_the_device_has_its_number_as_tensors_say_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Self-tests of kernels are kept by device: for another name of it they ran again, where nothing may wait."""
-    seen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(gpu.flags, "fingerprint", dict)
-    monkeypatch.setattr(
-        gpu, "run", lambda bench, names: seen.append(bench.device) or []
-    )
-    with torch_restored():
-        assert segpipe(["gpu-check"]) == 0
-    assert seen == [torch.device("cuda", 0)]
+    keys = {"device": "cuda", "size": 64, "batch": 2, "updates": 1, "camvid": ""}
+    bench = gpu._bench({**keys, "folder": str(tmp_path)}, 10)
+    assert bench.device == torch.device("cuda", 0)
 
 
-def test_a_check_that_hangs_ends_the_call_and_keeps_what_was_found(
+def test_a_check_that_hangs_or_ends_the_process_does_not_end_the_others(
     tmp_path: Path,
 ) -> None:
+    """The checks run in a process of their own, whose figures and stacks are kept."""
     code = """
-import sys, time
+import os, sys, time
 from benchmarks import gpu
-from segpipe.cli.main import main
-gpu.GRACE_S = 1.0
-gpu.CHECKS = {"sound": lambda bench: {"found": 1}, "hangs": lambda bench: time.sleep(600)}
-sys.exit(main(["gpu-check", "--device", "cpu", "--seconds", "1", "--out", sys.argv[1]]))
+def hangs(bench):
+    bench.keep({"found": 1})
+    time.sleep(600)
+gpu.CHECKS = {
+    "hangs": gpu.Check(hangs, 1, 5),
+    "dies": gpu.Check(lambda bench: os._exit(7), 1, 5),
+    "sound": gpu.Check(lambda bench: {"found": 2}, 1, 5),
+}
+if sys.argv[1].startswith("{"):
+    gpu.work(sys.argv[1])
+else:
+    from segpipe.cli.main import main
+    row = gpu.Worker.row  # it would wait for all the time that is left
+    gpu.Worker.row = lambda self, name, seconds, limit: row(self, name, seconds, 30 if name == "hangs" else limit)
+    gpu.START = open(__file__).read()
+    sys.exit(main(["gpu-check", "--device", "cpu", "--out", sys.argv[1]]))
 """
-    out = tmp_path / "found.json"
+    script, out = tmp_path / "script.py", tmp_path / "found.jsonl"
+    script.write_text(code)
     done = subprocess.run(
-        [sys.executable, "-c", code, str(out)],
+        [sys.executable, str(script), str(out)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(gpu.ROOT)},
     )
     assert done.returncode == 1, done.stderr
-    assert "Timeout" in done.stderr
-    assert "in <lambda>" in done.stderr
-    assert list(json.loads(out.read_text())["checks"]) == ["sound"]
+    found = latest(out)
+    assert found["hangs"]["figures"]["found"] == 1
+    assert "in hangs" in found["hangs"]["figures"]["error"]
+    assert "ended with 7" in found["dies"]["figures"]["error"]
+    assert [found[name]["verdict"] for name in ("hangs", "dies", "sound")] == [
+        "FAILED",
+        "FAILED",
+        "passed",
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -216,32 +282,17 @@ def test_the_command_says_so_without_a_gpu(capsys: pytest.CaptureFixture[str]) -
 def test_the_command_writes_what_it_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "found.json"
-    with torch_restored():
-        small = ["--device", "cpu", "--size", "64", "--batch", "2"]
-        assert (
-            segpipe(
-                [
-                    "gpu-check",
-                    *small,
-                    "--only",
-                    "preprocessing",
-                    "camvid",
-                    "--out",
-                    str(out),
-                ]
-            )
-            == 0
-        )
-    report = json.loads(out.read_text())
-    assert report["checks"]["preprocessing"]["passed"]
-    assert not report["checks"]["camvid"][
-        "passed"
-    ]  # nor has it failed: there is no data
-    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == [
-        "passed",
-        "left out",
-    ]
-    assert report["device"] == "cpu"
+    out = tmp_path / "found.jsonl"
+    small = ["--device", "cpu", "--size", "64", "--batch", "2"]
+    only = ["--only", "preprocessing", "camvid", "--out", str(out)]
+    assert segpipe(["gpu-check", *small, *only]) == 0
+    found = latest(out)
+    assert found["preprocessing"]["verdict"] == "passed"
+    # Nor has it failed: there is no data.
+    assert found["camvid"]["verdict"] == "left out"
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()][
+        :2
+    ] == ["passed", "left out"]
+    assert found["preprocessing"]["device"] == "cpu"
     assert segpipe(["gpu-check", "--only", "nothing"]) == 2
     assert "only = nothing is not one of" in capsys.readouterr().err
