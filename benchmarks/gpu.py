@@ -481,7 +481,7 @@ def work(given: str) -> None:
     flags.set_environment()
     flags.apply(threads=torch.get_num_threads())
     for line in sys.stdin:
-        bench = _bench(told["keys"], float(line.split()[1]))
+        bench = bench_of(told["keys"], float(line.split()[1]))
         [row] = run(bench, [line.split()[0]], Path(told["keys"]["out"]))
         print(json.dumps(row), file=answers, flush=True)
 
@@ -547,7 +547,7 @@ class Worker:
             self._process.stdin.close()
 
 
-def _bench(given: dict[str, Any], seconds: float) -> Bench:
+def bench_of(given: dict[str, Any], seconds: float) -> Bench:
     # With its number, as a tensor says it: caches and self-tests of kernels are kept by device.
     cuda = given["device"] == "cuda"
     return Bench(

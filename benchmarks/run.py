@@ -20,6 +20,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from segpipe.errors import SegpipeError
 
+GOALS = {  # on a GPU; `segpipe gpu-check` measures all of them
+    "G1": "the whole loop on files: images per second as a share of what copies allow",
+    "G1b": "an update against those of other recipes, eager, recorded and compiled",
+    "G2": "upsampling and loss against interpolate + cross_entropy: time, peak memory",
+    "G3": "what determinism costs: mode elastic against mode off",
+    "G4": "waits of the host and kernels that it starts in an update between logs",
+    "G5": "updates fed by the loader against updates on one batch; how busy the GPU is",
+    "G6": "equal bits for 1, 2, 3 and 4 processes of one GPU, over NCCL, with graphs",
+    "G7": "peak memory against a torchvision-style update",
+}
 CLAIMS = {  # id: what is measured, and the module whose `measure` does it
     "C5": (
         "upsampling and loss against interpolate + cross_entropy: time, peak memory, error",
@@ -113,6 +123,7 @@ CLAIMS = {  # id: what is measured, and the module whose `measure` does it
         "cluster",
     ),
 }
+CLAIMS |= {goal: (text, "gpu_claims") for goal, text in GOALS.items()}
 WITH_SETTINGS = {
     "C8": "run=runs/NAME and more",
     "engines": "run=runs/NAME and cpp=BUILD",

@@ -224,7 +224,7 @@ def test_the_device_has_its_number_as_tensors_say_it(
     """Self-tests of kernels are kept by device: for another name of it they ran again, where nothing may wait."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     keys = {"device": "cuda", "size": 64, "batch": 2, "updates": 1, "camvid": ""}
-    bench = gpu._bench({**keys, "folder": str(tmp_path)}, 10)
+    bench = gpu.bench_of({**keys, "folder": str(tmp_path)}, 10)
     assert bench.device == torch.device("cuda", 0)
 
 
