@@ -15,10 +15,9 @@ $(READY): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 ifdef CPU
-	$(RUN) packaging/cpu.py > .venv/cpu.txt
+	$(RUN) packaging/cpu.py "$(TORCH)" > .venv/cpu.txt
 	$(PIP) --require-hashes --no-deps -r .venv/cpu.txt
 	$(PIP) --no-deps "$(TORCH)"
-	@$(RUN) -c 'import torch; assert torch.version.cuda is None' 2>/dev/null || { echo 'make CPU=1: pip found no CPU build of torch. Name an index or a folder that has one in PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, or its file as TORCH=FILE.whl; "Get started" of PyTorch says where CPU builds are. Then repeat the command.'; exit 2; }
 else
 	$(PIP) --require-hashes -r requirements.txt
 endif

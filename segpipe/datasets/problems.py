@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores
 BLOCK = 1024  # pairs that are checked before the pixels so far are looked at
+RARE = 0.05  # share of the masks of a split that are of another kind by mistake
 SOME = 16  # samples of a user's class that are read to check it
 
 
@@ -189,7 +190,7 @@ def _grouped(errors: Iterable[DataError]) -> Iterator[str]:
 
 
 def missing_labels(split: str, samples: DataSet) -> Iterator[str]:
-    """A warning about images without a labelled pixel, and one about classes that no image has."""
+    """Warnings about images without a labelled pixel, classes that no image has, and a few black-and-white masks."""
     indices = samples.countable()
     counts = np.array(image_pixels(samples, indices))
     empty = np.flatnonzero(counts.sum(1) == 0)
@@ -197,6 +198,15 @@ def missing_labels(split: str, samples: DataSet) -> Iterator[str]:
         yield (
             f"{empty.size} of the {len(indices)} images of {split} have no labelled pixel, such as "
             f"{samples.name(indices[empty[0]])}: check their masks, and which ids the class table ignores."
+        )
+
+    ignored = np.array([samples.content(index).pixels[-2] for index in indices])
+    binary = (np.count_nonzero(counts, axis=1) == 1) & (ignored > 0)
+    if 0 < binary.sum() <= RARE * len(indices) and not ignored[~binary].any():
+        yield (
+            f"{binary.sum()} of the {len(indices)} masks of {split}, such as that of "
+            f"{samples.name(indices[binary.argmax()])}, hold one class and ignored pixels, which no other mask has: "
+            "black-and-white masks of 0 and 255 among masks of ids?"
         )
 
     names = samples.classes.names

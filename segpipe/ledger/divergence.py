@@ -95,7 +95,7 @@ class Comparison:
     fingerprint: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     recipe: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     inputs: str = ""  # data files and sources that differ
-    processes: tuple[int, int] | None = None
+    processes: tuple[int | str, int | str] | None = None
     notes: tuple[str, ...] = ()
     advice: str = ""
 
@@ -159,9 +159,16 @@ def _facts(a: RunLedger, b: RunLedger, pair: Pair, limits: list[str]) -> dict[st
         "steps": len(steps_of(pair[0])),
         "fingerprint": flags.differences(one.fingerprint, two.fingerprint),
         "recipe": mapping_differences(*recipes),
-        "processes": (one.world_size, two.world_size),
+        "processes": (_processes(a), _processes(b)),
         "notes": tuple(notes),
     }
+
+
+def _processes(run: RunLedger) -> int | str:
+    """Number of processes, or those of the sessions of a run that was continued with another number: 2, then 1."""
+    by_session = {each.session: each.world_size for each in run.headers}
+    sizes = list(by_session.values())
+    return sizes[0] if len(set(sizes)) == 1 else ", then ".join(map(str, sizes))
 
 
 def _limits(a: RunLedger, b: RunLedger) -> list[str]:

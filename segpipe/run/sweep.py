@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,10 @@ class Jobs:
         todo = [job for job in new.values() if job.code is None]
         try:
             overrides = [job.overrides for job in todo]
-            returned = self._launcher.launch(overrides, initial_job_idx) if todo else ()
+            with _all_gathered():
+                returned = (
+                    self._launcher.launch(overrides, initial_job_idx) if todo else ()
+                )
         except Exception as error:
             raise ConfigError(
                 f"hydra/launcher: {_brief(error)}. Jobs that it started may still run; when they have ended, the "
@@ -216,6 +220,29 @@ class Jobs:
             if groups:
                 CONSOLE.print(run_table(groups))
         return next((job.code for job in self._jobs.values() if job.code), 0)
+
+
+@contextmanager
+def _all_gathered() -> Iterator[None]:
+    """A job that a cluster killed fails alone; Hydra's launcher would raise and leave the results of the others."""
+    try:
+        from submitit import Job
+    except ImportError:
+        yield
+        return
+    results = Job.results
+
+    def gathered(job: Any) -> list[Any]:
+        try:
+            return list(results(job))
+        except Exception as error:
+            return [JobReturn(_return_value=RuntimeError(_brief(error)))]
+
+    Job.results = gathered
+    try:
+        yield
+    finally:
+        Job.results = results
 
 
 def named(name: str, swept: Mapping[str, str]) -> str:

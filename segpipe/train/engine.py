@@ -279,9 +279,9 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
                     f"stopped at step {current.step}; {run.folder / 'last.pt'} is written. "
                     f"Continue with run.exists=resume."
                 )
+            clock.tick()
             if current.step == run.log_after:
                 _log(run, result)
-            clock.tick()
             run.view.advance(current.step)
             with clock.paused():
                 _keep(run)
@@ -389,12 +389,13 @@ def _log(run: Run, result: StepResult) -> None:
     current, rate = run.state, result.rate
     speed = run.clock.recent_rate() * run.config.global_batch
     wall = run.clock.wall_rate() * run.config.global_batch
-    values = {
+    values: dict[str, float | None] = {
         "loss": float(result.loss),
         "lr": rate,
         "grad_norm": float(result.grad_norm),
-        "images_per_second": speed,
-        "wall_images_per_second": wall,
+        # Unknown at the first update of a session.
+        "images_per_second": speed or None,
+        "wall_images_per_second": wall or None,
         **{f"loss_{name}": float(part) for name, part in result.parts.items()},
     }
     if run.config.train.precision == "fp16":

@@ -1,5 +1,7 @@
 """The two wheels hold what a user needs, and can be installed side by side."""
 
+import json
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -110,3 +112,15 @@ def test_both_wheels_can_be_installed_in_one_environment(
     *paths, name = done.stdout.split()
     assert all(Path(path).is_relative_to(tmp_path) for path in paths)
     assert name == "street"
+
+
+def test_setup_without_cuda_knows_a_build_for_cuda_by_its_metadata() -> None:
+    needs_cuda = runpy.run_path(str(ROOT / "packaging" / "cpu.py"))["needs_cuda"]
+
+    def report(*required: str) -> str:
+        metadata = {"requires_dist": ["filelock", *required]}
+        return json.dumps({"install": [{"metadata": metadata}]})
+
+    assert needs_cuda(report('nvidia-cudnn-cu13==9.1; python_version > "3"'))
+    assert not needs_cuda(report('nvidia-cudnn-cu13==9.1; python_version < "3"'))
+    assert not needs_cuda(report())

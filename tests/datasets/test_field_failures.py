@@ -34,16 +34,22 @@ def first_ignored(number: int) -> np.ndarray:
     return stripes(0, 1, 2)(number) if number else np.full(SIZE, 255, np.uint8)
 
 
-def write(root: Path, mask: Mask, table: str, *, same: bool = False) -> None:
+def one_binary(number: int) -> np.ndarray:
+    return stripes(0, 255)(number) if number == 7 else stripes(0, 1, 2)(number)
+
+
+def write(
+    root: Path, mask: Mask, table: str, *, same: bool = False, number: int = 3
+) -> None:
     draws = np.random.Generator(np.random.Philox(0))
-    for number in range(3):
+    for place in range(number):
         image = draws.integers(0, 256, (*SIZE, 3), np.uint8)
         for split in ("train", "val"):
             for kind in ("images", "masks"):
                 (root / kind / split).mkdir(parents=True, exist_ok=True)
             shown = image if same else np.roll(image, len(split), 1)
-            cv2.imwrite(str(root / f"images/{split}/f{number}.png"), shown)
-            cv2.imwrite(str(root / f"masks/{split}/f{number}.png"), mask(number))
+            cv2.imwrite(str(root / f"images/{split}/f{place}.png"), shown)
+            cv2.imwrite(str(root / f"masks/{split}/f{place}.png"), mask(place))
     if table:
         (root / "classes.yaml").write_text(table)
 
@@ -180,3 +186,14 @@ def test_camvid_of_32_classes_is_not_that_of_12(
         cv2.imwrite(str(path), mask(0))
     text = said(capsys, 2, "data=camvid", f"data.root={tmp_path}")
     assert part in text
+
+
+def test_one_black_and_white_mask_among_others_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, one_binary, THREE, number=20)
+    settings = ("data=folder", f"data.root={tmp_path}", "data.workers=0")
+    text = said(capsys, 0, *settings)
+    assert "1 of the 20 masks of train, such as that of f7, hold one class and" in text
+    write(tmp_path, stripes(0, 1, 255), THREE, number=20)  # the control: a car bonnet
+    assert "black-and-white" not in said(capsys, 0, *settings)

@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import ledgers
 from segpipe.cli.main import main as segpipe
+from segpipe.ledger import divergence
 from segpipe.ledger.divergence import (
     FIELDS,
     SAMPLE_STAGES,
@@ -508,3 +510,16 @@ def test_ranks_that_diverge_later_do_not_hide_an_earlier_difference(
     ledger_path(b, 3).write_bytes(ledger_path(other, 3).read_bytes())
     found = compare(read_run(a), read_run(b))
     assert (found.step, found.stage) == (1, "preprocess")
+
+
+def test_a_run_that_was_continued_with_other_processes_says_so() -> None:
+    def processes(*sessions: int) -> int | str:
+        headers = [
+            SimpleNamespace(session=number, world_size=size)
+            for number, size in enumerate(sessions)
+            for _ in range(size)
+        ]
+        return divergence._processes(SimpleNamespace(headers=headers))  # type: ignore[arg-type]
+
+    assert processes(2) == processes(2, 2) == 2
+    assert processes(2, 1) == "2, then 1"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -456,6 +458,39 @@ def test_a_launcher_gets_a_batch_at_once(
     ]
     sweeps("seed=1,3,4", PARALLEL, "run.exists=resume")
     assert sweeps.started == ["synthetic-fast_scnn-seed4"], "finished jobs are kept"
+
+
+def test_a_job_that_a_cluster_killed_fails_alone(
+    sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Job:
+        """As submitit's: its results raise when it was killed."""
+
+        def __init__(self, returned: JobReturn) -> None:
+            self.returned = returned
+
+        def results(self) -> list[JobReturn]:
+            if self.returned._return_value == 6:
+                raise RuntimeError("Job has not produced any output\nall its lines")
+            return [self.returned]
+
+    class Cluster(Pool):
+        def launch(self, job_overrides: list[list[str]], first: int) -> list[JobReturn]:
+            jobs = [Job(each) for each in super().launch(job_overrides, first)]
+            return [job.results()[0] for job in jobs]
+
+    cluster, original = Cluster(sweeps), Job.results
+    monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(Job=Job))
+    monkeypatch.setattr(
+        Plugins.instance(), "instantiate_launcher", lambda **given: cluster
+    )
+    sweeps.outcome = lambda config: 6 if config.seed == 1 else 0
+    code, said = sweeps("seed=1,2", PARALLEL)
+    assert code == 1
+    assert "seed1 failed, exit code 1: RuntimeError: Job has not produced" in said
+    assert "all its lines" not in said
+    assert row(said, "synthetic-fast_scnn-seed2")[1:] == ["7.00", "finished"]
+    assert Job.results is original
 
 
 @pytest.mark.slow

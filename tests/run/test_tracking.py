@@ -523,6 +523,11 @@ def test_a_real_run_is_in_wandb_and_tensorboard_with_pictures(
     trackers = (names, "track.tags=[a,b]", "track.notes=why")
     live = ("train.validate_every=1", "train.log_every=1", "track.job_type=train")
     assert run(folder, *trackers, *live) == 0
+    speeds = [
+        line["images_per_second"] for line in lines(folder) if line["kind"] == "train"
+    ]
+    assert speeds[0] is None, "the first update of a session is not timed"
+    assert min(speeds[1:]) > 0
     # The page is there at each validation, and then the report takes its place.
     assert (folder / "spy.txt").read_text() == "1 True\n2 True\n3 True\nend False\n"
     records = list(wandb_records(folder))
