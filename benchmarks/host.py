@@ -47,7 +47,9 @@ SMOKE = {
     "COMPILED": ("fast_scnn",),
 }
 # Operators without a kernel: views are known to torch, these are not.
-NO_KERNEL = ("empty", "detach", "alias", "_unsafe_view", "new_empty", "lift_fresh")
+NO_KERNEL = (
+    "empty", "detach", "alias", "_unsafe_view", "new_empty", "lift_fresh", "profiler::",
+)  # fmt: skip
 
 
 class Dispatched(TorchDispatchMode):

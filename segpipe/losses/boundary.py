@@ -17,7 +17,7 @@ def boundary_target(target: Tensor, *, width: int = 2, ignore_index: int) -> Ten
     pixels makes no edge, so an unlabelled car bonnet does not become one long boundary. `ignore_index` must be above
     all classes.
 
-    Shapes: target uint8 (B, H, W) -> float32 (B, 1, H, W), values 0 or 1. No gradient.
+    Shapes: target uint8 (B, H, W) -> bool (B, 1, H, W). No gradient.
     Source: edge supervision as in PIDNet, arXiv:2206.02066; the ignore rule is ours.
     """
     labels = target.unsqueeze(1).float()
@@ -27,7 +27,7 @@ def boundary_target(target: Tensor, *, width: int = 2, ignore_index: int) -> Ten
         labels.masked_fill(ignored, -1.0), window, stride=1, padding=width
     )
     lowest = -F.max_pool2d(-labels, window, stride=1, padding=width)
-    return ((highest > lowest) & ~ignored).float()
+    return (highest > lowest) & ~ignored
 
 
 def as_two_classes(
@@ -39,12 +39,12 @@ def as_two_classes(
 
     Shapes: logits (B, 1, h, w), target uint8 (B, H, W) -> (B, 2, h, w), uint8 (B, H, W), (2,).
     """
-    valid = target != ignore_index
-    edge = boundary_target(target, ignore_index=ignore_index)
-    positives = (edge * valid.unsqueeze(1)).sum()
-    total = valid.sum().clamp_min(1)
-    weights = torch.stack([positives / total, (total - positives) / total])
-    ids = torch.where(valid, edge.squeeze(1).to(torch.uint8), ignore_index)
+    ignored = target == ignore_index
+    edge = boundary_target(target, ignore_index=ignore_index).squeeze(1)
+    positives = edge.sum()
+    total = (~ignored).sum().clamp_min(1)
+    weights = torch.stack([positives, total - positives]) / total
+    ids = edge.view(torch.uint8).masked_fill(ignored, ignore_index)
     return torch.cat([torch.zeros_like(logits), logits], 1), ids, weights
 
 

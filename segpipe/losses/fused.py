@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -44,8 +45,15 @@ class ClassHead:
     def class_weights(self) -> Tensor:
         """The weights, or ones; (C,)."""
         if self.weights is None:
-            return self.logits.new_ones(self.logits.shape[1])
+            logits = self.logits
+            return _ones(logits.shape[1], logits.dtype, logits.device)
         return self.weights
+
+
+@lru_cache(maxsize=16)
+def _ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.ones(count, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,7 @@ class WithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(gradient)
-        return value.clone()
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
@@ -132,7 +140,8 @@ def class_loss(
         parts = {
             name: (scale * part).to(head.logits.dtype) for name, part in parts.items()
         }
-        total = torch.stack(list(parts.values())).sum()
+        first, *others = parts.values()
+        total = sum(others, first)
         if gradient is None:
             return total, parts
         # Adding no logits hides no NaN where nothing counts.
@@ -156,8 +165,10 @@ def _passes(
         factors=None if twice else factors,
     )
     losses, slopes = found.losses, None
-    parts = {"class": _sum(losses)}
-    if term is not None:
+    parts = {}
+    if term is None:
+        parts["class"] = _sum(losses)
+    else:
         chosen = term(losses, head.target, head.weights)
         parts["class"] = _sum(chosen.values) * chosen.factor
         factors = chosen.slopes * chosen.factor
@@ -167,7 +178,7 @@ def _passes(
         weight = terms.dice_weight * head.valid.sum()
         parts["dice"], slopes = dice_of_sums(found.sums, weight, losses.dtype)
     if sure is not None:
-        parts["edge"] = _sum(torch.where(sure, losses, 0.0))
+        parts["edge"] = _sum(losses * sure)
     if twice:
         found = evaluate(head, gradient=True, factors=factors, slopes=slopes)
     return parts, found.gradient

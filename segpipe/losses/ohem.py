@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,8 @@ def ohem(
     Shapes: losses float32 (B, H, W), target uint8 (B, H, W).
     """
     kept, ratio = hard_pixels(losses, target != IGNORE_INDEX, config)
-    return Chosen(torch.where(kept, losses, 0.0), kept, ratio)
+    # Where none is kept, losses are finite.
+    return Chosen(losses * kept, kept, ratio)
 
 
 def hard_pixels(
@@ -38,14 +40,15 @@ def hard_pixels(
     """
     detached = losses.detach().clamp_min(0)
     fewest = min(math.ceil(config.ohem_min_kept * losses.numel()), losses.numel())
-    # Filled on the device: torch.tensor and new_tensor copy a number to it, and the host waits for that.
-    cut = detached.new_full((), -math.log(max(config.ohem_threshold, 1e-12)))
+    # In fp32, as the losses are; no tensor, because the host would wait for a copy to a GPU.
+    cut = float(np.float32(-math.log(max(config.ohem_threshold, 1e-12))))
     # On a CPU it costs little to see that the threshold leaves enough; a GPU would have to be waited for.
     enough = not losses.is_cuda and bool((detached >= cut).sum() >= fewest)
+    limit: Tensor | float = cut
     if fewest > 0 and not enough:
-        cut = torch.minimum(cut, kth_largest(detached, fewest))
+        limit = kth_largest(detached, fewest).clamp_max(cut)
     # NaN counts as hard, so that it reaches the sum and is noticed.
-    kept = valid & ~(detached < cut)
+    kept = valid & ~(detached < limit)
     return kept, valid.sum() / kept.sum().clamp_min(1)
 
 

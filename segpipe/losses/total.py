@@ -248,7 +248,8 @@ class _Shard:
         weights: Tensor | None,
         smoothing: float = 0.0,
     ) -> ClassHead:
-        wide = logits.float()
+        # One copy, of a GPU's channels_last bf16 too.
+        wide = logits.to(torch.float32, memory_format=torch.contiguous_format)
         rows, columns = bilinear_axes(
             wide, self._size, align_corners=self.align_corners, stride=stride
         )
@@ -275,7 +276,8 @@ class _Shard:
     def _weight(self, name: str) -> Tensor:
         """Factor of the sum over the pixels of a class head, 0-d."""
         sparse = self.target.numel() / self._strided(name).numel()
-        return sparse * (1.0 if name == "main" else self.config.aux_weight) * self.scale
+        factor = sparse * (1.0 if name == "main" else self.config.aux_weight)
+        return self.scale if factor == 1 else factor * self.scale
 
     def _sure_edges(self, name: str) -> Tensor | None:
         """Where the boundary head is sure of an edge, bool (B, H, W); None if that is no part of this head's loss."""
