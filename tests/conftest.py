@@ -19,6 +19,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "slow: starts processes or takes more than 2 s; `make quick` skips it",
     )
+    config.addinivalue_line(
+        "markers",
+        "daemons: starts Slurm or Prometheus where they are installed; only with -m daemons",
+    )
 
 
 # Files that take longest, the longest first: neither of two processes is left alone with one at the end.

@@ -28,7 +28,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -243,6 +243,8 @@ class Contract:
         self._verdict: CollectiveError | None = None
         self._decided = threading.Event()  # a verdict came, or the store is gone
         self._limit = 0.0  # for the training thread, after a verdict
+        # Called on the ranks that print the verdict, in a thread: a disk may hang.
+        self.on_verdict: Callable[[CollectiveError], None] = lambda error: None
         self._answered_at: float | None = None
         # Calls of the rank that is behind, and since when.
         self._least = -1
@@ -474,6 +476,8 @@ class Contract:
         error.told = True
         if not told:
             say(text)
+            note = threading.Thread(target=self.on_verdict, args=(error,), daemon=True)
+            note.start()
 
         self._limit = time.monotonic() + GRACE_S
         self._verdict = error

@@ -351,6 +351,9 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
                 if not prepared:
                     splits = _prepare_together(config, group, splits)
                 group.together(lambda: _own(config, group, held))
+            group.contract.on_verdict = lambda error: note_failure(
+                config, error.exit_code, str(error)
+            )
             with _failure_told(group, config):
                 return _train(config, group, splits)
     finally:

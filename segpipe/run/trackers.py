@@ -1,4 +1,4 @@
-"""Trackers, which show a run elsewhere: Weights & Biases, TensorBoard, MLflow, or a class of your own.
+"""Trackers, which show a run elsewhere: Weights & Biases, TensorBoard, MLflow, Prometheus, or a class of your own.
 
 `track.name=package.module:Class` names your own; `Callback` is what it has to be. Packages are imported when a run
 starts to use one.
@@ -6,6 +6,7 @@ starts to use one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,7 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from segpipe import IGNORE_INDEX, plugins
+from segpipe.distributed import environment
 from segpipe.errors import ConfigError
+from segpipe.ledger.rows import ledger_path
 from segpipe.settings.config import Config, recipe, to_mapping
 
 if TYPE_CHECKING:
@@ -74,9 +77,10 @@ def check_tracking(config: Config) -> None:
             raise ConfigError(
                 f"track.name = {name}, but it has none of the methods {', '.join(_METHODS)}. See docs/sweeps.md."
             )
-        if name in TRACKERS and find_spec(name) is None:
+        package = {"prometheus": "prometheus_client"}.get(name, name)
+        if name in TRACKERS and find_spec(package) is None:
             raise ConfigError(
-                f"track.name = {name}, but {name} is not installed. Run pip install "
+                f"track.name = {name}, but {package} is not installed. Run pip install "
                 f"{TRACKERS[name][0]}, or set track=none."
             )
     if "wandb" not in config.track.names:
@@ -413,9 +417,107 @@ def _side_by_side(
     return list(zip(names, panels, strict=True))
 
 
+class Prometheus:
+    """Gauges of this process, for a Prometheus server: over HTTP on this machine, or in a text file.
+
+    `step` and `time` are those of the last figures: a rank that stands still shows by them, also in a text file.
+    """
+
+    every_rank = True
+
+    def on_start(self, config: Config, step: int) -> None:
+        """Serve on 127.0.0.1 at track.metrics plus the local rank, or write into the folder that it names."""
+        import prometheus_client
+
+        self._package: Any = prometheus_client
+        self._registry: Any = prometheus_client.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        self._rank = environment.rank()
+        self._labels = {"run": config.run.name, "rank": str(self._rank)}
+        folder, place = config.run_dir, config.track.metrics
+        self._files = {
+            "checkpoint": folder / "last.pt",
+            "ledger": ledger_path(folder, self._rank),
+        }
+        self._server: Any = None
+        self._text: Path | None = None
+        if place.isdigit():
+            port = int(place) + environment.local_rank()
+            self._server, _ = prometheus_client.start_http_server(
+                port, "127.0.0.1", self._registry
+            )
+        else:
+            self._text = Path(place) / f"segpipe_{config.run.name}_{self._rank}.prom"
+        self._set("world_size", environment.world_size() or 1)
+        self._set("restarts", sum(environment.job_attempt()[1]))
+        self._set("resumed_step", step)
+        self._set("step", step)
+        self._publish()
+
+    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Show the figures; of those of several ranks, this one's."""
+        for name, value in metrics.items():
+            kind, figure, *rest = name.split("/")
+            if kind != "memory" or rest == [str(self._rank)]:
+                label = "" if kind == "memory" else "/".join(rest)
+                self._set(f"{kind}_{figure}", value, label)
+        for name, value in _gpu_figures().items():
+            self._set(f"gpu_{name}", value)
+        self._set("step", step)
+        self._publish()
+
+    def on_validation(
+        self, step: int, scores: dict[str, Any], pictures: Sequence[Picture]
+    ) -> None:
+        """Nothing: the figures come as metrics."""
+
+    def on_end(self, result: dict[str, Any]) -> None:
+        """Leave the exit code of a run that failed in the text file; another run's file goes."""
+        self._set("exit_code", result["exit_code"])
+        if self._server:
+            self._server.shutdown()
+        if self._text and result["exit_code"]:
+            self._publish()
+        elif self._text:
+            self._text.unlink(missing_ok=True)
+
+    def _set(self, name: str, value: float, of: str = "") -> None:
+        if name not in self._gauges:
+            self._gauges[name] = self._package.Gauge(
+                f"segpipe_{re.sub(r'[^a-zA-Z0-9]', '_', name)}",
+                "See docs/monitoring.md",
+                (*self._labels, "of"),
+                registry=self._registry,
+            )
+        self._gauges[name].labels(**self._labels, of=of).set(value)
+
+    def _publish(self) -> None:
+        self._set("time", time.time())
+        for name, path in self._files.items():
+            with contextlib.suppress(OSError):
+                found = path.stat()
+                self._set("file_bytes", found.st_size, name)
+                self._set("file_time", found.st_mtime, name)
+        if self._text:
+            self._package.write_to_textfile(str(self._text), self._registry)
+
+
+def _gpu_figures() -> dict[str, float]:
+    """What NVML says of this process's GPU; nothing where its package is not installed."""
+    import torch
+
+    if not (torch.cuda.is_available() and find_spec("pynvml")):
+        return {}
+    return {
+        "utilization_percent": torch.cuda.utilization(),
+        "power_watts": torch.cuda.power_draw() / 1000,
+    }
+
+
 # track.name -> what pip calls its package, and its class
 TRACKERS: dict[str, tuple[str, Callable[[], Callback]]] = {
     "wandb": ("wandb", Wandb),
     "tensorboard": ("tensorboard", Tensorboard),
     "mlflow": ("mlflow-skinny", Mlflow),
+    "prometheus": ("prometheus-client", Prometheus),
 }

@@ -1,7 +1,8 @@
 """What a run leaves while it trains: metrics.jsonl, failure.json, which says why it ended, and calls of callbacks.
 
 metrics.jsonl is the record that other code reads; callbacks mirror it: the page of the living run, trackers, and a
-class of your own. One that fails costs one warning and never a step of training. Only rank 0 writes.
+class of your own. One that fails costs one warning and never a step of training. Only rank 0 writes; a class with
+`every_rank = True` is called on the others as well, with the figures that these have.
 """
 
 from __future__ import annotations
@@ -92,22 +93,23 @@ class Tracker:
         of the process.
         """
         assert not RESERVED.keys() & values.keys()
-        if self._file is None or (step, kind) in self._kept:
+        if (step, kind) in self._kept:
             return
-        assert self._path is not None
         figures = plain(values)
-        elapsed = round(time.monotonic() - self._start, 3)
-        entry = {"step": step, "kind": kind, "time_s": elapsed, **figures}
-        try:
-            append(self._path, self._file, _line(entry))
-        except OSError as error:
-            raise not_written(self._path, error) from error
+        if self._path is not None and self._file is not None:
+            elapsed = round(time.monotonic() - self._start, 3)
+            entry = {"step": step, "kind": kind, "time_s": elapsed, **figures}
+            try:
+                append(self._path, self._file, _line(entry))
+            except OSError as error:
+                raise not_written(self._path, error) from error
         self.call("on_metrics", step, dict(_scalars(figures, f"{kind}/")))
 
     def validated(self, run: Run, found: Validation) -> None:
         """Pass a validation on with pictures, which are predicted here once more."""
         step = run.state.step
-        if self._callbacks and (step, "validation") not in self._kept:
+        shown = self._path is not None and (step, "validation") not in self._kept
+        if self._callbacks and shown:
             scores = _scores(found, run.val_samples.classes)
             self.call("on_validation", step, scores, live_pictures(run, found))
 
@@ -131,7 +133,7 @@ class Tracker:
         if self._file is not None:
             os.close(self._file)
         self._file = None
-        if exit_code:
+        if exit_code or self._path is None:  # only rank 0 has something to do after it
             self._end({"exit_code": exit_code})
         elif self._callbacks:  # a page must not come after the final one
             self._thread.submit(int).result()
@@ -156,27 +158,28 @@ class Tracker:
 def open_tracker(
     config: Config, run_dir: Path, resume_step: int | None, *, rank: int
 ) -> Tracker:
-    """Tracker of this process; on ranks above 0 it does nothing.
+    """Tracker of this process; on ranks above 0 it writes no file.
 
     resume_step=None starts an empty metrics.jsonl. A number keeps the lines up to that step; later ones will be written
     again.
     """
-    if rank != 0:
-        return Tracker(None)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    path = run_dir / FILE_NAME
-    kept: list[dict[str, Any]] = []
-    if resume_step is not None:
-        kept = [entry for entry in read_metrics(path) if entry["step"] <= resume_step]
-    write_atomically(path, b"".join(map(_line, kept)))
+    classes = dict(tracker_classes(config))
+    path, kept = None, []
+    if rank == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / FILE_NAME
+        if resume_step is not None:
+            kept = [one for one in read_metrics(path) if one["step"] <= resume_step]
+        write_atomically(path, b"".join(map(_line, kept)))
+        if config.train.validate_every:
+            classes = {"report.html": LivePage, **classes}
     callbacks: dict[str, Any] = {}
-    if config.train.validate_every:
-        callbacks["report.html"] = LivePage()
-    for name, kind in tracker_classes(config).items():
-        try:
-            callbacks[name] = kind()
-        except Exception as error:
-            _warn(name, error)
+    for name, kind in classes.items():
+        if rank == 0 or getattr(kind, "every_rank", False):
+            try:
+                callbacks[name] = kind()
+            except Exception as error:
+                _warn(name, error)
     tracker = Tracker(path, callbacks, kept)
     tracker.call("on_start", config, resume_step or 0)
     return tracker

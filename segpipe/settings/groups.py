@@ -486,7 +486,7 @@ class TrackConfig:
     name: Any = setting(
         "none",
         "experiment tracker, or a list of several, see docs/sweeps.md; metrics.jsonl is always written",
-        choices=("none", "wandb", "tensorboard", "mlflow"),
+        choices=("none", "wandb", "tensorboard", "mlflow", "prometheus"),
         plugin=True,
         several=True,
     )
@@ -507,6 +507,10 @@ class TrackConfig:
     register: str = setting(
         "",
         "mlflow: name in its model registry of which the exported model becomes a version; empty: none",
+    )
+    metrics: str = setting(
+        "9464",
+        "prometheus: port on 127.0.0.1 of a machine's first process, the others count on; or a folder for text files",
     )
     job_type: str = setting("", "wandb: type of the run; empty: WANDB_JOB_TYPE")
     tags: list[str] = setting([], "wandb: tags of the run; empty: WANDB_TAGS")

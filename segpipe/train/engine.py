@@ -79,6 +79,7 @@ class Clock:
     def __init__(self) -> None:
         self.seconds, self.updates = 0.0, 0
         self.wall = 0.0  # seconds with all that lay between
+        self.waited = 0.0  # seconds for batches, of all updates
         self._mark = time.perf_counter()
         self._first = 0.0  # end of the first update
         self._recent = (0.0, 0)
@@ -99,6 +100,13 @@ class Clock:
         before = time.perf_counter()
         yield
         self._mark += time.perf_counter() - before
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time inside is that in which the loader was too slow."""
+        before = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - before
 
     def rate(self) -> float:
         """Updates per second so far; 0 before the second."""
@@ -268,7 +276,8 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
         contextlib.closing(stream),
     ):
         while current.step < config.train.steps and not _stopped_early(run):
-            shards = [next(stream) for _ in own]
+            with clock.waiting():
+                shards = [next(stream) for _ in own]
             check = partial(_check, run, step)
             result = train_step(
                 step, shards, stop=stop.asked, wait=_waits(run), check=check
@@ -396,6 +405,8 @@ def _log(run: Run, result: StepResult) -> None:
         # Unknown at the first update of a session.
         "images_per_second": speed or None,
         "wall_images_per_second": wall or None,
+        "data_wait_s": run.clock.waited,
+        "saved_step": run.saved or 0,
         **{f"loss_{name}": float(part) for name, part in result.parts.items()},
     }
     if run.config.train.precision == "fp16":

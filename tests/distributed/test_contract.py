@@ -57,12 +57,15 @@ class Ranks:
 
     def __init__(self, number: int, timeout_s: float = FAR) -> None:
         self.said: list[str] = []
+        self.noted: list[str] = []
         self.store = dist.HashStore()
         watch.say = self.said.append  # type: ignore[assignment]
         self.contracts = [
             Contract(rank, number, self.store, timeout_s=timeout_s)
             for rank in range(number)
         ]
+        for contract in self.contracts:
+            contract.on_verdict = lambda error: self.noted.append(str(error))
 
     def enter(self, op: str, *sizes: int) -> None:
         for contract, size in zip(self.contracts, sizes, strict=True):
@@ -105,6 +108,7 @@ def test_shapes_that_differ_are_named_with_their_ranks_and_line() -> None:
         with pytest.raises(CollectiveError, match="collective 2") as caught:
             contract.enter("barrier")
         assert caught.value.told
+    assert ranks.noted == ranks.said  # for failure.json
 
 
 def test_two_live_ranks_that_differ_are_enough() -> None:

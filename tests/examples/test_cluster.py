@@ -70,7 +70,8 @@ def manifests() -> dict[str, Any]:
 
 def script_overrides() -> list[str]:
     listed = SCRIPT.read_text().partition("overrides=(")[2].partition("\n)")[0]
-    return [re.sub(r"\$\{?\w+\}?", "/somewhere", word) for word in shlex.split(listed)]
+    words = [word.replace("$name", "camvid-16gpu") for word in shlex.split(listed)]
+    return [re.sub(r"\$\{?\w+\}?", "/somewhere", word) for word in words]
 
 
 TRAINING = [

@@ -405,7 +405,7 @@ FREE = {
     "compute.nproc",
     "compute.timeout_s", "compute.ledger", "checkpoint.every", "checkpoint.every_s", "checkpoint.keep_every",
     "checkpoint.keep_last",
-    "track.name", "track.project", "track.entity", "track.mode", "model.weights",
+    "track.name", "track.project", "track.entity", "track.metrics", "track.mode", "model.weights",
     "track.group", "track.register", "track.job_type", "track.tags", "track.notes",
 }  # fmt: skip
 
