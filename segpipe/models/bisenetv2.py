@@ -3,6 +3,8 @@
 That code differs from the paper in the width of the head (1024) and in ReLUs of the semantic branch.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,7 @@ from segpipe.models.layers import (
     nearest_like,
     relu,
     renames,
+    stage,
 )
 
 AUX = {"aux2": (16, 4), "aux3": (32, 8), "aux4": (64, 16), "aux5": (128, 32)}
@@ -28,8 +31,11 @@ class BiSeNetV2(SegmentationNet):
     def __init__(self, num_classes: int) -> None:
         super().__init__()
 
+        conv3x3 = partial(conv_bn_relu, kernel=3)
         self.detail = nn.Sequential(
-            _convs(3, 64, 2), _convs(64, 64, 3), _convs(64, 128, 3)
+            stage(conv3x3, 3, 64, 2),
+            stage(conv3x3, 64, 64, 3),
+            stage(conv3x3, 64, 128, 3),
         )
         self.stem = Stem()
         self.stage3 = nn.Sequential(Shrink(16, 32), Gather(32))
@@ -157,12 +163,6 @@ class GuidedAggregation(nn.Module):
         coarse = self.coarse(detail) * torch.sigmoid(self.coarse_gate(context))
 
         return self.conv(fine + nearest_like(coarse, fine))
-
-
-def _convs(num_in: int, num_out: int, num_convs: int) -> nn.Sequential:
-    first = conv_bn_relu(num_in, num_out, 3, stride=2)
-    later = (conv_bn_relu(num_out, num_out, 3) for _ in range(num_convs - 1))
-    return nn.Sequential(first, *later)
 
 
 def _separable() -> nn.Sequential:

@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor, nn
 
-from segpipe.models.layers import Classifier, SegmentationNet, init_weights, renames
+from segpipe.models.layers import (
+    Classifier,
+    SegmentationNet,
+    asymmetric,
+    init_weights,
+    renames,
+)
 
 DILATIONS = (4, 4, 8, 8, 16, 16)  # of the second stage; 2 in the first
 
@@ -97,14 +103,7 @@ def _conv_act(num_in: int, num_out: int, *, stride: int = 1) -> nn.Sequential:
 
 
 def _pair(planes: int, dilation: int) -> nn.Sequential:
-    column = nn.Conv2d(
-        planes, planes, (3, 1), padding=(dilation, 0), dilation=(dilation, 1),
-        groups=planes, bias=False,
-    )  # fmt: skip
-    row = nn.Conv2d(
-        planes, planes, (1, 3), padding=(0, dilation), dilation=(1, dilation),
-        groups=planes, bias=False,
-    )  # fmt: skip
+    column, row = asymmetric(planes, dilation, groups=planes, bias=False)
     return nn.Sequential(column, BNPReLU(planes), row, BNPReLU(planes))
 
 

@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor, nn
 
-from segpipe.models.layers import SegmentationNet, init_near_zero, relu, renames
+from segpipe.models.layers import (
+    SegmentationNet,
+    asymmetric,
+    init_near_zero,
+    relu,
+    renames,
+)
 
 EPS = 1e-3  # of BatchNorm
 DILATIONS = (2, 4, 8, 16)
@@ -95,12 +101,7 @@ class NonBottleneck1D(nn.Module):
 
 
 def _pair(planes: int, dilation: int) -> nn.Sequential:
-    column = nn.Conv2d(
-        planes, planes, (3, 1), padding=(dilation, 0), dilation=(dilation, 1)
-    )
-    row = nn.Conv2d(
-        planes, planes, (1, 3), padding=(0, dilation), dilation=(1, dilation)
-    )
+    column, row = asymmetric(planes, dilation)
     return nn.Sequential(
         column, nn.ReLU(inplace=True), row, nn.BatchNorm2d(planes, EPS)
     )

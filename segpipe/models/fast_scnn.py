@@ -15,6 +15,7 @@ from segpipe.models.layers import (
     init_weights,
     relu,
     renames,
+    stage,
 )
 from segpipe.models.resize import adaptive_avg_pool, bilinear
 
@@ -39,9 +40,9 @@ class FastSCNN(SegmentationNet):
             _separable(48, 64, stride=2),
         )
         self.context = nn.Sequential(
-            _bottlenecks(64, 64, stride=2),
-            _bottlenecks(64, 96, stride=2),
-            _bottlenecks(96, 128, stride=1),
+            stage(InvertedResidual, 64, 64, 3),
+            stage(InvertedResidual, 64, 96, 3),
+            stage(InvertedResidual, 96, 128, 3, stride=1),
         )
         self.ppm = PyramidPooling()
         self.fusion = FeatureFusion()
@@ -143,11 +144,6 @@ def _conv_bn_relu(
 def _separable(num_in: int, num_out: int, *, stride: int = 1) -> nn.Sequential:
     depthwise = _conv_bn_relu(num_in, num_in, 3, stride=stride, groups=num_in)
     return nn.Sequential(*depthwise, *_conv_bn_relu(num_in, num_out, 1))
-
-
-def _bottlenecks(num_in: int, num_out: int, *, stride: int) -> nn.Sequential:
-    later = (InvertedResidual(num_out, num_out, stride=1) for _ in range(2))
-    return nn.Sequential(InvertedResidual(num_in, num_out, stride=stride), *later)
 
 
 PUBLISHED_KEYS = renames(r"""

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -227,6 +228,39 @@ def basic_stage(
         for i in range(1, num_blocks)
     )
     return nn.Sequential(first, *later)
+
+
+def stage(
+    block: Callable[..., nn.Module],
+    num_in: int,
+    num_out: int,
+    num_blocks: int,
+    *,
+    stride: int = 2,
+) -> nn.Sequential:
+    """`num_blocks` of `block(num_in, num_out, stride=...)`, the first with `stride`."""
+    first = block(num_in, num_out, stride=stride)
+    later = (block(num_out, num_out, stride=1) for _ in range(num_blocks - 1))
+    return nn.Sequential(first, *later)
+
+
+def asymmetric(
+    planes: int, dilation: int, *, groups: int = 1, bias: bool = True
+) -> tuple[nn.Conv2d, nn.Conv2d]:
+    """A dilated 3x1 and a 1x3 convolution that keep the size."""
+    column, row = (
+        nn.Conv2d(
+            planes,
+            planes,
+            kernel,
+            padding=padding,
+            dilation=(max(padding[0], 1), max(padding[1], 1)),
+            groups=groups,
+            bias=bias,
+        )
+        for kernel, padding in (((3, 1), (dilation, 0)), ((1, 3), (0, dilation)))
+    )
+    return column, row
 
 
 class SegHead(nn.Module):

@@ -17,6 +17,7 @@ from segpipe.models.layers import (
     init_weights,
     nearest_like,
     renames,
+    stage,
     upsample_like,
 )
 from segpipe.models.resize import adaptive_avg_pool
@@ -99,9 +100,9 @@ class STDCEncoder(nn.Module):
         self.stem = nn.Sequential(
             conv_bn_relu(3, 32, 3, stride=2), conv_bn_relu(32, 64, 3, stride=2)
         )
-        self.stage8 = _stage(64, 256, blocks[0])
-        self.stage16 = _stage(256, 512, blocks[1])
-        self.stage32 = _stage(512, 1024, blocks[2])
+        self.stage8 = stage(STDCModule, 64, 256, blocks[0])
+        self.stage16 = stage(STDCModule, 256, 512, blocks[1])
+        self.stage32 = stage(STDCModule, 512, 1024, blocks[2])
         self.published_keys = _encoder_keys(blocks)
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,12 +178,6 @@ def seg_head(num_in: int, planes: int, num_out: int) -> nn.Sequential:
     """3x3 to `planes`, then 1x1 without bias to `num_out` logits."""
     classifier = Classifier(planes, num_out, bias=False)
     return nn.Sequential(conv_bn_relu(num_in, planes, 3), classifier)
-
-
-def _stage(num_in: int, num_out: int, num_blocks: int) -> nn.Sequential:
-    first = STDCModule(num_in, num_out, stride=2)
-    later = (STDCModule(num_out, num_out, stride=1) for _ in range(num_blocks - 1))
-    return nn.Sequential(first, *later)
 
 
 def _encoder_keys(blocks: tuple[int, int, int]) -> tuple[tuple[str, str], ...]:
