@@ -118,6 +118,10 @@ CLAIMS = {  # id: what is measured, and the module whose `measure` does it
         "trace",
     ),
     "crash": ("equal digests after a rank was killed at random moments", "crash"),
+    "scale": (
+        "a model of an update and a start on 1 to 1,024 ranks: counts of the code, assumed links",
+        "scale",
+    ),
     "cluster": (
         "two machines in namespaces: faults of links, machines and ranks end named, and resume",
         "cluster",

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from glob import glob
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -127,23 +128,21 @@ class Group:
 def choose_device(name: str, local_rank: int) -> torch.device:
     """The device of this rank: its own GPU, or the CPU.
 
-    Raises ConfigError when a GPU is asked for and missing; warns when `auto` finds one that torch cannot use.
+    Raises ConfigError when a GPU is asked for and missing, or there, but torch cannot use it.
     """
     if name == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank % torch.cuda.device_count())
-    driver = proc_lines("driver/nvidia/version")
-    if name == "auto":
-        if driver:
-            warnings.warn(
-                f"compute.device = auto takes the CPU: torch {torch.__version__} sees no GPU, but there is a driver "
-                f"({driver[0]}). It may be too old for CUDA {torch.version.cuda}, or CUDA_VISIBLE_DEVICES is empty.",
-                stacklevel=2,
-            )
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    driver = [*proc_lines("driver/nvidia/version"), *sorted(glob("/dev/nvidia[0-9]*"))]
+    if name == "auto" and (hidden or not driver):
         return torch.device("cpu")
+    found = f"there is a driver ({driver[0]})" if driver else "there is no driver"
     raise ConfigError(
-        "compute.device = cuda, but torch sees no GPU. Set compute.device=cpu, or check the driver."
+        f"compute.device = {name}, but torch {torch.__version__}, made for CUDA {torch.version.cuda}, sees no GPU; "
+        f"{found}. Install a driver for that CUDA release or a torch for this driver, show the container the GPU, or "
+        f"set compute.device=cpu."
     )
 
 

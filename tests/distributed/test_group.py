@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import warnings
 from datetime import timedelta
@@ -177,18 +178,29 @@ def test_instances_of_gpus_meet_over_gloo_unless_nccl_is_told_to_take_them(
     assert made == [backend]
 
 
-def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(
+def test_a_gpu_that_torch_cannot_use_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With both versions and the fix; not where the user has hidden the GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(group_module, "proc_lines", lambda name: ["NVRM 535.1"])
-    with pytest.warns(UserWarning, match=r"auto takes the CPU.*NVRM 535\.1"):
-        assert group_module.choose_device("auto", 0).type == "cpu"
-    assert group_module.choose_device("cpu", 0).type == "cpu"  # without a warning
-    monkeypatch.setattr(group_module, "proc_lines", lambda name: [])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    lines, nodes = ["NVRM 535.1"], list[str]()
+    monkeypatch.setattr(group_module, "proc_lines", lambda name: lines)
+    monkeypatch.setattr(group_module, "glob", lambda pattern: nodes)
+    message = rf"= auto, but torch {re.escape(torch.__version__)}.*NVRM 535\.1.*=cpu"
+    with pytest.raises(ConfigError, match=message):
+        group_module.choose_device("auto", 0)
+    assert group_module.choose_device("cpu", 0).type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert group_module.choose_device("auto", 0).type == "cpu"
-    with pytest.raises(ConfigError, match=r"compute\.device = cuda"):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    lines.clear()
+    assert group_module.choose_device("auto", 0).type == "cpu"
+    with pytest.raises(ConfigError, match=r"compute\.device = cuda.*no driver"):
         group_module.choose_device("cuda", 0)
+    nodes.append("/dev/nvidia0")
+    with pytest.raises(ConfigError, match=r"auto.*/dev/nvidia0"):
+        group_module.choose_device("auto", 0)
 
 
 def test_every_group_of_ranks_has_the_timeout_of_the_run(
