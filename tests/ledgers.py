@@ -17,10 +17,10 @@ from segpipe.ledger.rows import (
     SAMPLE_FIELDS,
     SHARD_FIELDS,
     STEP_FIELDS,
+    LedgerWriter,
     SessionHeader,
     ledger_path,
 )
-from segpipe.ledger.writer import LedgerWriter
 
 NUM_SAMPLES = 50
 NAMES = [f"scene_{index:03d}" for index in range(NUM_SAMPLES)]

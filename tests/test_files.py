@@ -21,8 +21,7 @@ from segpipe.data.readers import read_header, read_image
 from segpipe.disk import PAUSES_S, append
 from segpipe.errors import CheckpointError, DataError, SegpipeError
 from segpipe.files import put, sha256, write_atomically
-from segpipe.ledger.rows import read_file
-from segpipe.ledger.writer import LedgerWriter
+from segpipe.ledger.rows import LedgerWriter, read_file
 from segpipe.run.tracking import Tracker, read_metrics
 
 OLD, NEW = b"old content", b"new content, longer"

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from segpipe.data.mix import absent_root
 from segpipe.data.samples import open_splits
+from segpipe.determinism.flags import mapping_differences
 from segpipe.errors import CheckpointError, ConfigError, SegpipeError, listed
 from segpipe.files import read_json, sha256
 from segpipe.ledger import inputs
-from segpipe.ledger.reader import RunLedger, read_run
-from segpipe.ledger.results import changes, mapping_differences, read_inputs
+from segpipe.ledger.reader import RunLedger, changes, read_inputs, read_run
 from segpipe.ledger.rows import INPUTS
 from segpipe.settings.config import Config, config_hash, course, recipe
 from segpipe.train import checkpoint

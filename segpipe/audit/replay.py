@@ -18,7 +18,6 @@ from segpipe.distributed.health import out_of_memory_named
 from segpipe.errors import CheckpointError, ConfigError
 from segpipe.ledger.digest import tensor_digests
 from segpipe.ledger.reader import RunLedger, read_run
-from segpipe.ledger.results import mapping_differences
 from segpipe.losses.total import backend
 from segpipe.settings.config import (
     Config,
@@ -125,4 +124,4 @@ def first_difference(path: Path, wanted: Mapping[str, str]) -> str:
     """
     saved = checkpoint.load(path)
     found = tensor_digests({part: saved[part] for part in PARTS})
-    return next(iter(mapping_differences(wanted, found)), "")
+    return next(iter(flags.mapping_differences(wanted, found)), "")

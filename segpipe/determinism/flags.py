@@ -167,11 +167,17 @@ def differences(
     by them. So are the files of plug-ins; a fingerprint has them only if there are some.
     """
     recorded = "variables" in a and "variables" in b
-    before, after = (_flat(entries, variables=recorded) for entries in (a, b))
+    return mapping_differences(*(_flat(each, variables=recorded) for each in (a, b)))
+
+
+def mapping_differences(
+    a: Mapping[str, Any], b: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Entries that differ, as name -> (value in a, value in b); None stands for a missing one."""
     return {
-        name: (before.get(name), after.get(name))
-        for name in {**before, **after}
-        if before.get(name) != after.get(name)
+        name: (a.get(name), b.get(name))
+        for name in {**a, **b}
+        if a.get(name) != b.get(name)
     }
 
 

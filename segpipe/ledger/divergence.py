@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from segpipe.determinism import flags
-from segpipe.ledger.reader import RunLedger, common_rows, steps_of
-from segpipe.ledger.results import (
-    input_differences,
-    mapping_differences,
-    missing_files,
-    result_differences,
+from segpipe.errors import listed
+from segpipe.ledger.reader import (
+    RunLedger,
+    changes,
+    common_rows,
+    read_inputs,
+    read_object,
+    steps_of,
 )
 from segpipe.ledger.rows import (
+    INPUTS,
     PARTS,
     SHARD,
     STEP,
@@ -30,6 +36,16 @@ from segpipe.settings.config import of_this_version
 EXIT_CODES = {"identical": 0, "identical_up_to": 2, "diverged": 5, "not_comparable": 2}
 # Stage of runs whose updates are equal, and whose validations or final digests are not.
 RESULT = "result"
+
+
+RESULT_FILE = "result.json"
+# Of result.json: how, where and how fast it was trained. All else must be equal, above all `weights_digest`, which
+# covers every buffer of the network, also those that no ledger row holds.
+NO_RESULT = (
+    "name", "images_per_second", "wall_images_per_second", "train_seconds", "world_size", "config_hash", "segpipe",
+    "mode", "versions", "switches", "git", "weights",
+)  # fmt: skip
+LONGEST_VALUE = 200  # characters in a phrase
 
 
 class Field(NamedTuple):
@@ -158,7 +174,7 @@ def _facts(a: RunLedger, b: RunLedger, pair: Pair, limits: list[str]) -> dict[st
         "inputs": input_differences(a.folder, b.folder),
         "steps": len(steps_of(pair[0])),
         "fingerprint": flags.differences(one.fingerprint, two.fingerprint),
-        "recipe": mapping_differences(*recipes),
+        "recipe": flags.mapping_differences(*recipes),
         "processes": (_processes(a), _processes(b)),
         "notes": tuple(notes),
     }
@@ -313,3 +329,59 @@ def _advice(entry: Field, layer: str | None, facts: dict[str, Any]) -> str:
     if layer is None and STAGES.index(entry.stage) > STAGES.index("augment"):
         advice.append("Trainings with compute.mode=audit name the layer.")
     return " ".join(advice)
+
+
+def result_differences(a: Path, b: Path) -> list[str]:
+    """Phrases on unequal entries of result.json; empty where one run lacks it, or did other updates.
+
+    Raises CheckpointError for a file that cannot be read.
+    """
+    if not _both_have(RESULT_FILE, a, b):
+        return []
+    one, two = (read_object(folder / RESULT_FILE) for folder in (a, b))
+    if one.get("steps") != two.get("steps"):
+        return []
+    same_release = one.get("segpipe") == two.get("segpipe")
+    found = []
+    for name in {**one, **two}:
+        if name in NO_RESULT or not (same_release or (name in one and name in two)):
+            continue  # releases add names
+        # As JSON has them, NaN equals NaN.
+        if json.dumps(one.get(name)) != json.dumps(two.get(name)):
+            here, there = _brief(one, name), _brief(two, name)
+            found.append(f"{name} in {RESULT_FILE} is {here} in A and {there} in B")
+    return found
+
+
+def input_differences(a: Path, b: Path) -> str:
+    """A phrase with the data files and sources that differ; empty when none does or one run lacks inputs.json.
+
+    Raises CheckpointError for a file that cannot be read.
+    """
+    if not _both_have(INPUTS, a, b):
+        return ""
+    one, two = (read_inputs(folder / INPUTS) for folder in (a, b))
+    found = []
+    for part in ("data", "code"):
+        if changed := changes(one[part]["files"], two[part]["files"]):
+            found.append(f"{part} of B: {listed(changed)}")
+    return "; ".join(found)
+
+
+def missing_files(a: Path, b: Path) -> list[str]:
+    """Phrases on files with results that only one of two runs has."""
+    return [
+        f"{name} is in {run} only"
+        for name in (RESULT_FILE, INPUTS)
+        for run, folder, other in (("A", a, b), ("B", b, a))
+        if (folder / name).is_file() and not (other / name).is_file()
+    ]
+
+
+def _both_have(name: str, a: Path, b: Path) -> bool:
+    return (a / name).is_file() and (b / name).is_file()
+
+
+def _brief(content: Mapping[str, Any], name: str) -> str:
+    text = str(content.get(name, "missing"))
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."

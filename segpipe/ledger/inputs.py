@@ -24,7 +24,7 @@ from segpipe.data.readers import threaded
 from segpipe.data.samples import open_samples
 from segpipe.errors import DataError, listed
 from segpipe.files import sha256, write_atomically
-from segpipe.ledger.results import changes, read_inputs
+from segpipe.ledger.reader import changes, read_inputs
 from segpipe.ledger.rows import FOLDER, INPUTS
 from segpipe.settings.config import Config
 from segpipe.settings.groups import DataConfig

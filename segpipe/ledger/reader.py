@@ -1,17 +1,19 @@
-"""Reads the ledgers of all processes and sessions of a run, merged into one row per key."""
+"""Reads the ledgers of all processes and sessions of a run, merged into one row per key, and its other records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.determinism import flags
 from segpipe.errors import CheckpointError
+from segpipe.files import read_json
 from segpipe.ledger.rows import (
     FOLDER,
     SHARD,
@@ -234,3 +236,35 @@ def common_rows(a: Rows, b: Rows) -> tuple[Rows, Rows]:
         return a, b
     _, here, there = np.intersect1d(*keys, assume_unique=True, return_indices=True)
     return a[here], b[there]
+
+
+def changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """Phrases such as "a.png was altered": altered files first, then missing and added ones."""
+    altered = [name for name in before if name in now and now[name] != before[name]]
+    return [
+        *(f"{name} was altered" for name in altered),
+        *(f"{name} is missing" for name in before if name not in now),
+        *(f"{name} was added" for name in now if name not in before),
+    ]
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file of JSON. Raises CheckpointError when it is damaged."""
+    try:
+        return dict(read_json(path))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error!r}). Restore it."
+        ) from error
+
+
+def read_inputs(path: Path) -> dict[str, Any]:
+    """Content of inputs.json. Raises CheckpointError when it is damaged."""
+    content = read_object(path)
+    try:
+        for part in ("data", "code"):
+            content[part]["files"].items()
+    except (KeyError, TypeError, AttributeError) as error:
+        text = f"{path} does not describe the inputs of a run. Restore it."
+        raise CheckpointError(text) from error
+    return content

@@ -17,8 +17,12 @@ from torch.autograd.profiler import record_function
 
 from segpipe.distributed.agreement import Agreement
 from segpipe.ledger.digest import digest_groups, digest_many, float_bits
-from segpipe.ledger.rows import SessionHeader, ledger_path
-from segpipe.ledger.writer import LedgerWriter, next_session
+from segpipe.ledger.rows import (
+    LedgerWriter,
+    SessionHeader,
+    ledger_path,
+    next_session,
+)
 from segpipe.settings.config import config_hash, recipe
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ from segpipe.data.samples import open_splits
 from segpipe.determinism import flags
 from segpipe.errors import DataError, IntegrityError
 from segpipe.ledger import inputs
-from segpipe.ledger.reader import read_run
-from segpipe.ledger.results import changes, read_inputs
+from segpipe.ledger.reader import changes, read_inputs, read_run
 from segpipe.ledger.rows import STEP, encode, encode_rows, ledger_path, read_file, slots
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, from_mapping

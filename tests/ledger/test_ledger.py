@@ -13,20 +13,21 @@ import torch
 
 import ledgers
 from segpipe.errors import CheckpointError
-from segpipe.ledger import writer
+from segpipe.ledger import rows as writer
 from segpipe.ledger.rows import (
     PART,
     SHARD,
     SHARD_FIELDS,
     STEP,
+    LedgerWriter,
     encode,
     ledger_files,
     ledger_path,
+    next_session,
     read_file,
     row_type,
     slots,
 )
-from segpipe.ledger.writer import LedgerWriter, next_session
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,7 +104,7 @@ import os, signal
 from pathlib import Path
 import torch
 from segpipe.ledger.rows import SessionHeader
-from segpipe.ledger.writer import LedgerWriter
+from segpipe.ledger.rows import LedgerWriter
 recipe = {{"compute.shards": 4, "compute.samples_per_shard": 2}}
 writer = LedgerWriter(Path({str(tmp_path)!r}) / "ledger" / "rank00.bin", SessionHeader(0, 0, 0, 1, recipe, "", {{}}))
 for step in range(5):

@@ -12,9 +12,8 @@ import pytest
 import ledgers
 from segpipe.cli.main import main as segpipe
 from segpipe.errors import CheckpointError
-from segpipe.ledger.divergence import Comparison, compare
+from segpipe.ledger.divergence import Comparison, compare, result_differences
 from segpipe.ledger.reader import read_run
-from segpipe.ledger.results import result_differences
 
 RESULT = {
     "steps": 3, "weights_digest": "aa", "ema_digest": "bb", "pixels": 90, "miou": 0.150, "iou": {"road": 0.15},

@@ -11,6 +11,7 @@ from segpipe.ledger.rows import (
     PART,
     SHARD,
     STEP,
+    LedgerWriter,
     SessionHeader,
     encode,
     ledger_path,
@@ -20,7 +21,6 @@ from segpipe.ledger.rows import (
     row_type,
     unequal,
 )
-from segpipe.ledger.writer import LedgerWriter
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import ledgers
+from segpipe.determinism.flags import mapping_differences
 from segpipe.errors import CheckpointError
 from segpipe.ledger.reader import RunLedger, read_run
-from segpipe.ledger.results import mapping_differences
 from segpipe.ledger.rows import (
     PART,
     SHARD,

@@ -384,7 +384,7 @@ def test_the_scale_of_a_loaded_state_is_in_its_row(
     rows: list[dict[str, Tensor]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "segpipe.ledger.writer.LedgerWriter.step_row",
+            "segpipe.ledger.rows.LedgerWriter.step_row",
             lambda self, step, given: rows.append(given),
         )
         recorder = Recorder(
