@@ -1,7 +1,7 @@
 """One golden frame of an export in every engine that is here: equal pixels, difference of confidence, latency.
 
-torch by the checkpoint, onnxruntime and OpenVINO in turns in one process, on one thread; the C++ program of
-examples/cpp (cpp=BUILD) by themselves.
+torch by the checkpoint, TorchScript, onnxruntime and OpenVINO in turns in one process, on one thread; the C++ programs
+of examples/cpp (cpp=BUILD) by themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from benchmarks import measure as measuring
 from segpipe.cli.commands import RUN, WHICH
-from segpipe.export.graph.network import deploy_model, run_eager
+from segpipe.export.graph.formats import FORMATS
+from segpipe.export.graph.network import ROBOT, deploy_model, run_eager
 from segpipe.native import one_thread
 from segpipe.runtime.artifact import Artifact, read_artifact
 from segpipe.runtime.session import Session
@@ -30,7 +31,7 @@ from segpipe.settings.compose import Setting, parse
 from segpipe.train.checkpoint import load_network
 
 CPP = Setting("cpp", "", "folder in which examples/cpp was built")
-PROGRAMS = {"segpipe_ort": "onnxruntime, C++"}
+PROGRAMS = {"segpipe_torch": "libtorch, C++", "segpipe_ort": "onnxruntime, C++"}
 _LINE = re.compile(
     r"frame 0: ([\d.]+) % of the pixels equal, confidence within (\d+) levels, p50 ([\d.]+) ms"
 )
@@ -78,10 +79,15 @@ def arms(folder: Path, which: str, artifact: Artifact) -> dict[str, Run]:
     trained = load_network(folder, which)
     model = deploy_model(
         trained,
+        profile=ROBOT,
         temperature=artifact.manifest["calibration"]["temperature"],
     )
     eager = run_eager(model)
     found: dict[str, Run] = {"torch, eager": lambda: _masks(eager(image))}
+    script = artifact.folder / FORMATS["torchscript"].file_name()
+    if script.is_file():
+        traced = FORMATS["torchscript"].open(script, ROBOT)
+        found["torch, TorchScript"] = lambda: _masks(traced(image))
     ort = Session(artifact)
     found["onnxruntime"] = lambda: ort.run(image)
     if find_spec("openvino") is not None:

@@ -1,4 +1,4 @@
-"""C8: what an exported file costs and keeps: latency, mIoU and size of eager and ONNX in fp32, fp16, int8.
+"""C8: what an exported file costs and keeps: latency, mIoU and size of eager, TorchScript and ONNX in fp32, fp16, int8.
 
 One CPU thread, batch 1, in turns, by processor time. Besides the run's network at the size of its data, every network
 is timed at every size of `sizes`, for speed alone: the run's with its weights, the others with fresh ones.
@@ -30,9 +30,10 @@ from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError
 from segpipe.export.artifact.manifest import Origin, describe
 from segpipe.export.dataset import spread
+from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.lowprec import to_fp16, to_int8
 from segpipe.export.graph.network import Run, deploy_model, run_eager
-from segpipe.export.graph.onnx_format import open_onnx, to_onnx
+from segpipe.export.graph.onnx_format import open_onnx
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.native import one_thread
@@ -203,14 +204,20 @@ def forms(
     model = deploy_model(trained)
     size = (frames[0].shape[0], frames[0].shape[1])
     paths = {name: _path(folder, name) for name in (FP32, FP16, INT8)}
+    script = folder / "model.torchscript.pt"
     manifest = describe(trained, model, size, Origin(), {})
-    to_onnx(model, size, manifest, paths[FP32], folder / "probe.onnx")
+    FORMATS["onnx"].write(model, size, manifest, paths[FP32], folder / "probe.onnx")
+    FORMATS["torchscript"].write(model, size, manifest, script, folder / "probe.pt")
     to_fp16(paths[FP32], paths[FP16])
     to_int8(paths[FP32], paths[INT8], frames)
-    runs = {EAGER: run_eager(model)}
+    runs = {
+        EAGER: run_eager(model),
+        "torchscript": FORMATS["torchscript"].open(script, model.profile),
+    }
     runs |= {name: open_onnx(path) for name, path in paths.items()}
+    files = {"torchscript": script, **paths}
     return runs, {
-        name: round(path.stat().st_size / 2**20, 2) for name, path in paths.items()
+        name: round(path.stat().st_size / 2**20, 2) for name, path in files.items()
     }
 
 

@@ -38,6 +38,7 @@ from segpipe.export.gates.comparison import (
     gate_mask,
     gate_preprocessing,
 )
+from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.network import deploy_model, run_eager
 from segpipe.export.verify_report import ExportReport
 from segpipe.models import MODELS
@@ -45,7 +46,7 @@ from segpipe.native import one_thread
 from segpipe.train.checkpoint import TrainedNetwork, load_network
 
 SIZE = (192, 384)
-PRECISIONS = ("fp32", "fp16")
+KINDS = [("onnx", "fp32"), ("onnx", "fp16"), ("torchscript", "fp32")]
 MARKS = ("<!-- table: benchmarks/export_table.py -->", "<!-- end of table -->")
 ROUNDS = 7
 
@@ -73,13 +74,17 @@ def rows(trained: TrainedNetwork, checks: Sequence[Check]) -> list[dict[str, Any
             folder.mkdir()
         model = deploy_model(trained)
         result = ExportReport(folders[0], describe(trained, model, size, Origin(), {}))
-        subjects = convert(result, model, size, folders, PRECISIONS, [])
+        subjects = convert(result, model, size, folders, KINDS, [])
         eager = run_eager(model)
         candidates = []
         for subject in subjects:
             assert not subject.problems(), subject.problems()
+            kind = FORMATS[subject.format]
             candidates.append(
-                Candidate(subject.open(subject.probe), subject.open(subject.path))
+                Candidate(
+                    kind.open(subject.probe, model.profile),
+                    kind.open(subject.path, model.profile),
+                )
             )
         sigma = compare(as_trained(eager, trained.preprocess), candidates, checks)
         image = checks[0].image

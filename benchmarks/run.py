@@ -40,7 +40,7 @@ CLAIMS = {  # id: what is measured, and the module whose `measure` does it
         "validation",
     ),
     "C8": (
-        "latency and mIoU of the exported files: eager, fp32, fp16, int8",
+        "latency and mIoU of the exported files: eager, TorchScript, fp32, fp16, int8",
         "export_speed",
     ),
     "engines": (

@@ -99,14 +99,12 @@ def project(
 
 @pytest.fixture(scope="module")
 def quick_exports() -> Iterator[None]:
-    """One thread, one conversion of each network, no wait for steady latencies: tests of exports measure none."""
-    from exports import converted_once
+    """One thread and no wait for steady latencies, which tests of exports do not measure."""
     from segpipe.export.gates import judge
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(judge, "SECONDS", 0.0)
-        patch.setattr(torch.onnx, "export", converted_once)
         yield
     torch.set_num_threads(threads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ def structured(count: int, size: tuple[int, int], seed: int = 0) -> list[np.ndar
 SIZE = (64, 96)
 IMAGES = structured(4, SIZE)
 NAMES = [f"scene_{index}" for index in range(4)]
+BOTH = ("onnx", "torchscript")
 
 
 class Tiny(SegmentationNet):
@@ -112,27 +113,6 @@ def trained_network(
     )
 
 
-CONVERT = torch.onnx.export
-CONVERTED: dict[Any, bytes] = {}  # by everything that a conversion depends on
-
-
-def converted_once(
-    model: Any, example: tuple[torch.Tensor], path: Path, **how: Any
-) -> None:
-    """As torch.onnx.export, which takes seconds, for each network and size once."""
-    tensors = {
-        name: (str(tensor.dtype), tensor.shape, tensor.numpy().tobytes())
-        for name, tensor in model.state_dict().items()
-    }
-    modes = [module.training for module in model.modules()]
-    own = {name: value for name, value in vars(model).items() if name[0] != "_"}
-    key = repr((tensors, modes, own, model, example[0].shape, how["output_names"]))
-    if key not in CONVERTED:
-        CONVERT(model, example, path, **how)
-        CONVERTED[key] = path.read_bytes()
-    path.write_bytes(CONVERTED[key])
-
-
 SCENES = 40  # of the validation split of a written run
 
 
@@ -180,6 +160,7 @@ def export_run(
     trained: TrainedNetwork,
     images: Sequence[np.ndarray],
     out_dir: Path,
+    formats: Sequence[str] = BOTH,
     *,
     names: Sequence[str] = (),
     labelled: Any = None,
@@ -187,7 +168,7 @@ def export_run(
     **given: Any,
 ) -> ExportReport:
     """The export of these images, called image_000000 and so on without names."""
-    settings = settings or ExportConfig()
+    settings = replace(settings or ExportConfig(), formats=list(formats))
     names = names or [f"image_{index:06d}" for index in range(len(images))]
     inputs = GateInputs(check_set(images, names), labelled, settings)
     return publish.export_run(trained, inputs, out_dir, **given)

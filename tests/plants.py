@@ -9,6 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
+import re
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -424,11 +427,70 @@ def int8_scale(model: onnx.ModelProto) -> None:
     put(entry, values * np.float32(3))
 
 
+class Evil:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def records(
+    change: Callable[[str, bytes], bytes], more: dict[str, bytes] | None = None
+) -> Change:
+    """Writes every record of an archive again, changed, and further ones below its top folder."""
+
+    def plant(path: Path) -> None:
+        with zipfile.ZipFile(path) as archive:
+            content = {name: archive.read(name) for name in archive.namelist()}
+        top = next(iter(content)).partition("/")[0]
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+            for name, data in content.items():
+                archive.writestr(name, change(name, data))
+            for name, data in (more or {}).items():
+                archive.writestr(f"{top}/{name}", data)
+
+    return plant
+
+
+def instead(ending: str, data: bytes) -> Change:
+    return records(lambda name, before: data if name.endswith(ending) else before)
+
+
+def in_code(before: bytes, after: bytes) -> Change:
+    return records(
+        lambda name, data: data.replace(before, after) if "/code/" in name else data
+    )
+
+
+def in_record(ending: str, before: bytes, after: bytes) -> Change:
+    return records(
+        lambda name, data: (
+            data.replace(before, after, 1) if name.endswith(ending) else data
+        )
+    )
+
+
+EVIL = pickle.dumps(Evil(Path("/nonexistent/segpipe-was-here")))
+
+
 def in_file_of(name: str, fault: Fault) -> Change:
     """The fault in one ONNX file, signed."""
 
     def change(folder: Path) -> None:
         edited(folder / name, folder / name, fault)
+        sign(folder)
+
+    return change
+
+
+def in_archive(name: str, fault: Change) -> Change:
+    """The fault in a TorchScript file, signed."""
+
+    def change(folder: Path) -> None:
+        fault(folder / name)
         sign(folder)
 
     return change
@@ -470,7 +532,7 @@ class Plant:
 
     before: what the first gates said; "" for a fault that was not tried on them. answers: exit code and words where
     an export has only the answers to judge by; None where nothing but the conversion tells. name: the file in which
-    it is planted, beside all precisions; "" where model.onnx is alone.
+    it is planted, beside all formats and precisions; "" where model.onnx is alone.
     """
 
     change: Change
@@ -490,15 +552,20 @@ def _graph(fault: Fault, told: str, before: str, *answers: Any) -> Plant:
 
 
 def _other(name: str, fault: Any, told: str, before: str = "") -> Plant:
+    plant = in_file_of if name.endswith(".onnx") else in_archive
     told = f"{name} is not what the checkpoint converts to: {told}"
-    return Plant(in_file_of(name, fault), told, before, name=name)
+    return Plant(plant(name, fault), told, before, name=name)
 
 
 def _as_it_is(change: Change, told: str, before: str = "") -> Plant:
     return Plant(change, told, before)
 
 
-FP16, INT8 = "model.fp16.onnx", "model.int8.onnx"
+TORCHSCRIPT, FP16, INT8 = (
+    "model.torchscript.pt",
+    "model.fp16.onnx",
+    "model.int8.onnx",
+)
 PLANTS: dict[str, Plant] = {
     # The graph of model.onnx
     "another bias": _graph(bias_changed, "tensor", REFUSED, 4, "G2 logits differ by"),
@@ -567,6 +634,56 @@ PLANTS: dict[str, Plant] = {
     ),
     "one filter in sixteen, int8": _other(INT8, filters_zeroed, "tensor", PASSED),
     "a scale, int8": _other(INT8, int8_scale, "tensor", REFUSED),
+    "an operator that writes files": _other(
+        TORCHSCRIPT, in_code(b"torch.relu(", b"torch.save("), "its bytes", PASSED
+    ),
+    "an operator with a space": _other(
+        TORCHSCRIPT, in_code(b"torch.relu(", b"torch . save ("), "its bytes", ""
+    ),
+    "another namespace": _other(
+        TORCHSCRIPT, in_code(b"torch.relu(", b"ops.evil.run("), "its bytes", ""
+    ),
+    "an operator as a method": _other(
+        TORCHSCRIPT,
+        records(
+            lambda name, data: (
+                re.sub(rb"torch\.relu\((\w+)\)", rb"\1.neg()", data)
+                if "/code/" in name
+                else data
+            )
+        ),
+        "its bytes",
+        "",
+    ),
+    "an operator by its name": _other(
+        TORCHSCRIPT,
+        in_code(b"torch.relu(", b'getattr(torch, "neg")('),
+        "its bytes",
+        "",
+    ),
+    "a class in a pickle": _other(
+        TORCHSCRIPT, instead("constants.pkl", EVIL), "its bytes", ""
+    ),
+    "a class in an older pickle": _other(
+        TORCHSCRIPT,
+        instead("constants.pkl", pickle.dumps(os.mkdir, 0)),
+        "its bytes",
+        "",
+    ),
+    "a megabyte more": _other(
+        TORCHSCRIPT,
+        records(lambda _, data: data, {"data/99999": bytes(10**6)}),
+        "its bytes",
+        "",
+    ),
+    "a bit of a weight": _other(
+        TORCHSCRIPT,
+        records(
+            lambda name, data: data[:-1] + b"\x01" if name.endswith("/data/0") else data
+        ),
+        "its bytes",
+        REFUSED,
+    ),
     # The folder
     "cut off": _as_it_is(truncated, "model.onnx has sha256", REFUSED),
     "cut off and signed": _as_it_is(

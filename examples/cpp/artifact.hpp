@@ -27,7 +27,7 @@ inline void require(bool fits, int code, const std::string& otherwise) {
   if (!fits) throw Failure{code, otherwise};
 }
 
-// A library may append a stack trace to its messages.
+// libtorch appends a stack trace to its messages.
 inline std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 // Hex digest. Source: FIPS 180-4, section 6.2.

@@ -53,7 +53,7 @@ class NetworkContract:
         config: Config,
         num_classes: int,
         largest: int = LARGEST,
-        export: Callable[..., None] = lambda *_: None,
+        export: Callable[..., str] = lambda *_: "",
     ) -> None:
         self.config, self.num_classes, self.largest = config, num_classes, largest
         self.export = export
@@ -292,8 +292,8 @@ class NetworkContract:
 
     def _export(self) -> str:
         """Whether the export of these weights, with images of this size, would be published."""
-        self.export(self.config, self.net, self.num_classes, self.size)
-        return ""
+        formats = self.export(self.config, self.net, self.num_classes, self.size)
+        return f"{NOTE}{formats}"
 
 
 def _same(one: Tensor, two: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Converts a checkpoint into model files, and compares shipped files with what it converts to.
 
-Conversion is deterministic: with the same versions everything in a file is equal but the values of its tensors, which
-may differ by the rounding of another processor.
+Conversion is deterministic. With the same versions TorchScript files are equal byte for byte; of an ONNX file
+everything is equal but the values of its tensors, which may differ by the rounding of another processor.
 """
 
 from __future__ import annotations
@@ -16,15 +16,10 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from segpipe.export.artifact.manifest import in_file
+from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.lowprec import to_fp16, to_int8
 from segpipe.export.graph.network import Image, Manifest, Size, manifest_text
-from segpipe.export.graph.onnx_format import (
-    IR_VERSION,
-    ModelFile,
-    file_name,
-    to_onnx,
-    write_probe,
-)
+from segpipe.export.graph.onnx_format import IR_VERSION, write_probe
 from segpipe.export.verify_report import one_line
 from segpipe.files import sha256
 from segpipe.runtime.artifact import MANIFEST_KEY
@@ -44,24 +39,26 @@ def convert(
     model: DeployModel,
     size: Size,
     folders: tuple[Path, Path],
-    precisions: Sequence[str],
+    kinds: Sequence[tuple[str, str]],
     frames: Sequence[Image],
 ) -> list[ModelFile]:
     """The files to judge, after describing them in `result.files`.
 
-    folders: for the shipped files and for the probes. precisions: fp32 first, since the others are made from it.
-    frames: (H, W, 3) of `size`, for the calibration of int8. A reduced precision that cannot be converted is noted in
-    `result.dropped`. Raises ExportError when torch cannot convert the network.
+    folders: for the shipped files and for the probes. kinds: (format, precision) of each file, fp32 before what is made
+    from it. frames: (H, W, 3) of `size`, for the calibration of int8. A reduced precision that cannot be converted is
+    noted in `result.dropped`. Raises ExportError when torch cannot convert the network.
     """
     files = []
-    for precision in precisions:
-        name = file_name(precision)
-        shipped, probe = (folder / name for folder in folders)
+    for name, precision in kinds:
+        file_name = FORMATS[name].file_name(precision)
+        shipped, probe = (folder / file_name for folder in folders)
         manifest = in_file(result.manifest, precision)
+
+        entry: dict[str, Any] = {"format": name, "precision": precision}
         if precision == "fp32":
-            to_onnx(model, size, manifest, shipped, probe)
+            FORMATS[name].write(model, size, manifest, shipped, probe)
         else:
-            source = shipped.with_name(file_name("fp32"))
+            source = shipped.with_name(FORMATS[name].file_name())
             try:
                 if precision == "fp16":
                     to_fp16(source, shipped)
@@ -71,17 +68,14 @@ def convert(
                 raise
             except Exception as error:  # onnxruntime's converters raise many types
                 reason = f"{source.name} could not be converted ({type(error).__name__}: {error})"
-                result.dropped[name] = one_line(reason)
+                result.dropped[file_name] = one_line(reason)
                 continue
             _put_manifest(shipped, manifest)
             write_probe(shipped, probe)
-        result.files[name] = {
-            "format": "onnx",
-            "precision": precision,
-            "bytes": shipped.stat().st_size,
-            "sha256": sha256(shipped),
-        }
-        files.append(ModelFile(precision, shipped, probe, manifest))
+
+        entry |= {"bytes": shipped.stat().st_size, "sha256": sha256(shipped)}
+        result.files[file_name] = entry
+        files.append(ModelFile(name, precision, shipped, probe, manifest))
     return files
 
 
@@ -93,21 +87,26 @@ def _put_manifest(path: Path, manifest: Manifest) -> None:
     onnx.save(model, path)
 
 
-def conversion_problem(shipped: Path, converted: ModelFile) -> str:
+def conversion_problems(shipped: Path, converted: ModelFile) -> list[str]:
     """How `shipped` differs from the file that the same versions made from the checkpoint; empty when it does not.
 
     Nothing of the shipped file is executed.
     """
-    try:
-        problem = _difference(shipped, converted.path, converted.precision)
-    except Exception as error:  # parsers of an altered file raise many types
-        problem = f"it cannot be compared ({type(error).__name__}: {error})"
+    problem = ""
+    if converted.format == "onnx":
+        try:
+            problem = _onnx_difference(shipped, converted.path, converted.precision)
+        except Exception as error:  # parsers of an altered file raise many types
+            problem = f"it cannot be compared ({type(error).__name__}: {error})"
+    # An archive of code, which torch writes the same every time
+    elif shipped.read_bytes() != converted.path.read_bytes():
+        problem = "its bytes are others"
     if not problem:
-        return ""
-    return f"{shipped.name} is not what the checkpoint converts to: {problem}"
+        return []
+    return [f"{shipped.name} is not what the checkpoint converts to: {problem}"]
 
 
-def _difference(shipped: Path, converted: Path, precision: str) -> str:
+def _onnx_difference(shipped: Path, converted: Path, precision: str) -> str:
     """The first difference between two ONNX files; empty when they differ in rounding and in their manifest at most."""
     model = onnx.load(shipped, load_external_data=False)
     other = onnx.load(converted)

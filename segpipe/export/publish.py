@@ -34,10 +34,11 @@ from segpipe.export.artifact.place import (
 )
 from segpipe.export.convert import convert
 from segpipe.export.dataset import Check, GateInputs, check_set, gather
-from segpipe.export.gates.comparison import LIMITS
 from segpipe.export.gates.judge import judge, load_as_robot, require_engines
 from segpipe.export.gates.quality import calibration_entry
 from segpipe.export.graph.network import (
+    CONFIDENCE,
+    PROFILES,
     DeployModel,
     Image,
     Manifest,
@@ -132,10 +133,8 @@ def export_run(
             model, manifest = _described(trained, inputs, origin or Origin(), entries)
             result = ExportReport(out_dir, manifest)
             with writing(out_dir):
-                precisions = [name for name in LIMITS if name in settings.precision]
-                converted = convert(
-                    result, model, size, (files, probes), precisions, frames
-                )
+                kinds = _kinds(settings)
+                converted = convert(result, model, size, (files, probes), kinds, frames)
             comparisons = judge(result, model, trained.preprocess, converted, inputs)
         for name, entry in result.files.items():
             if entry["precision"] != "fp32" and comparisons.get(name):
@@ -174,10 +173,13 @@ def _described(
 ) -> tuple[DeployModel, Manifest]:
     """The model to export, with the fitted temperature, and its manifest without figures."""
     settings = inputs.settings
-    calibration = calibration_entry(trained, inputs.labelled)
+    profile = PROFILES[settings.profile]
+    labelled = inputs.labelled if CONFIDENCE in profile.outputs else None
+    calibration = calibration_entry(trained, labelled)
     temperature = calibration["temperature"]
     model = deploy_model(
         trained,
+        profile=profile,
         temperature=temperature,
         mask_stride=settings.mask_stride,
     )
@@ -190,6 +192,13 @@ def _described(
     manifest = describe(trained, model, inputs.size, origin, entries)
     require_schema(manifest)
     return model, manifest
+
+
+def _kinds(settings: ExportConfig) -> list[tuple[str, str]]:
+    """(format, precision) of every file; fp32 first, since the others are made from it."""
+    kinds = [(name, "fp32") for name in settings.formats]
+    reduced = [name for name in ("fp16", "int8") if name in settings.precision]
+    return kinds + [("onnx", name) for name in reduced]
 
 
 def _complete(
@@ -233,8 +242,8 @@ def _now() -> str:
 
 def trial_export(
     config: Config, network: SegmentationNet, num_classes: int, size: Size
-) -> None:
-    """Exports a network that is not trained yet into a temporary folder, on random images of `size`.
+) -> str:
+    """Names of the formats in which a network that is not trained yet passes all gates, on random images of `size`.
 
     Asked before the hours of a training. Held to no lower precision, speed or quality of classes. Raises what
     `export_run` raises.
@@ -265,3 +274,4 @@ def trial_export(
     inputs = GateInputs(check_set(images, ["image_0", "image_1"]), None, settings)
     with tempfile.TemporaryDirectory(prefix="segpipe-contract-") as folder:
         export_run(trained, inputs, Path(folder, "export"))
+    return ", ".join(settings.formats)

@@ -21,19 +21,22 @@ from segpipe.export.artifact.manifest import (
     schema_problems,
 )
 from segpipe.export.artifact.place import sums_problems
-from segpipe.export.convert import conversion_problem, convert
+from segpipe.export.convert import conversion_problems, convert
 from segpipe.export.dataset import GateInputs
-from segpipe.export.gates.comparison import LIMITS, gate_integrity
+from segpipe.export.gates.comparison import gate_integrity
 from segpipe.export.gates.judge import judge, load_as_robot, require_engines
 from segpipe.export.gates.quality import calibration_entry
+from segpipe.export.graph.formats import ModelFile
 from segpipe.export.graph.network import (
+    CONFIDENCE,
+    PROFILES,
     DeployModel,
     Image,
     Manifest,
     Size,
     deploy_model,
 )
-from segpipe.export.graph.onnx_format import ModelFile, write_probe
+from segpipe.export.graph.onnx_format import write_probe
 from segpipe.export.verify_report import (
     FOLDER,
     NOT_VERIFIED,
@@ -79,7 +82,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 def image_size(manifest: Manifest) -> Size:
     """(height, width) of the images that the files take."""
-    height, width = manifest["io"]["inputs"][0]["shape"][1:3]
+    entry = manifest["io"]["inputs"][0]
+    shape = entry["shape"]
+    height, width = shape[2:] if entry["layout"] == "NCHW" else shape[1:3]
     return height, width
 
 
@@ -130,13 +135,16 @@ def _claims(
 
     Raises ConfigError where it was made from other images than are here.
     """
+    profile = PROFILES[claimed["profile"]]
     model = deploy_model(
         trained,
+        profile=profile,
         temperature=claimed["calibration"]["temperature"],
         mask_stride=claimed["io"]["outputs"][0]["stride"],
     )
+    labelled = inputs.labelled if CONFIDENCE in profile.outputs else None
     entries = {
-        "calibration": calibration_entry(trained, inputs.labelled),
+        "calibration": calibration_entry(trained, labelled),
         "golden": golden_entry(inputs.checks),
         **frame_entries,
     }
@@ -180,15 +188,16 @@ def _model_files(
     Nothing of the folder is run before it is known to be that. Raises ConfigError for a difference that other versions
     explain.
     """
-    entries = {
-        entry["precision"]: name for name, entry in result.manifest["files"].items()
-    }
-    precisions = [name for name in LIMITS if name == "fp32" or name in entries]
+    entries = result.manifest["files"]
+    kinds = [(entry["format"], entry["precision"]) for entry in entries.values()]
+    if any(precision != "fp32" for _, precision in kinds):
+        kinds.append(("onnx", "fp32"))  # from which they are made
+    kinds = sorted(dict.fromkeys(kinds), key=lambda kind: kind[1] != "fp32")
     folders = scratch / "again", scratch / "probes"
     for folder in folders:
         folder.mkdir()
     again = ExportReport(scratch, result.manifest)
-    made = convert(again, model, size, folders, precisions, frames)
+    made = convert(again, model, size, folders, kinds, frames)
 
     others = [
         f"{name} {result.manifest['versions'].get(name)}, here {version}"
@@ -198,20 +207,22 @@ def _model_files(
     files = []
     for converted in made:
         name = converted.path.name
-        if name not in result.manifest["files"]:
+        if name not in entries:
             continue
-        problem = conversion_problem(result.folder / name, converted)
-        if problem and others:
+        problems = conversion_problems(result.folder / name, converted)
+        if problems and others:
             raise ConfigError(
-                f"{problem}; it was exported with {'; '.join(others)}. Verify with these versions, or export again."
+                f"{problems[0]}; it was exported with {'; '.join(others)}. Verify with these versions, or export again."
             )
-        if problem:
-            result.gates[name] = [gate_integrity([problem])]
+        if problems:
+            result.gates[name] = [gate_integrity(problems)]
             continue
-        path, probe = result.folder / name, scratch / name
-        write_probe(path, probe)  # its own graph is looked into
+        path, probe = result.folder / name, converted.probe
+        if converted.format == "onnx":  # its own graph is looked into
+            probe = scratch / name
+            write_probe(path, probe)
         files.append(replace(converted, path=path, probe=probe))
-    for name in result.manifest["files"].keys() - again.files.keys():
+    for name in entries.keys() - {converted.path.name for converted in made}:
         reason = again.dropped.get(
             name, "no conversion of the checkpoint has this name"
         )

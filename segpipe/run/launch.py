@@ -511,8 +511,9 @@ def _export(run: Run) -> None:
     started = time.perf_counter()
     settings = run.config.export
     CONSOLE.print(
-        "exporting, and comparing the files with the trained network on up to "
-        f"{settings.quality_images} images (export=off leaves this out) ..."
+        f"exporting to {' and '.join(settings.formats)} and comparing the files with "
+        f"the trained network on up to {settings.quality_images} images (export=off "
+        f"leaves this out) ..."
     )
     done = export_checkpoint(
         run.folder,

@@ -424,6 +424,17 @@ def export_problems(export: ExportConfig) -> Iterator[str]:
     precision = f"export.precision = {export.precision}"
     if "fp32" not in export.precision:
         yield f"{precision} lacks fp32, from which the others are made. Add it."
+    if "onnx" not in export.formats:
+        formats = f"export.formats = {export.formats}"
+        if set(export.precision) - {"fp32"}:
+            yield f"{precision}, but only ONNX files come in fp16 or int8 and {formats}. Add onnx."
+        if export.engines:
+            yield f"export.engines = {export.engines}, but only ONNX files run there and {formats}. Add onnx."
+    if "int8" in export.precision and export.profile == "isaac":
+        yield (
+            "export.profile = isaac, but int8 is calibrated on a graph that takes bytes. Set export.profile=robot, or "
+            "remove int8 from export.precision: TensorRT quantizes the model itself."
+        )
     if bool(export.height) != bool(export.width):
         yield f"export.height = {export.height} and export.width = {export.width}. Set both or neither."
 

@@ -526,6 +526,16 @@ class TrackConfig:
 @dataclass
 class ExportConfig:
     enabled: bool = setting(True, "export after training")
+    formats: list[str] = setting(
+        ["onnx", "torchscript"],
+        "model files to write",
+        choices=("onnx", "torchscript"),
+    )
+    profile: str = setting(
+        "robot",
+        "inputs and outputs of the model, see docs/export.md",
+        choices=("robot", "isaac"),
+    )
     precision: list[str] = setting(
         ["fp32"], "precisions of the ONNX files", choices=("fp32", "fp16", "int8")
     )

@@ -14,7 +14,7 @@ from benchmarks import export_speed, run
 from exports import CLASSES, IMAGES, SIZE, tiny_network
 from segpipe.errors import ConfigError
 
-FORMS = {"eager fp32", "onnx fp32", "onnx fp16", "onnx int8"}
+FORMS = {"eager fp32", "torchscript", "onnx fp32", "onnx fp16", "onnx int8"}
 
 
 class Labelled:
@@ -60,7 +60,12 @@ def test_every_form_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         == found["size_mib"].keys()
         == FORMS - {"eager fp32"}
     )
-    assert found["miou"]["eager fp32"] == found["miou"]["onnx fp32"] == 1.0
+    assert (
+        found["miou"]["eager fp32"]
+        == found["miou"]["torchscript"]
+        == found["miou"]["onnx fp32"]
+        == 1.0
+    )
     assert 0 < found["points_lost"]["onnx int8"] < 20
     assert found["passed"]
     assert "of fp32's time" in found["verdict"]

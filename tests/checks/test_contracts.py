@@ -441,6 +441,7 @@ def test_the_export_is_tried(project: Write) -> None:
             {
                 "model": {"name": f"bare:{name}"},
                 "augment": {"crop_size": [64, 64]},
+                "export": {"formats": ["onnx"]},
             }
         )
         contract = NetworkContract(config, 5, export=trial_export)
@@ -448,7 +449,7 @@ def test_the_export_is_tried(project: Write) -> None:
             "model", [("built", contract._is_built), ("export", contract._export)]
         )
         clauses[name] = answered[-1]
-    assert (clauses["Bare"].problem, clauses["Bare"].note) == ("", "")
+    assert (clauses["Bare"].problem, clauses["Bare"].note) == ("", "onnx")
     assert "G1 integrity" in clauses["Sorted"].problem
 
 

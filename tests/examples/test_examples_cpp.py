@@ -1,7 +1,4 @@
-"""The C++ program repeats the golden answers of an export and refuses a folder that was altered.
-
-ONNX Runtime's header is not in its Python package, so a stand-in answers: what is tested is the program's own code.
-"""
+"""The C++ programs: built once, they repeat the golden answers of an export and refuse a folder that was altered."""
 
 from __future__ import annotations
 
@@ -10,19 +7,29 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 from exports import IMAGES, NAMES, export_run, tiny_network
+from segpipe.export.gates import judge
 from segpipe.runtime.artifact import FORMAT
 
 pytestmark = pytest.mark.slow
 
 SOURCES = Path(__file__).resolve().parents[2] / "examples" / "cpp"
-STAND_IN = Path(__file__).with_name("stand_in")  # for the header of ONNX Runtime
+PROGRAMS = ("segpipe_torch", "segpipe_ort")
+
+
+class Build(NamedTuple):
+    """Folder of the programs, and what CMake said when it configured it; None where there is no CMake."""
+
+    folder: Path
+    log: str | None
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -31,32 +38,90 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture(scope="module")
-def exported(
-    quick_exports: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("export") / "export"
-    export_run(tiny_network(), IMAGES, folder, names=NAMES)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SEGPIPE_GOLDEN", str(folder / "golden"))
-        yield folder
+def with_cmake(folder: Path) -> Build:
+    configured = run(
+        "cmake",
+        "-S",
+        SOURCES,
+        "-B",
+        folder,
+        f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}",
+    )
+    assert configured.returncode == 0, configured.stderr
+    built = run("cmake", "--build", folder)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "warning:" not in built.stdout + built.stderr
+    return Build(folder, configured.stdout)
+
+
+def with_compiler(compiler: str, folder: Path) -> Build:
+    """Without CMake: the program for libtorch alone."""
+    place = Path(torch.__file__).parent
+    includes = (
+        f"-isystem{place / 'include'}",
+        f"-isystem{place / 'include/torch/csrc/api/include'}",
+    )
+    libraries = (
+        f"-L{place / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+        f"-Wl,-rpath,{place / 'lib'},--allow-shlib-undefined",
+    )
+    source, program = SOURCES / "segpipe_torch.cpp", folder / "segpipe_torch"
+    built = run(
+        compiler,
+        "-std=c++20",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        *includes,
+        source,
+        "-o",
+        program,
+        *libraries,
+    )
+    assert built.returncode == 0, built.stderr
+    return Build(folder, None)
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler on this machine")
-    path = tmp_path_factory.mktemp("build") / "segpipe_ort"
-    flags = ("-std=c++17", "-O1", "-Wall", "-Wextra", f"-isystem{STAND_IN}")
-    built = run(compiler, *flags, SOURCES / "segpipe_ort.cpp", "-o", path)
-    assert (built.returncode, built.stderr) == (0, "")
-    return path
+    folder = tmp_path_factory.mktemp("build")
+    return (
+        with_cmake(folder) if shutil.which("cmake") else with_compiler(compiler, folder)
+    )
+
+
+@pytest.fixture(scope="module")
+def exported(build: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    formats = (
+        ["torchscript", "onnx"]
+        if (build.folder / "segpipe_ort").exists()
+        else ["torchscript"]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judge, "SECONDS", 0.0)
+        folder = tmp_path_factory.mktemp("export") / "export"
+        return export_run(tiny_network(), IMAGES, folder, formats, names=NAMES).folder
 
 
 @pytest.fixture
 def copied(exported: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(exported, tmp_path / "export"))
+
+
+@pytest.fixture(params=PROGRAMS)
+def program(request: pytest.FixtureRequest, build: Build) -> Path:
+    path = build.folder / request.param
+    if not path.exists():
+        if build.log is None:
+            pytest.skip(f"{path.name} was not built: there is no CMake on this machine")
+        assert f"{path.name} is skipped" in build.log
+        pytest.skip(f"{path.name} was not built: its headers are not on this machine")
+    return path
 
 
 def write_sums(folder: Path) -> None:
@@ -233,14 +298,15 @@ def test_usage(arguments: tuple[str, ...], program: Path) -> None:
     assert "FOLDER [RUNS]" in done.stderr
 
 
-def test_the_program_is_short() -> None:
+def test_the_programs_are_short() -> None:
     def code_lines(path: Path) -> int:
         lines = (line.strip() for line in path.read_text().splitlines())
         return sum(bool(line) and not line.startswith("//") for line in lines)
 
     shared = code_lines(SOURCES / "artifact.hpp")
     assert shared > 100
-    assert shared + code_lines(SOURCES / "segpipe_ort.cpp") < 200
+    for name in PROGRAMS:
+        assert shared + code_lines(SOURCES / f"{name}.cpp") < 200
 
 
 def test_the_manifest_is_spelled_as_the_programs_read_it(exported: Path) -> None:

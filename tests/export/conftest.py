@@ -59,5 +59,5 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_networks: None) -> Path:
 def artifact(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the ONNX file alone, in which faults are planted."""
     folder = tmp_path_factory.mktemp("sound") / "export"
-    assert export(run, folder) == 0
+    assert export(run, folder, "export.formats=[onnx]") == 0
     return folder

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from exports import (
     IMAGES,
     NAMES,
     NUM_CLASSES,
+    SIZE,
     export_run,
     structured,
     tiny_network,
@@ -46,7 +48,7 @@ from segpipe.export.artifact.manifest import (
 from segpipe.export.artifact.place import sums_problems, write_sums
 from segpipe.export.dataset import spread
 from segpipe.export.gates import judge
-from segpipe.export.graph import onnx_format
+from segpipe.export.graph.formats import FORMATS, jit, quiet_torchscript
 from segpipe.export.graph.network import deploy_model, manifest_text
 from segpipe.export.graph.onnx_format import write_probe
 from segpipe.export.verify_report import render
@@ -60,7 +62,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
-    "manifest.json", "SHA256SUMS", "model.onnx", "verify_report.json",
+    "manifest.json", "SHA256SUMS", "model.onnx", "model.torchscript.pt", "verify_report.json",
     "verify_report.md",
     "model_card.md", "golden/image.npy", "golden/mask.npy", "golden/confidence.npy", "golden/logits.npy",
     "golden/logits_index.npy", "golden/preprocess_input.npy", "golden/preprocess_output.npy", "ros/labels.yaml",
@@ -90,6 +92,7 @@ def export(folder: Path) -> publish.ExportReport:
             network,
             IMAGES,
             folder,
+            list(FORMATS),
             names=NAMES,
             origin=ORIGIN,
             train_images=train,
@@ -183,7 +186,7 @@ def test_two_exports_differ_in_time_stamps_and_latencies_alone(
     assert [name for name in first if first[name] != second[name]] == []
     changed = json.loads((again / "manifest.json").read_text())
     assert changed.keys() >= set(CHANGING)
-    assert "model.onnx" in first
+    assert all(f"model.{suffix}" in first for suffix in ("onnx", "torchscript.pt"))
 
 
 def test_every_other_difference_would_be_seen(exported: Path, tmp_path: Path) -> None:
@@ -231,14 +234,18 @@ PATHS = re.compile(
 
 
 def paths_in(path: Path) -> list[bytes]:
-    """Absolute paths in a file."""
-    content = path.read_bytes()
+    """Absolute paths in a file, in the members of an archive too."""
+    contents = [path.read_bytes()]
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            contents += [archive.read(name) for name in archive.namelist()]
     here = [
         str(place).encode() for place in (ROOT, Path.home(), sys.prefix, path.parent)
     ]
     return [
-        *PATHS.findall(content),
-        *(place for place in here if place in content),
+        text
+        for content in contents
+        for text in [*PATHS.findall(content), *(p for p in here if p in content)]
     ]
 
 
@@ -248,8 +255,28 @@ def test_no_file_names_a_path_of_this_machine(exported: Path) -> None:
 
 
 def test_the_search_for_paths_finds_some(tmp_path: Path) -> None:
-    (tmp_path / "notes").write_bytes(b"\0made by " + str(tmp_path).encode())
-    assert paths_in(tmp_path / "notes")
+    with quiet_torchscript(), torch.no_grad():
+        traced = jit.trace(
+            deploy_model(tiny_network()),
+            (torch.zeros((1, *SIZE, 3), dtype=torch.uint8),),
+        )
+        jit.save(traced, str(tmp_path / "plain.pt"))
+    assert paths_in(tmp_path / "plain.pt")
+
+
+def test_the_archive_is_whole_without_its_debug_records(exported: Path) -> None:
+    with zipfile.ZipFile(exported / "model.torchscript.pt") as archive:
+        names = archive.namelist()
+        assert archive.testzip() is None
+    assert not any("debug" in name for name in names)
+    assert len(names) == len(set(names))
+    numbers = {
+        int(number)
+        for name in names
+        for number in re.findall(r"___torch_mangle_(\d+)", name)
+    }
+    assert numbers == set(range(len(numbers)))
+    assert numbers, "the control: a class occurs twice"
 
 
 # The manifest
@@ -260,6 +287,10 @@ def test_the_manifest_keeps_its_contract(
 ) -> None:
     assert schema_problems(manifest) == []
     inside = json.loads(onnx.load(exported / "model.onnx").metadata_props[0].value)
+    files = {"manifest.json": ""}
+    with quiet_torchscript():
+        jit.load(str(exported / "model.torchscript.pt"), _extra_files=files)
+    assert json.loads(files["manifest.json"]) == inside
     assert schema_problems(inside) == []
     figures = {
         "status",
@@ -300,7 +331,7 @@ def test_the_manifest_says_where_the_network_comes_from(
     assert (mask["invalid"], mask["stride"]) == (255, 1)
     assert manifest["io"]["outputs"][1]["stride"] == 4
     assert manifest["latency"]["threads"] == 1
-    for name in ("eager", "model.onnx"):
+    for name in ("eager", "model.onnx", "model.torchscript.pt"):
         found = manifest["latency"]["files"][name]
         assert 0 < found["p50_ms"] <= found["p90_ms"] <= found["p99_ms"]
         assert found["n"] == 10
@@ -506,10 +537,12 @@ def test_a_folder_that_the_runtime_refuses_is_never_published(
         np.save(path, (np.load(path) + 1) % NUM_CLASSES)
 
     write_golden = publish.write_golden
-    monkeypatch.setattr(onnx_format, "write_onnx", converted_before)
+    monkeypatch.setitem(
+        FORMATS, "onnx", dataclasses.replace(FORMATS["onnx"], convert=converted_before)
+    )
     monkeypatch.setattr(judge, "SECONDS", 0.0)
     out_dir = tmp_path / "export"
-    assert export_run(tiny_network(), IMAGES[:1], out_dir).passed
+    assert export_run(tiny_network(), IMAGES[:1], out_dir, ["onnx"]).passed
     monkeypatch.setattr(publish, "write_golden", wrong)
     shutil.rmtree(out_dir)
     line = (
@@ -517,7 +550,7 @@ def test_a_folder_that_the_runtime_refuses_is_never_published(
         r"0\.000 % of a golden mask is equal .* in model\.onnx"
     )
     with pytest.raises(IntegrityError, match=line) as caught:
-        export_run(tiny_network(), IMAGES[:1], out_dir)
+        export_run(tiny_network(), IMAGES[:1], out_dir, ["onnx"])
     assert caught.value.exit_code == 7
     assert [path.name for path in tmp_path.iterdir()] == ["export.rejected"]
     assert not list(tmp_path.rglob("*.onnx"))

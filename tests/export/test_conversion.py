@@ -15,10 +15,11 @@ from onnx import numpy_helper
 from exports import SIZE, tiny_network
 from segpipe.export import convert
 from segpipe.export.artifact.manifest import Origin, describe, in_file
-from segpipe.export.convert import conversion_problem
+from segpipe.export.convert import conversion_problems
+from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import Manifest, deploy_model
-from segpipe.export.graph.onnx_format import ModelFile, to_onnx
 
+KINDS = ("onnx", "torchscript")
 Plant = Callable[[Path], None]
 
 
@@ -33,17 +34,19 @@ def manifest() -> Manifest:
 def made(
     tmp_path_factory: pytest.TempPathFactory, manifest: Manifest
 ) -> tuple[Path, Path]:
-    """Two conversions of one checkpoint."""
+    """Two conversions of one checkpoint, in all formats."""
     folders = (tmp_path_factory.mktemp("shipped"), tmp_path_factory.mktemp("again"))
     for folder in folders:
-        model, inside = deploy_model(tiny_network()), in_file(manifest, "fp32")
-        to_onnx(model, SIZE, inside, folder / "model.onnx", folder / "probe.onnx")
+        for kind in KINDS:
+            path = folder / FORMATS[kind].file_name()
+            model, inside = deploy_model(tiny_network()), in_file(manifest, "fp32")
+            FORMATS[kind].write(model, SIZE, inside, path, folder / f"probe.{kind}")
     return folders
 
 
-def problem(shipped: Path, made: tuple[Path, Path]) -> str:
-    again = made[1] / "model.onnx"
-    return conversion_problem(shipped, ModelFile("fp32", again, again, {}))
+def problems(shipped: Path, made: tuple[Path, Path], kind: str = "onnx") -> list[str]:
+    again = made[1] / FORMATS[kind].file_name()
+    return conversion_problems(shipped, ModelFile(kind, "fp32", again, again, {}))
 
 
 def test_a_manifest_has_the_hash_of_the_settings_as_the_checkpoint_has_them(
@@ -58,8 +61,11 @@ def test_a_manifest_has_the_hash_of_the_settings_as_the_checkpoint_has_them(
     )
 
 
-def test_two_conversions_are_equal(made: tuple[Path, Path]) -> None:
-    assert problem(made[0] / "model.onnx", made) == ""
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_conversions_are_equal(made: tuple[Path, Path], kind: str) -> None:
+    shipped, again = (folder / FORMATS[kind].file_name() for folder in made)
+    assert problems(shipped, made, kind) == []
+    assert kind == "onnx" or shipped.read_bytes() == again.read_bytes()
 
 
 def graph(change: Callable[[onnx.ModelProto], object]) -> Plant:
@@ -87,11 +93,26 @@ def test_rounding_of_another_processor_is_no_difference(
     graph(lambda model: tensor(model, lambda values: values * np.float32(1 + 2e-6)))(
         copy
     )
-    assert problem(copy, made) == ""
+    assert problems(copy, made) == []
     graph(lambda model: tensor(model, lambda values: values * np.float32(1 + 1e-4)))(
         copy
     )
-    assert problem(copy, made)
+    assert problems(copy, made)
+
+
+@pytest.mark.parametrize("kind", ["torchscript"])
+def test_a_bit_of_a_weight_is_seen_in_files_that_are_not_opened(
+    made: tuple[Path, Path], tmp_path: Path, kind: str
+) -> None:
+    copy = Path(shutil.copy(made[0] / FORMATS[kind].file_name(), tmp_path))
+    content = bytearray(copy.read_bytes())
+    content[len(content) // 2] ^= 1
+    copy.write_bytes(content)
+    (found,) = problems(copy, made, kind)
+    assert (
+        found
+        == f"{copy.name} is not what the checkpoint converts to: its bytes are others"
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +165,7 @@ def test_what_readers_may_take_in_two_ways_or_nobody_asked_for_is_refused(
 ) -> None:
     copy = Path(shutil.copy(made[0] / "model.onnx", tmp_path))
     graph(change)(copy)
-    found = problem(copy, made)
+    (found,) = problems(copy, made)
     assert words in found
 
 

@@ -49,9 +49,10 @@ from segpipe.export.gates.comparison import (
     gate_preprocessing,
 )
 from segpipe.export.gates.controls import CONTROLS
-from segpipe.export.graph import onnx_format
+from segpipe.export.graph import formats
+from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
-from segpipe.export.graph.onnx_format import ModelFile, open_onnx, to_onnx
+from segpipe.export.graph.onnx_format import open_onnx
 from segpipe.predict.predictor import of_exported
 from segpipe.runtime import Segmenter
 from segpipe.runtime.frames import enlarged
@@ -63,42 +64,55 @@ pytestmark = [pytest.mark.usefixtures("quick_exports"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
+def trained() -> TrainedNetwork:
+    return trained_network("fast_scnn", SIZE)
+
+
+@pytest.fixture(scope="module")
 def tiny() -> TrainedNetwork:
     return tiny_network()
 
 
 @pytest.fixture(scope="module")
 def exported(
-    tiny: TrainedNetwork, tmp_path_factory: pytest.TempPathFactory
+    trained: TrainedNetwork, tmp_path_factory: pytest.TempPathFactory
 ) -> publish.ExportReport:
     folder = tmp_path_factory.mktemp("run") / "export"
-    return export_run(tiny, IMAGES, folder, names=NAMES)
+    return export_run(trained, IMAGES, folder, list(FORMATS), names=NAMES)
 
 
 def model_files(folder: Path) -> list[str]:
-    return sorted(str(path) for path in folder.rglob("*.onnx*"))
+    return sorted(
+        str(path) for suffix in ("*.onnx*", "*.pt*") for path in folder.rglob(suffix)
+    )
 
 
 # Acceptance
 
 
 def test_an_export_holds_what_it_promises(exported: publish.ExportReport) -> None:
-    assert (exported.folder / "model.onnx").is_file()
+    assert {"model.onnx", "model.torchscript.pt"} <= {
+        path.name for path in exported.folder.iterdir()
+    }
     assert sorted(path.name for path in exported.folder.parent.iterdir()) == ["export"]
     names = ["G1 integrity", "G2 logits", "G3 mask", "G4 preprocessing", "latency"]
     assert [gate.name for gate in exported.gates["model.onnx"]] == names
     assert [gate.name for gate in exported.gates["eager"]] == ["G6 power"]
     assert exported.images[:4] == NAMES
     assert len(exported.images) == 17
-    assert exported.latency.keys() == {"eager", "model.onnx"}
+    assert exported.latency.keys() == {
+        "eager",
+        "model.onnx",
+        "model.torchscript.pt",
+    }
     assert all(found["n"] == 10 for found in exported.latency.values())
 
 
 def test_the_converter_folds_every_batchnorm_of_a_convolution(
-    tiny: TrainedNetwork, exported: publish.ExportReport
+    trained: TrainedNetwork, exported: publish.ExportReport
 ) -> None:
     """int8 relies on it: in fp32 between int8 convolutions a norm would cost more than it saves."""
-    assert any(isinstance(each, nn.BatchNorm2d) for each in tiny.model.modules())
+    assert any(isinstance(each, nn.BatchNorm2d) for each in trained.model.modules())
     graph = onnx.load(exported.folder / "model.onnx").graph
     assert "BatchNormalization" not in {node.op_type for node in graph.node}
 
@@ -109,7 +123,7 @@ def test_the_manifest_explains_a_lone_file(exported: publish.ExportReport) -> No
         onnx.load(exported.folder / "model.onnx").metadata_props[0].value
     )
     assert inside == {key: manifest[key] for key in inside}
-    assert inside["source"]["ema_digest"] == "4567"
+    assert inside["source"]["ema_digest"] == "0123abcd"
     assert [entry["name"] for entry in inside["classes"]] == list(CLASSES.names)
     assert inside["io"]["inputs"][0]["shape"] == [1, 64, 96, 3]
     assert (manifest["status"], manifest["real_images"]) == (
@@ -122,52 +136,60 @@ def test_the_manifest_explains_a_lone_file(exported: publish.ExportReport) -> No
     assert manifest["gates"]["model.onnx"]["G2 logits"]["max_sigma"] <= 1e-3
 
 
-def test_the_file_answers_as_the_eager_network(
-    tiny: TrainedNetwork, exported: publish.ExportReport
+def test_both_files_answer_as_the_eager_network(
+    trained: TrainedNetwork, exported: publish.ExportReport
 ) -> None:
-    model = deploy_model(tiny)
+    model = deploy_model(trained)
     with torch.no_grad():
-        logits = tiny.model(tiny.preprocess(torch.from_numpy(IMAGES[0])[None]))
+        logits = trained.model(trained.preprocess(torch.from_numpy(IMAGES[0])[None]))
         mask, confidence = model(torch.from_numpy(IMAGES[0])[None])
     full = nn.functional.interpolate(
-        logits, SIZE, mode="bilinear", align_corners=tiny.model.align_corners
+        logits, SIZE, mode="bilinear", align_corners=trained.model.align_corners
     )
     assert torch.equal(mask, full.argmax(1).to(torch.uint8))
     assert confidence.shape[1:] == logits.shape[2:]
     assert len(mask.unique()) > 1, "a constant mask would agree with anything"
-    answer = open_onnx(exported.folder / "model.onnx")(IMAGES[0])
-    assert (answer.mask == mask[0].numpy()).mean() > 0.999
-    assert np.abs(answer.confidence.astype(int) - confidence[0].numpy()).max() <= 1
+    for opened in (
+        open_onnx(exported.folder / "model.onnx"),
+        FORMATS["torchscript"].open(
+            exported.folder / "model.torchscript.pt", model.profile
+        ),
+    ):
+        answer = opened(IMAGES[0])
+        assert (answer.mask == mask[0].numpy()).mean() > 0.999
+        assert np.abs(answer.confidence.astype(int) - confidence[0].numpy()).max() <= 1
 
 
 def test_auxiliary_heads_are_not_in_the_files(
-    tiny: TrainedNetwork, exported: publish.ExportReport
+    trained: TrainedNetwork, exported: publish.ExportReport
 ) -> None:
-    assert any("train_only" in name for name in tiny.model.state_dict()), (
+    assert any("train_only" in name for name in trained.model.state_dict()), (
         "the control: the network has such heads"
     )
-    assert not any("train_only" in name for name in deploy_model(tiny).state_dict())
+    assert not any("train_only" in name for name in deploy_model(trained).state_dict())
     for name in exported.files:
         assert b"train_only" not in (exported.folder / name).read_bytes()
     stored = sum(
         int(np.prod(entry.dims))
         for entry in onnx.load(exported.folder / "model.onnx").graph.initializer
     )
-    assert stored < sum(tensor.numel() for tensor in tiny.model.parameters())
+    assert stored < sum(tensor.numel() for tensor in trained.model.parameters())
 
 
 def converted(
-    trained: TrainedNetwork, checks: list[Check], folder: Path
+    name: str, trained: TrainedNetwork, checks: list[Check], folder: Path
 ) -> tuple[list[str], list[str]]:
-    """G1 findings, and messages of G2 to G4 that fail, for a new file."""
+    """G1 findings, and messages of G2 to G4 that fail, for a new file of the format `name`."""
     model, size = deploy_model(trained), checks[0].image.shape[:2]
     manifest, shipped, probe = (
         describe(trained, model, size, Origin(), {}),
         folder / "a",
         folder / "b",
     )
-    to_onnx(model, size, manifest, shipped, probe)
-    candidate = Candidate(open_onnx(probe), open_onnx(shipped))
+    FORMATS[name].write(model, size, manifest, shipped, probe)
+    candidate = Candidate(
+        *(FORMATS[name].open(path, model.profile) for path in (probe, shipped))
+    )
     sigma = compare(
         as_trained(run_eager(model), trained.preprocess), [candidate], checks
     )
@@ -178,15 +200,16 @@ def converted(
         gate_mask(found, sigma),
         gate_preprocessing(found),
     )
-    problems = ModelFile("fp32", shipped, probe, manifest).problems()
+    problems = ModelFile(name, "fp32", shipped, probe, manifest).problems()
     return problems, [gate.message for gate in gates if not gate.passed]
 
 
-def test_a_real_network_is_converted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["ddrnet23_slim", "pidnet_s", "timm"])
+def test_every_model_is_converted(name: str, tmp_path: Path) -> None:
     checks = [
         Check(name, image) for name, image in zip(NAMES[:2], IMAGES[:2], strict=True)
     ]
-    assert converted(trained_network("pidnet_s", SIZE), checks, tmp_path) == ([], [])
+    assert converted("onnx", trained_network(name, SIZE), checks, tmp_path) == ([], [])
 
 
 FRAMES = Path(__file__).resolve().parents[3] / "shared" / "data" / "cityscapes_frames"
@@ -199,10 +222,9 @@ def test_photographs_of_two_megapixels(tmp_path: Path) -> None:
         for path in sorted(FRAMES.glob("*.png"))
     ]
     assert [check.image.shape for check in checks] == [(1024, 2048, 3)] * 2
-    assert converted(trained_network("fast_scnn", (64, 128)), checks, tmp_path) == (
-        [],
-        [],
-    )
+    assert converted(
+        "onnx", trained_network("fast_scnn", (64, 128)), checks, tmp_path
+    ) == ([], [])
 
 
 # Refusal: the conversion is given another model than the reference
@@ -217,10 +239,14 @@ bgr, one_weight_scaled = CONTROLS["bgr"], CONTROLS["one_weight_scaled"]
 
 
 def plant(
-    monkeypatch: pytest.MonkeyPatch, fault: Fault, *, shipped_only: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    fault: Fault,
+    *,
+    shipped_only: bool = False,
 ) -> None:
-    """The conversion now works on a model with `fault`, or ships one with a correct probe beside it."""
-    right = onnx_format.write_onnx
+    """The conversion to `name` now works on a model with `fault`, or ships one with a correct probe beside it."""
+    right = FORMATS[name].convert
 
     def wrong(
         model: DeployModel, size: Any, manifest: Any, shipped: Path, probe: Path
@@ -231,7 +257,9 @@ def plant(
         if shipped_only:
             right(model, size, manifest, probe.with_name("unused"), probe)
 
-    monkeypatch.setattr(onnx_format, "write_onnx", wrong)
+    monkeypatch.setitem(
+        FORMATS, name, dataclasses.replace(FORMATS[name], convert=wrong)
+    )
 
 
 def failed_gates(run_dir: Path) -> set[str]:
@@ -250,18 +278,15 @@ def failed_gates(run_dir: Path) -> set[str]:
     }
 
 
-# torch.onnx converts every network as in eval mode.
-@pytest.mark.parametrize(
-    "name", [name for name in CONTROLS if name != "batchnorm_in_training_mode"]
-)
+@pytest.mark.parametrize("name", CONTROLS)
 def test_a_planted_fault_is_refused(
     name: str, tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant(monkeypatch, CONTROLS[name])
+    plant(monkeypatch, "torchscript", CONTROLS[name])
     with pytest.raises(
         ExportMismatch, match=r"^EXPORT REJECTED: G2 logits differ by .* > 0.001 sigma"
     ) as caught:
-        export_run(tiny, IMAGES, tmp_path / "export", names=NAMES)
+        export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"], names=NAMES)
     assert caught.value.exit_code == 4
     wrong_input = name in ("bgr", "no_normalisation", "half_mean_and_std")
     assert failed_gates(tmp_path) == (
@@ -286,25 +311,41 @@ def test_a_network_with_synchronised_norms_is_the_same_one(
         assert np.array_equal(
             run_eager(model)(image).mask, run_eager(deploy_model(tiny))(image).mask
         )
-    assert export_run(network, IMAGES[:1], tmp_path / "export").passed
+    assert export_run(network, IMAGES[:1], tmp_path / "export", ["torchscript"]).passed
+
+
+@pytest.mark.parametrize("name", ["onnx"])
+def test_a_planted_fault_is_refused_in_other_formats(
+    name: str, tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, name, bgr)
+    with pytest.raises(
+        ExportMismatch, match=rf"G4 preprocessing differs by .* in model\.{name}"
+    ):
+        export_run(
+            tiny, IMAGES, tmp_path / "export", [name, "torchscript"], names=NAMES
+        )
+    assert failed_gates(tmp_path) == {"G2", "G3", "G4"}
 
 
 def test_a_fault_of_the_shipped_file_alone_is_seen_by_g3(
     tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant(monkeypatch, CONTROLS["align_corners_flipped"], shipped_only=True)
+    plant(
+        monkeypatch, "torchscript", CONTROLS["align_corners_flipped"], shipped_only=True
+    )
     line = r"^EXPORT REJECTED: G3 mask agreement \d\d\.\d\d % < 99.99 % \(worst: \w+, \d+ unexplained pixels\)"
     with pytest.raises(ExportMismatch, match=line):
-        export_run(tiny, IMAGES, tmp_path / "export", names=NAMES)
+        export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"], names=NAMES)
     assert failed_gates(tmp_path) == {"G3"}
 
 
 def test_logits_that_are_no_numbers_are_refused(
     tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant(monkeypatch, not_a_number)
+    plant(monkeypatch, "torchscript", not_a_number)
     with pytest.raises(ExportMismatch, match="G2 logits are NaN or infinite"):
-        export_run(tiny, IMAGES, tmp_path / "export")
+        export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"])
     assert "G2" in failed_gates(tmp_path)
 
 
@@ -316,12 +357,13 @@ def test_a_file_that_is_not_what_the_manifest_says_is_refused(
     ) -> None:
         right(model, size, {**manifest, "model": "another"}, shipped, probe)
 
-    right = onnx_format.write_onnx
-    monkeypatch.setattr(onnx_format, "write_onnx", wrong)
+    right = FORMATS["torchscript"].convert
+    broken = dataclasses.replace(FORMATS["torchscript"], convert=wrong)
+    monkeypatch.setitem(FORMATS, "torchscript", broken)
     with pytest.raises(
-        IntegrityError, match=r"G1 integrity: metadata_props do not hold the manifest"
+        IntegrityError, match=r"G1 integrity: manifest\.json inside the file differs"
     ) as caught:
-        export_run(tiny, IMAGES, tmp_path / "export")
+        export_run(tiny, IMAGES, tmp_path / "export", ["torchscript"])
     assert caught.value.exit_code == 7
     assert failed_gates(tmp_path) == {"G1"}
 
@@ -334,7 +376,7 @@ def test_integrity_of_onnx_sees(
     change: str, exported: publish.ExportReport, tmp_path: Path
 ) -> None:
     path = exported.folder / "model.onnx"
-    assert ModelFile("fp32", path, path, exported.manifest).problems() == []
+    assert ModelFile("onnx", "fp32", path, path, exported.manifest).problems() == []
     model = onnx.load(path)
     if change == "output name":
         next(node for node in model.graph.node if "mask" in node.output).output[:] = [
@@ -352,7 +394,7 @@ def test_integrity_of_onnx_sees(
     onnx.save(model, changed, save_as_external_data=elsewhere, size_threshold=0)
     if change == "torn":
         changed.write_bytes(changed.read_bytes()[:-1000])
-    assert ModelFile("fp32", changed, changed, exported.manifest).problems()
+    assert ModelFile("onnx", "fp32", changed, changed, exported.manifest).problems()
 
 
 # The folder
@@ -360,7 +402,9 @@ def test_integrity_of_onnx_sees(
 
 def test_an_older_export_is_replaced(tiny: TrainedNetwork, tmp_path: Path) -> None:
     for label in ("first", "second"):
-        export_run(tiny, IMAGES[:1], tmp_path / "export", names=[label])
+        export_run(
+            tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], names=[label]
+        )
         (tmp_path / "export" / label).touch()
     assert json.loads((tmp_path / "export" / "manifest.json").read_text())["golden"][
         "images"
@@ -372,15 +416,15 @@ def test_an_older_export_is_replaced(tiny: TrainedNetwork, tmp_path: Path) -> No
 def test_a_refusal_leaves_the_older_export(
     tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    export_run(tiny, IMAGES[:1], tmp_path / "export")
+    export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"])
     before = (tmp_path / "export" / "SHA256SUMS").read_bytes()
     with monkeypatch.context() as patch:
-        plant(patch, bgr)
+        plant(patch, "torchscript", bgr)
         with pytest.raises(ExportMismatch):
-            export_run(tiny, IMAGES[:1], tmp_path / "export")
+            export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"])
     assert (tmp_path / "export" / "SHA256SUMS").read_bytes() == before
     assert model_files(tmp_path / "export.rejected") == []
-    export_run(tiny, IMAGES[:1], tmp_path / "export")
+    export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"])
     assert [path.name for path in tmp_path.iterdir()] == ["export"], (
         "a success takes the old refusal away"
     )
@@ -398,7 +442,7 @@ def test_a_crash_leaves_no_model_file(
 
     monkeypatch.setattr(publish, crash_in, crash)
     with pytest.raises(KeyboardInterrupt):
-        export_run(tiny, IMAGES[:1], tmp_path / "export")
+        export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -406,7 +450,7 @@ def test_the_older_export_survives_a_failing_rename(
     tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out_dir = tmp_path / "export"
-    export_run(tiny, IMAGES[:1], out_dir, names=["first"])
+    export_run(tiny, IMAGES[:1], out_dir, ["torchscript"], names=["first"])
     rename = os.rename
 
     def failing(source: Path, target: Path) -> None:
@@ -419,7 +463,7 @@ def test_the_older_export_survives_a_failing_rename(
         ConfigError,
         match=r"^export\.dir = .* cannot be written \(disk full\)\. Choose another",
     ):
-        export_run(tiny, IMAGES[:1], out_dir, names=["second"])
+        export_run(tiny, IMAGES[:1], out_dir, ["torchscript"], names=["second"])
     manifest = json.loads((out_dir / "manifest.json").read_text())
     assert manifest["golden"]["images"] == ["first"]
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
@@ -429,10 +473,10 @@ def test_a_kill_between_the_renames_is_mended(
     tiny: TrainedNetwork, tmp_path: Path
 ) -> None:
     out_dir = tmp_path / "export"
-    export_run(tiny, IMAGES[:1], out_dir)
+    export_run(tiny, IMAGES[:1], out_dir, ["torchscript"])
     out_dir.rename(tmp_path / "export.old")
     place.recover(out_dir)
-    assert model_files(tmp_path) == [str(out_dir / "model.onnx")]
+    assert model_files(tmp_path) == [str(out_dir / "model.torchscript.pt")]
 
 
 def test_a_folder_that_is_not_an_export_is_never_replaced(
@@ -440,7 +484,7 @@ def test_a_folder_that_is_not_an_export_is_never_replaced(
 ) -> None:
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(ConfigError, match="holds other files"):
-        export_run(tiny, IMAGES, tmp_path)
+        export_run(tiny, IMAGES, tmp_path, ["torchscript"])
     assert (tmp_path / "thesis.txt").exists()
 
 
@@ -450,9 +494,9 @@ def test_what_torch_cannot_convert_is_an_export_error(
     def unconvertible(model: DeployModel) -> None:
         raise RuntimeError("\x1b[96mstep 3/3\x1b[0m failed")  # colors as torch.onnx
 
-    plant(monkeypatch, unconvertible)
+    plant(monkeypatch, "torchscript", unconvertible)
     with pytest.raises(ExportError, match="could not convert") as caught:
-        export_run(tiny, IMAGES[:1], tmp_path / "export")
+        export_run(tiny, IMAGES[:1], tmp_path / "export", ["torchscript"])
     assert caught.value.exit_code == 3
     assert "(RuntimeError: step 3/3 failed)" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -485,10 +529,12 @@ def test_masks_at_the_output_stride(tiny: TrainedNetwork, tmp_path: Path) -> Non
 def test_a_fault_is_refused_at_the_output_stride_too(
     fault: str, tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant(monkeypatch, CONTROLS[fault])
+    plant(monkeypatch, "torchscript", CONTROLS[fault])
     settings = ExportConfig(mask_stride=4)
     with pytest.raises(ExportMismatch, match="G3 mask agreement"):
-        export_run(tiny, IMAGES, tmp_path / "export", settings=settings)
+        export_run(
+            tiny, IMAGES, tmp_path / "export", ["torchscript"], settings=settings
+        )
 
 
 def test_another_mask_stride_is_refused(tiny: TrainedNetwork, tmp_path: Path) -> None:
@@ -563,19 +609,19 @@ def _run_exists(tiny: TrainedNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [f"run={tmp_path}", "export.images=2"]
+    arguments = [f"run={tmp_path}", "export.formats=[torchscript]", "export.images=2"]
     assert segpipe(["export", *arguments]) == 0
     report = (tmp_path / "export" / "verify_report.md").read_text()
     assert report.splitlines()[0].endswith(
         ": VERIFIED_FEW_IMAGES, compared on 2 real images, verified needs 16"
     )
-    assert "| model.onnx | " in report.partition("## Latency")[2]
+    assert "| model.torchscript.pt | " in report.partition("## Latency")[2]
     captured = capsys.readouterr().out
     assert "G3 mask" in captured
     assert captured.splitlines()[-1].startswith(
-        "EXPORT VERIFIED_FEW_IMAGES: model.onnx in "
+        "EXPORT VERIFIED_FEW_IMAGES: model.torchscript.pt in "
     )
-    plant(monkeypatch, bgr)
+    plant(monkeypatch, "torchscript", bgr)
     assert segpipe(["export", *arguments, f"export.dir={tmp_path}/else/export"]) == 4
     assert failed_gates(tmp_path / "else") == {"G2", "G3", "G4"}
     assert capsys.readouterr().err.startswith("EXPORT REJECTED: ")
@@ -589,11 +635,11 @@ def test_a_folder_that_cannot_be_written_is_a_usage_error(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     (tmp_path / "file").touch()
-    arguments = [f"run={tmp_path}", "export.images=2"]
+    arguments = [f"run={tmp_path}", "export.formats=[torchscript]", "export.images=2"]
     assert segpipe(["export", *arguments, f"export.dir={tmp_path}/file/export"]) == 2
     line = f"export.dir = {tmp_path}/file/export cannot be written (Not a directory). Choose another folder.\n"
     assert capsys.readouterr().err == line
-    monkeypatch.setattr(onnx_format, "write_onnx", full)
+    monkeypatch.setattr(formats, "write_archive", full)
     assert segpipe(["export", *arguments, f"export.dir={tmp_path}/export"]) == 2
     assert "cannot be written (No space left on device)" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -607,7 +653,7 @@ def test_a_folder_that_cannot_be_written_is_a_usage_error(
         "mean=0.5",
         "std=0.5",
         "data.classes=x.yaml",
-        "export.images=x",
+        "export.formats=[x]",
         "which=it",
     ],
 )

@@ -41,6 +41,8 @@ from segpipe.export.gates.controls import CONTROLS, gate_power
 from segpipe.export.gates.judge import gate_latency
 from segpipe.export.gates.quality import Score, calibration_entry, gate_quality, scores
 from segpipe.export.graph.network import (
+    PROFILES,
+    ROBOT,
     Answer,
     DeployModel,
     Image,
@@ -53,7 +55,6 @@ from segpipe.settings.config import Config, check
 from segpipe.settings.groups import AugmentConfig
 
 ONE = Sigma(1.0, 1.0)
-NONE = np.zeros((0, 0), np.uint8)  # a confidence that nobody reads
 
 
 def answers(
@@ -192,12 +193,15 @@ def test_the_graph_normalises_what_training_feeds_the_network() -> None:
     )
     sample, _ = Augmenter(still)(image, np.zeros((height, width), np.uint8), 7)
     fed = Preprocess()(torch.from_numpy(sample)[None])[0].numpy()
-    inside = run_eager(deploy_model(tiny_network()))(image).normalised
-    assert inside is not None
-    assert np.abs(inside - fed).max() <= 1e-6
-    assert np.abs(inside[::-1] - fed).max() > 0.1, (
-        "the control: another order of the channels"
-    )
+    for profile in PROFILES.values():
+        inside = run_eager(deploy_model(tiny_network(), profile=profile))(
+            image
+        ).normalised
+        assert inside is not None
+        assert np.abs(inside - fed).max() <= 1e-6
+        assert np.abs(inside[::-1] - fed).max() > 0.1, (
+            "the control: another order of the channels"
+        )
 
 
 # G5
@@ -285,7 +289,7 @@ def test_quality_needs_labels_and_known_ids() -> None:
     assert "no labelled pixel" in nothing.message
     target = np.zeros((1, 4), np.uint8)
     counted = Score(torch.zeros(2, 2, dtype=torch.int64))
-    counted.add(Answer(np.array([[0, 1, 200, 255]], np.uint8), NONE), target)
+    counted.add(Answer(np.array([[0, 1, 200, -1]], np.int32)), target)
     assert counted.invalid_pixels == 2
     assert counted.counts.sum() == 4
     result = gate_quality(counted, counted, ("a", "b"))
@@ -312,7 +316,7 @@ class Split:
 def test_scores_are_counted_on_the_labelled_images() -> None:
     labelled = Labelled(Split(IMAGES), [0, 2, 3])
     runs = {
-        "right": lambda image: Answer(np.zeros(image.shape[:2], np.uint8), NONE),
+        "right": lambda image: Answer(np.zeros(image.shape[:2], np.uint8)),
         "eager": run_eager(deploy_model(tiny_network())),
     }
     found = scores(runs, labelled, NUM_CLASSES)
@@ -510,7 +514,7 @@ def test_the_effect_of_a_control_is_measured_in_spreads_of_the_logits() -> None:
         np.zeros((3, 4, 4), np.float32),
     )
     logits[0] = 2.0  # standard deviation 1
-    expected = Answer(np.zeros((4, 4), np.uint8), NONE, logits, normalised)
+    expected = Answer(np.zeros((4, 4), np.uint8), None, logits, normalised)
     assert controls._effect(expected, expected) == 0
     assert controls._effect(
         expected, expected._replace(logits=logits + np.float32(0.5))
@@ -645,7 +649,7 @@ def test_a_file_that_does_not_run_is_broken_not_a_traceback() -> None:
     assert len(good.comparisons) == 10
 
 
-# Confidence
+# Confidence and profiles
 
 
 def test_temperature_reaches_the_confidence_and_not_the_mask() -> None:
@@ -678,12 +682,39 @@ def test_calibration_entry() -> None:
     assert 0 <= entry["ece_after"] <= 1
 
 
+@pytest.mark.parametrize("name", PROFILES)
+def test_profiles_answer_alike(name: str) -> None:
+    network = tiny_network()
+    robot, other = (
+        deploy_model(network, profile=profile) for profile in (ROBOT, PROFILES[name])
+    )
+    expected, found = run_eager(robot)(IMAGES[0]), run_eager(other)(IMAGES[0])
+    assert np.array_equal(expected.mask, found.mask)
+    assert expected.logits is not None
+    assert found.logits is not None
+    np.testing.assert_allclose(expected.logits, found.logits, atol=1e-5)
+    outputs = other(PROFILES[name].example((64, 96)))
+    shapes = {
+        "robot": [(1, 64, 96), (1, 16, 24)],
+        "isaac": [(1, 64, 96)],
+    }
+    assert [tuple(output.shape) for output in outputs] == shapes[name]
+    kinds = {"robot": torch.uint8, "isaac": torch.int32}
+    assert outputs[0].dtype == kinds[name]
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"precision": ["fp16"]}, "lacks fp32"),
+        (
+            {"precision": ["fp32", "int8"], "formats": ["torchscript"]},
+            "only ONNX files come in fp16 or int8",
+        ),
+        ({"precision": ["fp32", "int8"], "profile": "isaac"}, "export.profile = isaac"),
         ({"precision": ["fp32", "fp8"]}, "export.precision = 'fp8'"),
-        ({"precision": ["fp32", "fp32"]}, "names one twice"),
+        ({"profile": "robots"}, "Did you mean robot?"),
+        ({"formats": ["onnx", "onnx"]}, "names one twice"),
         ({"height": 64}, "export.width = 0"),
         ({"latency_budget_ms": -1.0}, "export.latency_budget_ms"),
         ({"quality_images": 0}, "export.quality_images"),

@@ -19,7 +19,8 @@ from segpipe.export.dataset import GateInputs, check_set
 from segpipe.export.gates import judge
 from segpipe.export.gates.comparison import Candidate
 from segpipe.export.gates.controls import CONTROLS
-from segpipe.export.graph import onnx_format
+from segpipe.export.graph import formats
+from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.network import (
     Answer,
     DeployModel,
@@ -28,7 +29,6 @@ from segpipe.export.graph.network import (
     deploy_model,
     run_eager,
 )
-from segpipe.export.graph.onnx_format import ModelFile, file_name
 from segpipe.export.verify_report import EAGER, ExportReport
 from segpipe.settings.groups import ExportConfig
 
@@ -46,33 +46,38 @@ class Shelf:
         self.faults: dict[Path, list[str]] = {}
         self.optimised: dict[Path, bool] = {}
 
-    def open(self, path: Path, *, optimise: bool = True) -> Run:
+    def open(self, path: Path, _: object, *, optimise: bool = True) -> Run:
         self.optimised[path] = optimise
         return self.runs[path]
 
     def file(
         self,
+        kind: str = "onnx",
         precision: str = "fp32",
         fault: Callable[[DeployModel], None] = lambda model: None,
     ) -> ModelFile:
         """A file of the trained network with a fault in it."""
-        path = self.folder / file_name(precision)
+        path = self.folder / FORMATS[kind].file_name(precision)
         path.touch()
         model = deploy_model(TRAINED)
         fault(model)
         self.runs[path] = self.runs[path.with_suffix(".probe")] = run_eager(model)
-        return ModelFile(precision, path, path.with_suffix(".probe"), {})
+        return ModelFile(kind, precision, path, path.with_suffix(".probe"), {})
 
 
 @pytest.fixture
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
     made = Shelf(tmp_path)
-    for name, stand_in in (
-        ("problems_of_onnx", lambda path, _: made.faults.get(path, [])),
-        ("open_onnx", made.open),
-        ("_open_in_engine", lambda path, _: made.open(path)),
-    ):
-        monkeypatch.setattr(onnx_format, name, stand_in)
+    for name, kind in list(FORMATS.items()):
+        monkeypatch.setitem(FORMATS, name, dataclasses.replace(
+            kind,
+            open=made.open,
+            problems=lambda path, _: made.faults.get(path, []),
+        ))  # fmt: skip
+    monkeypatch.setattr(formats, "open_onnx", made.open)
+    monkeypatch.setattr(
+        formats, "open_in_engine", lambda path, profile, _: made.open(path, profile)
+    )
     return made
 
 
@@ -80,7 +85,10 @@ def judged(
     *files: ModelFile, labelled: Any = None, **settings: Any
 ) -> tuple[ExportReport, dict[str, Any]]:
     classes = [{"name": name} for name in CLASSES.names]
-    manifest = {"classes": classes}
+    manifest = {
+        "profile": "robot",
+        "classes": classes,
+    }
     report = ExportReport(Path("export"), manifest)
     inputs = GateInputs(
         check_set(IMAGES[:2], NAMES[:2]), labelled, ExportConfig(**settings)
@@ -120,9 +128,11 @@ def labelled(images: list[Image]) -> Any:
 
 
 def test_sound_files_pass_every_gate_in_order(shelf: Shelf) -> None:
-    report, found = judged(shelf.file(), shelf.file("fp16"), labelled=labelled(IMAGES))
+    report, found = judged(
+        shelf.file(), shelf.file("torchscript"), labelled=labelled(IMAGES)
+    )
     assert report.passed, report.failed
-    names = ["model.onnx", "model.fp16.onnx"]
+    names = ["model.onnx", "model.torchscript.pt"]
     for name in names:
         assert gates(report, name) == ["G1", *ANSWERS, "G5", "latency"]
         assert [entry.name for entry in found[name]] == report.images
@@ -175,7 +185,7 @@ def test_the_latency_is_that_of_the_first_check_image(
 def test_a_file_that_is_not_whole_is_refused_and_not_compared(
     shelf: Shelf, fault: str
 ) -> None:
-    torn, good = shelf.file(), shelf.file("fp16")
+    torn, good = shelf.file(), shelf.file("torchscript")
     if fault == "listed":
         shelf.faults[torn.path] = ["the manifest is missing"]
     else:
@@ -186,16 +196,16 @@ def test_a_file_that_is_not_whole_is_refused_and_not_compared(
     assert (
         "the manifest is missing" if fault == "listed" else "KeyError"
     ) in report.gates["model.onnx"][0].message
-    assert gates(report, "model.fp16.onnx") == ["G1", *ANSWERS], (
+    assert gates(report, "model.torchscript.pt") == ["G1", *ANSWERS], (
         "no quality and latency after a refusal"
     )
-    assert list(found) == ["model.fp16.onnx"]
+    assert list(found) == ["model.torchscript.pt"]
     assert report.latency == {}
 
 
 def test_a_fault_is_named_at_its_file_and_gate(shelf: Shelf) -> None:
     report, found = judged(
-        shelf.file(fault=CONTROLS["no_normalisation"]), shelf.file("fp16")
+        shelf.file(fault=CONTROLS["no_normalisation"]), shelf.file("torchscript")
     )
     assert {name for name, _ in failures(report)} == {"model.onnx"}
     assert {gate for _, gate in failures(report)} == set(ANSWERS)
@@ -296,7 +306,9 @@ def test_each_precision_is_held_to_its_own_limits(shelf: Shelf) -> None:
         with torch.no_grad():
             model.network.classifier.bias.add_(1e-3)  # type: ignore[operator, union-attr]
 
-    files = [shelf.file(precision, shifted) for precision in ("fp32", "fp16", "int8")]
+    files = [
+        shelf.file("onnx", precision, shifted) for precision in ("fp32", "fp16", "int8")
+    ]
     report, _ = judged(*files, engines=["openvino", "openvino_bf16"])
     assert ("model.onnx", "G2") in failures(report)
     refused = {name for name, _ in failures(report)}
@@ -306,7 +318,7 @@ def test_each_precision_is_held_to_its_own_limits(shelf: Shelf) -> None:
 
 def test_the_probe_of_an_int8_file_runs_node_by_node(shelf: Shelf) -> None:
     """Otherwise onnxruntime may show the normalised image after its quantisation, and G4 refuses a sound file."""
-    files = [shelf.file(precision) for precision in ("fp32", "int8")]
+    files = [shelf.file("onnx", precision) for precision in ("fp32", "int8")]
     judged(*files)
     fp32, int8 = files
     asked = [
@@ -316,12 +328,12 @@ def test_the_probe_of_an_int8_file_runs_node_by_node(shelf: Shelf) -> None:
 
 
 def test_quality_is_judged_on_the_labelled_images(shelf: Shelf) -> None:
-    bad, good = shelf.file(), shelf.file("fp16")
+    good, bad = shelf.file(), shelf.file("torchscript")
     shelf.runs[bad.path] = Blind(IMAGES[3])  # which is no check image
-    report, _ = judged(bad, good, labelled=labelled(IMAGES))
-    assert failures(report) == [("model.onnx", "G5")]
-    assert report.latency == {}, "nothing is measured after a refusal"
-    figures = report.gates["model.onnx"][-1].figures
+    report, _ = judged(good, bad, labelled=labelled(IMAGES))
+    assert failures(report) == [("model.torchscript.pt", "G5")]
+    assert report.latency == {}, "a file that was refused is not measured"
+    figures = report.gates["model.torchscript.pt"][-1].figures
     assert (figures["miou_reference"], figures["images"]) == (
         pytest.approx(100),
         len(IMAGES),
@@ -335,7 +347,7 @@ def test_a_critical_class_is_the_users_choice(shelf: Shelf) -> None:
     [(_, target)] = many = labelled([image])
     counts = np.bincount(target.ravel(), minlength=NUM_CLASSES)
     rare = int(np.where(counts > 0, counts, counts.max() + 1).argmin())
-    file = shelf.file("int8")
+    file = shelf.file("onnx", "int8")
     right = shelf.runs[file.path]
 
     def misses(shown: Image) -> Answer:
@@ -360,7 +372,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, **ms: float) -> None:
     names = {
         "int8": "model.int8.onnx",
         "fp32": "model.onnx",
-        "fp16": "model.fp16.onnx",
+        "torch": "model.torchscript.pt",
         EAGER: EAGER,
     }
     times = {
@@ -374,8 +386,8 @@ def timed(monkeypatch: pytest.MonkeyPatch, **ms: float) -> None:
 def test_latency_is_held_to_the_budget_and_int8_to_the_fp32_onnx_file(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = [shelf.file(), shelf.file("int8"), shelf.file("fp16")]
-    timed(monkeypatch, eager=50.0, fp32=10.0, int8=9.5, fp16=20.0)
+    files = [shelf.file(), shelf.file("onnx", "int8"), shelf.file("torchscript")]
+    timed(monkeypatch, eager=50.0, fp32=10.0, int8=9.5, torch=20.0)
     report, _ = judged(*files)
     assert failures(report) == [("model.int8.onnx", "latency")]
     assert "0.95 > 0.9 of the fp32 file's" in report.failed[0][1].message
@@ -384,10 +396,10 @@ def test_latency_is_held_to_the_budget_and_int8_to_the_fp32_onnx_file(
     assert judged(*others)[0].passed, (
         "without the fp32 file there is nothing to compare with"
     )
-    timed(monkeypatch, eager=50.0, fp32=10.0, int8=8.0, fp16=20.0)
+    timed(monkeypatch, eager=50.0, fp32=10.0, int8=8.0, torch=20.0)
     assert judged(*files)[0].passed
     assert failures(judged(*files, latency_budget_ms=15.0)[0]) == [
-        ("model.fp16.onnx", "latency")
+        ("model.torchscript.pt", "latency")
     ]
 
 
@@ -396,7 +408,7 @@ def test_int8_is_held_to_the_fp32_file_in_its_own_engine(
 ) -> None:
     files = {}
     for precision in ("fp32", "int8"):
-        file = shelf.file(precision)
+        file = shelf.file("onnx", precision)
         files |= {
             each.name: each
             for each in (file, dataclasses.replace(file, engine="openvino"))
@@ -442,25 +454,38 @@ class Robot:
 
 
 @pytest.mark.parametrize(
-    ("fails_at", "failed"), [(None, []), ("int8", ["model.int8.onnx"])]
+    ("profile", "fails_at", "failed"),
+    [
+        ("robot", None, []),
+        ("robot", "int8", ["model.int8.onnx"]),
+        ("isaac", "int8", []),
+    ],
 )
-def test_every_file_runs_on_the_robot(
+def test_every_onnx_file_runs_on_the_robot(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    profile: str,
     fails_at: object,
     failed: list[str],
 ) -> None:
     robot = Robot(tmp_path)
     robot.fails_at = fails_at
     monkeypatch.setattr(judge, "Segmenter", robot)
-    entries = {"model.onnx": "fp32", "model.int8.onnx": "int8"}
-    report = ExportReport(Path("runs/x/export"), {})
-    report.files = {name: {"precision": value} for name, value in entries.items()}
+    entries = {
+        "model.onnx": ("onnx", "fp32"),
+        "model.int8.onnx": ("onnx", "int8"),
+        "model.torchscript.pt": ("torchscript", "fp32"),
+    }
+    report = ExportReport(Path("runs/x/export"), {"profile": profile})
+    report.files = {
+        name: {"format": kind, "precision": precision}
+        for name, (kind, precision) in entries.items()
+    }
     sound, other = (judge.gate_integrity([]) for _ in range(2))
     report.gates = {name: [sound, other] for name in entries}
     judge.load_as_robot(report, tmp_path)
     assert [name for name, _ in report.failed] == failed
-    assert robot.loaded == ["fp32", "int8"]
+    assert robot.loaded == (["fp32", "int8"] if profile == "robot" else [])
     for name in failed:
         first, second = report.gates[name]
         assert (first.gate, first.passed, second) == ("G1", False, other)

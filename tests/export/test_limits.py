@@ -257,11 +257,14 @@ def test_answers_are_compared_output_by_output() -> None:
     assert found.confidence_levels(1.0) == 7
     assert found.margins.tolist() == [4.0]  # the best class against the second
     assert found.pixels == right.mask.size
-    shipped = Answer(mask, right.confidence)
+    without = compare_answers(check("x"), right, probe, Answer(mask))
+    assert without.confidence_levels(1.0) == 0
     two = right._replace(logits=right.logits[:2] + 3)
-    assert compare_answers(check("x"), two, two, shipped).margins.tolist() == [4.0]
+    assert compare_answers(check("x"), two, two, Answer(mask)).margins.tolist() == [4.0]
     alone = right._replace(logits=right.logits[:1] + 3)
-    assert compare_answers(check("x"), alone, alone, shipped).margins.tolist() == [3.0]
+    assert compare_answers(check("x"), alone, alone, Answer(mask)).margins.tolist() == [
+        3.0
+    ]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -382,9 +385,8 @@ def test_quality_figures_and_limits_are_in_points_of_100() -> None:
 
 def test_pixels_are_counted_by_target_and_prediction() -> None:
     score = Score(torch.zeros(3, 3, dtype=torch.int64))
-    ids = np.array([[0, 1, 2, 2, 3, 255]], np.uint8)
     for _ in range(2):
-        answer = Answer(ids, ids)
+        answer = Answer(np.array([[0, 1, 2, 2, 3, -1]]))
         score.add(answer, np.array([[0, 0, 1, 255, 2, 2]], np.uint8))
     assert score.counts.tolist() == [[2, 2, 0], [0, 0, 2], [4, 0, 0]]
     assert (score.images, score.invalid_pixels) == (2, 4)
@@ -437,7 +439,7 @@ class Clock:
         def answer(image: Any) -> Answer:
             self.now += first if self.calls.count(name) < 2 else seconds
             self.calls += name
-            return Answer(image, image)
+            return Answer(image)
 
         return answer
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import io
+import pickle
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -12,14 +15,14 @@ from typing import Any
 import onnxruntime
 import pytest
 import torch
-from plants import PASSED, PLANTS, REFUSED, Plant
+from plants import PASSED, PLANTS, REFUSED, Evil, Plant
 
 from exports import export, last_line, verify
 from segpipe.export import verify as verification
 from segpipe.export.artifact.manifest import converters
 from segpipe.export.gates import judge
-from segpipe.export.graph import onnx_format
-from segpipe.export.graph.onnx_format import ModelFile, file_name, write_probe
+from segpipe.export.graph.formats import FORMATS, ModelFile
+from segpipe.export.graph.onnx_format import write_probe
 
 pytestmark = [
     pytest.mark.usefixtures("quick_exports", "tiny_networks"),
@@ -59,9 +62,10 @@ def int8_is_fast(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def all_files(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every precision."""
+    """Every format and precision."""
     folder = tmp_path_factory.mktemp("all") / "export"
     wanted = (
+        "export.formats=[onnx,torchscript]",
         "export.precision=[fp32,fp16,int8]",
         "export.images=16",
     )
@@ -76,18 +80,19 @@ def converted_before(all_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversion gives the same files every time (test_conversion.py), so the sound ones are what it would give."""
 
     def copies(
-        result: Any,
+        _result: Any,
         _model: Any,
         _size: Any,
         folders: tuple[Path, Path],
-        precisions: Sequence[str],
+        kinds: Sequence[tuple[str, str]],
         *_: Any,
     ) -> list[ModelFile]:
         files = []
-        for precision in precisions:
-            path = Path(shutil.copy(all_files / file_name(precision), folders[0]))
-            files.append(ModelFile(precision, path, folders[1] / path.name, {}))
-            result.files[path.name] = {}
+        for name, precision in kinds:
+            path = Path(
+                shutil.copy(all_files / FORMATS[name].file_name(precision), folders[0])
+            )
+            files.append(ModelFile(name, precision, path, folders[1] / path.name, {}))
         return files
 
     monkeypatch.setattr(verification, "convert", copies)
@@ -104,7 +109,12 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def loaded(*_: Any, **__: Any) -> Any:
         pytest.fail("something of the judged folder was loaded")
 
-    monkeypatch.setattr(onnxruntime, "InferenceSession", loaded)
+    for module, attribute in (
+        (torch.jit, "load"),
+        (torch.export, "load"),
+        (onnxruntime, "InferenceSession"),
+    ):
+        monkeypatch.setattr(module, attribute, loaded)
 
 
 def planted(
@@ -124,7 +134,7 @@ def planted(
 
 def test_the_table_holds_what_it_should() -> None:
     counts = Counter(plant.before for plant in PLANTS.values())
-    assert counts[PASSED] == 6, "the harmful ones that the first gates verified"
+    assert counts[PASSED] == 7, "the harmful ones that the first gates verified"
     assert counts[REFUSED] >= 12
     assert counts[""] >= 10, "new ones"
 
@@ -190,9 +200,11 @@ def test_an_export_refuses_it_too(
         shutil.copy(folder / "model.onnx", shipped)
         write_probe(shipped, probe)
 
-    monkeypatch.setattr(onnx_format, "write_onnx", wrong)
+    monkeypatch.setitem(
+        FORMATS, "onnx", dataclasses.replace(FORMATS["onnx"], convert=wrong)
+    )
     (tmp_path / "out").mkdir()
-    assert export(run, tmp_path / "out" / "export") == code
+    assert export(run, tmp_path / "out" / "export", "export.formats=[onnx]") == code
     line = last_line(capsys)
     assert line.startswith("EXPORT REJECTED: ")
     assert gate in line
@@ -213,3 +225,8 @@ def test_a_sound_folder_of_every_file_passes_the_comparison(
         verification, "converters", lambda: {**converters(), "onnx": "9.9"}
     )
     assert verify(run, all_files, "export.images=16") == 0
+
+
+def test_the_control_a_plain_load_would_have_run_the_pickle(tmp_path: Path) -> None:
+    pickle.load(io.BytesIO(pickle.dumps(Evil(tmp_path / "here"))))
+    assert (tmp_path / "here").is_dir()

@@ -18,7 +18,7 @@ import pytest
 import torch
 from openvino_stand_in import StandIn
 from PIL import Image
-from plants import byte_flipped, edited, int8_scale, retold, sign, std
+from plants import byte_flipped, edited, golden_changed, int8_scale, retold, sign, std
 
 from exports import (
     SCENES,
@@ -41,6 +41,12 @@ from segpipe.export.artifact.frame_statistics import unknown_frames
 from segpipe.export.artifact.golden import golden_problems
 from segpipe.export.artifact.manifest import converters
 from segpipe.export.gates import judge
+from segpipe.export.graph.formats import (
+    MANIFEST_FILE,
+    jit,
+    quiet_torchscript,
+    write_archive,
+)
 from segpipe.export.graph.lowprec import to_int8
 from segpipe.export.graph.network import deploy_model
 from segpipe.export.graph.onnx_format import open_onnx, write_probe
@@ -87,7 +93,7 @@ def test_the_exit_code_reaches_the_shell(artifact: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "arguments",
     [["run=x"], ["artifact=x"], ["artifact={folder}", "run=x"], ["artifact=x", "run={run}"],
-     ["artifact={folder}", "run={run}", "export.precision=[fp16]"]],
+     ["artifact={folder}", "run={run}", "export.profile=isaac"]],
 )  # fmt: skip
 def test_usage(arguments: list[str], artifact: Path, run: Path) -> None:
     assert (
@@ -158,7 +164,9 @@ def test_latency_over_the_budget(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     budget = "export.latency_budget_ms=0.001"
-    assert export(run, tmp_path / "export", budget) == 12
+    assert (
+        export(run, tmp_path / "export", "export.formats=[torchscript]", budget) == 12
+    )
     assert "> 0.001 ms of export.latency_budget_ms" in last_line(capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["export.rejected"]
 
@@ -262,7 +270,7 @@ def test_both_commands_print_the_digest_of_the_checksums(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "export"
-    assert export(run, folder) == 0
+    assert export(run, folder, "export.formats=[onnx]") == 0
     digest = hashlib.sha256((folder / "SHA256SUMS").read_bytes()).hexdigest()
     line = f"SHA256SUMS has sha256 {digest}"
     assert line in capsys.readouterr().out.splitlines()
@@ -282,7 +290,7 @@ def test_images_that_changed_since_the_run_are_named_and_not_the_folder(
     config.train.steps = 12
     run = write_run(tmp_path / "run", tiny_network, config)
     inputs.record(config, open_splits(config))
-    assert export(run, folder) == 0
+    assert export(run, folder, "export.formats=[onnx]") == 0
     unfinished = "trained for 7 of 12 steps: the run was interrupted, or goes on"
     assert capsys.readouterr().err == f"warning: {unfinished}.\n"
     assert json.loads((folder / "manifest.json").read_text())["warnings"] == [
@@ -302,7 +310,7 @@ def test_images_that_changed_since_the_run_are_named_and_not_the_folder(
     sign(other)
     assert verify(run, other) == 7, "the files themselves are at fault"
 
-    assert export(run, folder) == 0
+    assert export(run, folder, "export.formats=[onnx]") == 0
     assert (
         f"warning: {told}; the gates and the temperature are" in capsys.readouterr().err
     )
@@ -310,6 +318,59 @@ def test_images_that_changed_since_the_run_are_named_and_not_the_folder(
         assert f"Warning: {told}; " in (folder / name).read_text()
     assert verify(run, folder) == 0, "of the images as they are now"
     assert capsys.readouterr().err == f"warning: {told}.\n"
+
+
+# TorchScript: the inside of the shipped file is its tensors
+
+
+def test_another_bias_in_torchscript_is_refused(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, files = tmp_path / "export", {MANIFEST_FILE: ""}
+    assert export(run, folder, "export.formats=[torchscript]") == 0
+    assert verify(run, folder) == 0
+    assert last_line(capsys).startswith(
+        "ARTIFACT VERIFIED_FEW_IMAGES: model.torchscript.pt"
+    )
+    path = folder / "model.torchscript.pt"
+    with quiet_torchscript():
+        module = jit.load(str(path), _extra_files=files)
+        with torch.no_grad():
+            module.state_dict()["network.classifier.bias"].add_(1e-6)
+        text = files[MANIFEST_FILE]
+        write_archive(
+            module,
+            path,
+            {MANIFEST_FILE: text.decode() if isinstance(text, bytes) else text},
+        )
+    sign(folder)
+    assert verify(run, folder) == 7
+    assert (
+        "model.torchscript.pt is not what the checkpoint converts to: its bytes"
+        in last_line(capsys)
+    )
+    monkeypatch.setattr(verification, "converters", lambda: OTHERS)
+    assert verify(run, folder) == 2
+    assert "it was exported with torch 2" in (line := last_line(capsys))
+    assert "Verify with these versions" in line
+
+
+def test_golden_answers_are_repeated_without_onnx(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "export"
+    assert export(run, folder, "export.formats=[torchscript]") == 0
+    assert verify(run, folder) == 0
+    golden_changed(folder)
+    capsys.readouterr()
+    assert verify(run, folder) == 7
+    assert (
+        "G1 integrity: golden/mask.npy differs from what the trained network gives"
+        in last_line(capsys)
+    )
 
 
 # Reduced precision
@@ -335,7 +396,7 @@ def test_int8_is_held_to_its_own_limits(
 ) -> None:
     folder, wanted = (
         tmp_path / "export",
-        ("export.precision=[fp32,fp16,int8]", MANY),
+        ("export.formats=[onnx]", "export.precision=[fp32,fp16,int8]", MANY),
     )
     with monkeypatch.context() as patch:
         int8_takes(patch, 0.91)
@@ -417,7 +478,7 @@ def test_an_engine_passes_the_gates_too_or_nothing_is_published(
 ) -> None:
     folder, wanted = (
         tmp_path / "export",
-        ("export.precision=[fp32,fp16]",),
+        ("export.formats=[onnx]", "export.precision=[fp32,fp16]"),
     )
     stand_in, engine = StandIn(), "export.engines=[openvino]"
     with monkeypatch.context() as patch:
@@ -429,6 +490,8 @@ def test_an_engine_passes_the_gates_too_or_nothing_is_published(
             in last_line(capsys)
         )
     monkeypatch.setitem(sys.modules, "openvino", stand_in)  # type: ignore[arg-type]
+    assert export(run, folder, "export.formats=[torchscript]", engine) == 2
+    assert "only ONNX files run there" in last_line(capsys)
     assert export(run, folder, *wanted, engine) == 0
     found = json.loads((folder / "verify_report.json").read_text())
     for name in ("model.onnx (openvino)", "model.fp16.onnx (openvino)"):
@@ -461,11 +524,11 @@ def test_without_data_a_file_is_published_only_on_request(
 
     folder, wanted = (
         tmp_path / "export",
-        ("export.allow_unverified=true",),
+        ("export.formats=[onnx]", "export.allow_unverified=true"),
     )
     with monkeypatch.context() as patch:
         patch.setattr(dataset, "open_samples", absent)
-        assert export(run, folder) == 2
+        assert export(run, folder, "export.formats=[onnx]") == 2
         assert "export.allow_unverified=true" in last_line(capsys)
         assert export(run, folder, *wanted) == 2
         assert "export.height = 0" in last_line(capsys)
@@ -505,7 +568,7 @@ def test_a_size_that_no_image_has_is_compared_on_generated_images_alone(
 ) -> None:
     folder, wanted = (
         tmp_path / "export",
-        ("export.height=32", "export.width=64"),
+        ("export.formats=[onnx]", "export.height=32", "export.width=64"),
     )
     assert export(run, folder, *wanted) == 2
     assert "has no image of 32x64 pixels" in (line := last_line(capsys))
@@ -520,6 +583,47 @@ def test_a_size_that_no_image_has_is_compared_on_generated_images_alone(
     )
     assert verify(run, folder, "export.allow_unverified=true") == 0
     assert last_line(capsys).startswith("ARTIFACT UNVERIFIED_REAL_DATA: model.onnx")
+
+
+# Other profiles
+
+
+def test_another_profile_passes_the_same_gates(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "export"
+    assert (
+        export(
+            run,
+            folder,
+            "export.profile=isaac",
+            "export.formats=[onnx]",
+            "export.precision=[fp32,fp16]",
+        )
+        == 0
+    )
+    capsys.readouterr()
+    assert verify(run, folder) == 0
+    assert last_line(capsys).startswith(
+        "ARTIFACT VERIFIED_FEW_IMAGES: model.fp16.onnx, model.onnx"
+    )
+    manifest = json.loads((folder / "manifest.json").read_text())
+    image, outputs = manifest["io"]["inputs"][0], manifest["io"]["outputs"]
+    needed = ("float32", "NCHW", ["mask"])
+    assert (
+        image["dtype"],
+        image["layout"],
+        [entry["name"] for entry in outputs],
+    ) == needed
+    altered = tmp_path / "altered"
+    shutil.copytree(folder, altered)
+    golden_changed(altered)
+    assert verify(run, altered) == 7
+    assert "golden/mask.npy differs from what" in last_line(capsys)
+    edited(folder / "model.fp16.onnx", folder / "model.fp16.onnx", std)
+    sign(folder)
+    assert verify(run, folder) == 4
+    assert "G4 preprocessing differs by" in last_line(capsys)
 
 
 # The exported file beside the run

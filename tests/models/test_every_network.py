@@ -225,11 +225,13 @@ def test_a_missing_package_is_named() -> None:
 
 # With the real command
 
+FILES = ("model.onnx", "model.torchscript.pt")
 GATES = ["G1 integrity", "G2 logits", "G3 mask", "G4 preprocessing", "G5 quality", "latency"]  # fmt: skip
 SHORT = (
     "data.size=[64,96]", "augment.crop_size=[64,96]", "data.num_train=32", "data.num_val=16", "train.steps=30",
     "compute.shards=1", "compute.samples_per_shard=4", "optim.name=adamw", "optim.lr=0.004", "optim.warmup_steps=5",
-    "ema.decay=0.8", "checkpoint.every=0", "export.enabled=true", )  # fmt: skip
+    "ema.decay=0.8", "checkpoint.every=0", "export.enabled=true", "export.formats=[onnx,torchscript]",
+)  # fmt: skip
 
 
 def of_command(name: str) -> tuple[str, ...]:
@@ -250,11 +252,11 @@ def test_its_files_pass_after_a_short_training(name: str, tmp_path: Path) -> Non
         (tmp_path / "run" / "export" / "verify_report.json").read_text()
     )
     assert report["gates"]["eager"]["G6 power"]["passed"]
-    gates = report["gates"]["model.onnx"]
-    assert list(gates) == GATES
-    assert all(gate["passed"] for gate in gates.values())
-    assert gates["G2 logits"]["max_sigma"] <= 1e-3
-    assert gates["G3 mask"]["images"] >= 16
+    for file in FILES:
+        assert list(report["gates"][file]) == GATES
+        assert all(gate["passed"] for gate in report["gates"][file].values())
+        assert report["gates"][file]["G2 logits"]["max_sigma"] <= 1e-3
+        assert report["gates"][file]["G3 mask"]["images"] >= 16
 
 
 @pytest.mark.slow

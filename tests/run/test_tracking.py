@@ -651,7 +651,7 @@ def test_mlflow_hangs_a_group_below_one_run_and_registers_the_export(
     image = {"name": "image", "dtype": "uint8", "shape": [1, 4, 6, 3]}
     mask = {"name": "mask", "dtype": "uint8", "shape": [1, 4, 6]}
     manifest = {
-        "files": {"model.onnx": {}},
+        "files": {"model.torchscript.pt": {}, "model.onnx": {}},
         "versions": {"onnx": "1", "python": "3"},
         "io": {"inputs": [image], "outputs": [mask]},
     }

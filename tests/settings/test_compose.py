@@ -519,7 +519,7 @@ KEYS = (
 
 def parsed(*arguments: str, positional: tuple[str, ...] = ()) -> dict[str, object]:
     return parse(
-        arguments, KEYS, ("data.root", "data.workers", "export.precision"), positional
+        arguments, KEYS, ("data.root", "data.workers", "export.formats"), positional
     )
 
 
@@ -533,12 +533,12 @@ def test_commands_take_their_keys_with_types_and_defaults() -> None:
     }
     assert parsed("run=runs/a") == defaults
     assert parsed(
-        "run=runs/a", "data.root=x=y", "data.workers=0", "export.precision=[fp32]"
+        "run=runs/a", "data.root=x=y", "data.workers=0", "export.formats=[onnx]"
     ) == {
         **defaults,
         "data.root": "x=y",
         "data.workers": 0,
-        "export.precision": ["fp32"],
+        "export.formats": ["onnx"],
     }
 
 
@@ -604,18 +604,18 @@ def test_text_settings_stay_as_they_were_typed(text: str) -> None:
 def test_other_settings_are_converted_and_checked() -> None:
     given = {
         "data.workers": "0",
-        "export.precision": "[fp32,fp16]",
+        "export.formats": "[onnx]",
         "compute.threads": 3,
         "train.progress": "false",
     }
     found = with_settings(Config(), given)
-    assert (found.data.workers, found.export.precision, found.compute.threads) == (
+    assert (found.data.workers, found.export.formats, found.compute.threads) == (
         0,
-        ["fp32", "fp16"],
+        ["onnx"],
         3,
     )
     assert found.train.progress is False
-    assert Config().export.precision == ["fp32"]
+    assert Config().export.formats == ["onnx", "torchscript"]
     for wrong in (
         {"data.workers": "two"},
         {"data.workers": "{a"},

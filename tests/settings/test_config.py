@@ -207,7 +207,7 @@ def test_numbers_become_the_declared_type() -> None:
             ("", ".", "..", "../x", "a/../../b", "/x", "/", "a/..", "a\0b", "a\nb"),
         ),
         ("run.exists", ("overwrite",)),
-        ("export.precision", (["fp32", "fp8"],)),
+        ("export.formats", (["onnx", "tflite"],)),
         ("train.precision", ("fp64",)),
     ],
 )

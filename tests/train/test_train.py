@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import errno
 import json
 import os
@@ -44,7 +45,7 @@ from segpipe.distributed.agreement import agree_on_step
 from segpipe.errors import CheckpointError
 from segpipe.export.gates import judge
 from segpipe.export.gates.controls import CONTROLS
-from segpipe.export.graph import onnx_format
+from segpipe.export.graph.formats import FORMATS
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.run import tracking
@@ -123,6 +124,7 @@ ENDING = (
     *LONG,
     "run.exists=resume",
     "export.enabled=true",
+    "export.formats=[torchscript]",
     "export.images=1",
 )
 
@@ -163,16 +165,18 @@ def test_an_export_that_differs_ends_the_command_with_its_code(
     ending: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files of the training stay; there is no file for a robot."""
-    folder, right = ending, onnx_format.write_onnx
+    folder, right = ending, FORMATS["torchscript"]
     for name in ("report.html", "result.json"):
         (folder / name).unlink()
 
     def swapped(model: Any, *rest: Any) -> None:
         faulty = copy.deepcopy(model)
         CONTROLS["bgr"](faulty)
-        right(faulty, *rest)
+        right.convert(faulty, *rest)
 
-    monkeypatch.setattr(onnx_format, "write_onnx", swapped)
+    monkeypatch.setitem(
+        FORMATS, "torchscript", dataclasses.replace(right, convert=swapped)
+    )
     assert run(folder, *ENDING) == 4
     said = capsys.readouterr()
     assert "EXPORT REJECTED: G2 logits differ" in said.err

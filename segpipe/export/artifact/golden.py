@@ -52,11 +52,11 @@ def write_golden(model: DeployModel, checks: Sequence[Check], folder: Path) -> N
 def golden_arrays(
     model: DeployModel, images: NDArray[np.uint8]
 ) -> dict[str, NDArray[Any]]:
-    """Arrays by name for frames uint8 (n, H, W, 3).
+    """Arrays by name for frames uint8 (n, H, W, 3), the same frames in every profile.
 
-    image (n, H, W, 3), mask (n, H, W) and confidence (n, h, w) uint8; logits float32 (64,) at logits_index int64
-    (64, 4), rows of (image, class, row, column); preprocess_input uint8 (1, 16, 16, 3) from the middle of the first
-    image, and preprocess_output float32 (1, 3, 16, 16).
+    image (n, H, W, 3), mask (n, H, W) and, where the profile has it, confidence (n, h, w) uint8; logits float32 (64,)
+    at logits_index int64 (64, 4), rows of (image, class, row, column); preprocess_input uint8 (1, 16, 16, 3) from the
+    middle of the first image, and preprocess_output float32 (1, 3, 16, 16).
     """
     height, width = images.shape[1:3]
     row = max(0, (height - _PATCH) // 2)
@@ -76,13 +76,15 @@ def golden_arrays(
 
     arrays = {
         "image": images,
-        "mask": masks,
-        "confidence": np.stack([answer.confidence for answer in answers]),
+        "mask": masks.astype(np.uint8),
         "logits": logits[tuple(places)],
         "logits_index": np.stack(places, axis=1),
         "preprocess_input": patch,
         "preprocess_output": normalised,
     }
+    if answers[0].confidence is not None:
+        maps = [np.asarray(answer.confidence) for answer in answers]
+        arrays["confidence"] = np.stack(maps)
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 

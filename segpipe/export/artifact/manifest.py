@@ -20,7 +20,7 @@ from segpipe.export.graph.network import CONFIDENCE, INPUT, MASK, Manifest, Size
 from segpipe.export.graph.onnx_format import OLDEST_ONNXRUNTIME
 from segpipe.export.verify_report import NOT_EXPORTED, integrity_refusal
 from segpipe.files import ROOT, git_state, plain, sha256
-from segpipe.runtime.artifact import FORMAT, PROFILE
+from segpipe.runtime.artifact import FORMAT
 from segpipe.runtime.frames import NO_ANSWER
 from segpipe.settings.config import config_hash
 
@@ -135,7 +135,7 @@ def describe(
     manifest = {
         "format": FORMAT,
         "model": trained.config.model.name,
-        "profile": PROFILE,
+        "profile": model.profile.name,
         "precision": "fp32",
         "class_table": trained.classes.name,
         "classes": classes,
@@ -231,29 +231,35 @@ def _agree(claimed: Any, computed: Any, where: str) -> bool:
 
 
 def _io(model: DeployModel, size: Size) -> dict[str, Any]:
+    profile = model.profile
+    meanings: dict[str, dict[str, Any]] = {
+        MASK: {"meaning": "class id", "invalid": NO_ANSWER},
+        CONFIDENCE: {"meaning": "largest probability * 255"},
+    }
+    example = profile.example(size)
     with torch.no_grad():
-        mask, confidence = model(torch.zeros((1, *size, 3), dtype=torch.uint8))
+        outputs = dict(zip(profile.outputs, model(example), strict=True))
     image = {
         "name": INPUT,
-        "dtype": "uint8",
-        "shape": [1, *size, 3],
-        "layout": "NHWC",
+        "dtype": _name_of(example),
+        "shape": list(example.shape),
+        "layout": "NCHW" if profile.planar else "NHWC",
         "color_order": "RGB",
         "range": [0, 255],
         "normalised": "in the graph",
     }
-
-    def described(name: str, output: torch.Tensor, meaning: str) -> dict[str, Any]:
-        return {
+    described = [
+        {
             "name": name,
-            "dtype": "uint8",
+            "dtype": _name_of(output),
             "shape": list(output.shape),
             "stride": round(size[0] / output.shape[-2]),
-            "meaning": meaning,
+            **meanings[name],
         }
-
-    outputs = [
-        {**described(MASK, mask, "class id"), "invalid": NO_ANSWER},
-        described(CONFIDENCE, confidence, "largest probability * 255"),
+        for name, output in outputs.items()
     ]
-    return {"inputs": [image], "outputs": outputs}
+    return {"inputs": [image], "outputs": described}
+
+
+def _name_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -154,7 +154,7 @@ class ImageComparison:
     logits_difference: float  # largest; infinite when either side holds NaN or infinity
     margins: NDArray[np.float32]
     pixels: int
-    # Number of cells by the difference of their confidence in levels
+    # Number of cells by the difference of their confidence in levels; empty where the file has no confidence
     confidence: NDArray[np.int64]
     normalised_difference: float = 0.0  # largest; infinite as above
 
@@ -253,14 +253,17 @@ def compare_answers(
     assert expected.logits is not None
     # Reference logits at the differing pixels, (C, n), sorted over the classes.
     ranked = np.sort(expected.logits[:, expected.mask != shipped.mask], axis=0)
-    levels = np.abs(expected.confidence.astype(np.int16) - shipped.confidence)
+    confidence = np.zeros(0, dtype=np.int64)
+    if expected.confidence is not None and shipped.confidence is not None:
+        levels = np.abs(expected.confidence.astype(np.int16) - shipped.confidence)
+        confidence = np.bincount(levels.ravel(), minlength=256)
     return ImageComparison(
         name=check.name,
         is_real=check.is_scene,
         logits_difference=_difference(expected.logits, probe.logits),
         margins=ranked[-1] - ranked[-2] if len(ranked) > 1 else ranked[-1],
         pixels=expected.mask.size,
-        confidence=np.bincount(levels.ravel(), minlength=256),
+        confidence=confidence,
         normalised_difference=_difference(expected.normalised, probe.normalised),
     )
 

@@ -123,7 +123,7 @@ def gate_power(
 ) -> GateResult:
     """G6: every control that has an effect fails G2, G3 or G4 of fp32. `reference` is `as_trained` of this model.
 
-    Controls run in eager mode, image by image until a gate refuses. The figures list the `unseen`
+    Controls run in eager mode in the profile robot, image by image until a gate refuses. The figures list the `unseen`
     ones, for which the gates are blind, those `without_effect` on this network, and those that change nothing at all
     (`impossible`): a network without BatchNorm or upsampling, or one that normalises as the control does.
     """
@@ -179,8 +179,8 @@ def _chosen(checks: Sequence[Check]) -> list[Check]:
 
 
 def _faulty(model: DeployModel, name: str) -> DeployModel:
-    """A copy of the model with the fault."""
-    faulty = copy.deepcopy(model)
+    """A copy of the model, in the profile robot, with the fault."""
+    faulty = copy.deepcopy(model.as_robot())
     CONTROLS[name](faulty)
     return faulty
 

@@ -31,8 +31,8 @@ from segpipe.export.gates.comparison import (
 )
 from segpipe.export.gates.controls import gate_power
 from segpipe.export.gates.quality import gate_quality, scores
-from segpipe.export.graph.network import DeployModel, Image, Run, run_eager
-from segpipe.export.graph.onnx_format import ModelFile, file_name
+from segpipe.export.graph.formats import FORMATS, ModelFile
+from segpipe.export.graph.network import ROBOT, DeployModel, Image, Run, run_eager
 from segpipe.export.verify_report import EAGER, ExportReport
 from segpipe.runtime.segmenter import Segmenter
 
@@ -149,6 +149,7 @@ def judge(
         replace(file, engine=engine)
         for engine in inputs.settings.engines
         for file in files
+        if file.format == "onnx"
     ]
     by_name = {file.name: file for file in (*files, *engines)}
     reference = as_trained(run_eager(model), preprocess)
@@ -166,9 +167,9 @@ def _integrity(case: _Case) -> None:
         problems = file.problems()
         if not problems:
             try:
-                case.candidates[name] = Candidate(
-                    file.open(file.probe), file.open(file.path)
-                )
+                probe = file.open(file.probe, case.model.profile)
+                shipped = file.open(file.path, case.model.profile)
+                case.candidates[name] = Candidate(probe, shipped)
             except Exception as error:  # as in ModelFile.problems
                 problems = [f"{type(error).__name__}: {error}"]
         case.result.gates[name] = [gate_integrity(problems)]
@@ -220,7 +221,7 @@ def _latency(case: _Case) -> None:
     for name in runs.keys() - {EAGER}:
         file = case.files[name]
         # In the same engine: what another one gains is no gain of int8.
-        whole = replace(file, path=file.path.with_name(file_name("fp32")))
+        whole = replace(file, path=file.path.with_name(FORMATS["onnx"].file_name()))
         gate = gate_latency(
             measured[name],
             budget_ms=case.inputs.settings.latency_budget_ms,
@@ -253,8 +254,15 @@ def require_engines(settings: ExportConfig) -> None:
 
 
 def load_as_robot(result: ExportReport, folder: Path) -> None:
-    """Loads every file of the folder with segpipe.runtime, including its self-test; a failure is one of G1."""
+    """Loads every ONNX file of the folder with segpipe.runtime, including its self-test; a failure is one of G1.
+
+    The runtime is for the profile robot; files of other profiles are skipped.
+    """
+    if result.manifest["profile"] != ROBOT.name:
+        return
     for name, entry in result.files.items():
+        if entry["format"] != "onnx":
+            continue
         try:
             with warnings.catch_warnings():
                 # The export reports its status itself.

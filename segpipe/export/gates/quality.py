@@ -160,9 +160,9 @@ class Score:
         """Adds one image; a pixel with an invalid id counts as class 0."""
         num_classes = len(self.counts)
         mask = enlarged(answer.mask, *target.shape)
-        invalid = mask >= num_classes
+        invalid = (mask < 0) | (mask >= num_classes)
         self.invalid_pixels += int(np.count_nonzero(invalid))
-        pred = torch.from_numpy(np.where(invalid, np.uint8(0), mask))
+        pred = torch.from_numpy(np.where(invalid, 0, mask).astype(np.uint8))
         self.counts += confusion(pred, torch.from_numpy(target.copy()), num_classes)
         self.images += 1
 

@@ -32,8 +32,8 @@ from onnxruntime.transformers.float16 import convert_float_to_float16
 from onnxruntime.transformers.onnx_model import OnnxModel
 
 from segpipe.errors import ConfigError, ExportError
-from segpipe.export.graph.network import INPUT, Image
-from segpipe.runtime.engines import make_session
+from segpipe.export.graph.network import Image
+from segpipe.export.graph.onnx_format import open_session
 
 CONV = "Conv"
 Array = NDArray[Any]
@@ -251,14 +251,15 @@ def activation_ranges(
     watched = copy.deepcopy(model)
     del watched.graph.output[:]
     watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    session = make_session(watched.SerializeToString())
+    session = open_session(watched)
     collector = HistogramCollector(
         "percentile", False, _BINS, _BINS, _PERCENTILE, "same"
     )
     with contextlib.redirect_stdout(None):  # it prints
         for image in images:
-            found = session.run(None, {INPUT: image[None]})
-            values = dict(zip(names, found, strict=True))
+            values = dict(
+                zip(names, session.run(None, _feed(model, image)), strict=True)
+            )
             for name, value in values.items():
                 if not np.isfinite(value).all():
                     raise ExportError(
@@ -266,10 +267,10 @@ def activation_ranges(
                         "int8 out of export.precision."
                     )
             collector.collect(values)
-        ranges = collector.compute_collection_result()
+        found = collector.compute_collection_result()
     return {
         name: (min(float(low), 0.0), max(float(high), 0.0))
-        for name, (low, high, *_) in ranges.items()
+        for name, (low, high, *_) in found.items()
     }
 
 
@@ -346,6 +347,10 @@ def _quantized(
     result: onnx.ModelProto = quantizer.model.model
     del result.graph.value_info[:], result.metadata_props[:]
     return result
+
+
+def _feed(model: onnx.ModelProto, image: Image) -> dict[str, NDArray[Any]]:
+    return {model.graph.input[0].name: image[None]}
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
-"""What is exported, and its answer to one image: the network with its pre- and post-processing."""
+"""Inputs and outputs of an exported file: its profile, and the answer to one image."""
 
 from __future__ import annotations
 
 import copy
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,6 @@ Manifest = dict[str, Any]
 
 INPUT = "image"
 MASK, CONFIDENCE, LOGITS, NORMALISED = "mask", "confidence", "logits", "normalised"
-OUTPUTS = (MASK, CONFIDENCE)
 # Tensors inside the graph that the gates compare; a probe has them as outputs.
 PROBES = (LOGITS, NORMALISED)
 
@@ -31,16 +31,50 @@ PROBES = (LOGITS, NORMALISED)
 class Answer(NamedTuple):
     """Outputs for one image; None where the file has no such output.
 
-    mask (H, W) and confidence (h, w) uint8, logits float32 (C, H, W), normalised float32 (3, H, W).
+    mask (H, W) integers, confidence (h, w) uint8, logits float32 (C, H, W), normalised float32 (3, H, W).
     """
 
-    mask: NDArray[np.uint8]
-    confidence: NDArray[np.uint8]
+    mask: NDArray[Any]
+    confidence: NDArray[np.uint8] | None = None
     logits: NDArray[np.float32] | None = None
     normalised: NDArray[np.float32] | None = None
 
 
 Run = Callable[[Image], Answer]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Inputs and outputs of a file. `planar` inputs are float32 (1, 3, H, W) in 0..255, others uint8 (1, H, W, 3)."""
+
+    name: str
+    outputs: tuple[str, ...]
+    mask_dtype: torch.dtype = torch.uint8
+    planar: bool = False
+
+    @property
+    def probe_outputs(self) -> tuple[str, ...]:
+        """Outputs of the probe: those of the file, then the tensors that the gates compare."""
+        return (*self.outputs, *PROBES)
+
+    def example(self, size: Size) -> torch.Tensor:
+        """Input of zeros for one image."""
+        shape = (1, 3, *size) if self.planar else (1, *size, 3)
+        return torch.zeros(shape, dtype=torch.float32 if self.planar else torch.uint8)
+
+    def encode(self, image: Image) -> NDArray[Any]:
+        """Input batch of one image, in new memory."""
+        if self.planar:
+            return np.ascontiguousarray(image.transpose(2, 0, 1)[None], np.float32)
+        return image[None].copy()
+
+
+ROBOT = Profile("robot", (MASK, CONFIDENCE))
+PROFILES = {
+    "robot": ROBOT,
+    # TensorRT allows uint8 only at the inputs and outputs of a graph, and Isaac ROS passes planar floats.
+    "isaac": Profile("isaac", (MASK,), mask_dtype=torch.int32, planar=True),
+}
 
 
 def answer_of(names: Sequence[str], outputs: Sequence[NDArray[Any]]) -> Answer:
@@ -52,6 +86,30 @@ def answer_of(names: Sequence[str], outputs: Sequence[NDArray[Any]]) -> Answer:
     return Answer(**found)
 
 
+def torch_run(module: Any, profile: Profile) -> Run:
+    """A torch module with the inputs and outputs of `profile`, or of its probe."""
+
+    def run(image: Image) -> Answer:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            outputs = module(torch.from_numpy(profile.encode(image)))
+        is_shipped = len(outputs) == len(profile.outputs)
+        names = profile.outputs if is_shipped else profile.probe_outputs
+        return answer_of(names, [output.numpy() for output in outputs])
+
+    return run
+
+
+def io_problems(
+    kind: str, got: list[dict[str, Any]], expected: list[dict[str, Any]]
+) -> list[str]:
+    """G1 finding when name, dtype or shape of inputs or outputs differ from the manifest's."""
+    keys = ("name", "dtype", "shape")
+    needed = [{key: entry[key] for key in keys} for entry in expected]
+    if got == needed:
+        return []
+    return [f"{kind} = {got}, but the manifest has {needed}"]
+
+
 def manifest_text(manifest: Manifest) -> str:
     """The manifest as JSON text, the same in every file: equal content gives equal text."""
     return json.dumps(manifest, sort_keys=True, indent=1, allow_nan=False)
@@ -60,7 +118,8 @@ def manifest_text(manifest: Manifest) -> str:
 class DeployModel(nn.Module):
     """Camera image in, class ids and confidence out: preprocessing, network, upsampling and argmax in one graph.
 
-    `preprocess` is the training module itself, so the graph cannot normalise differently from training.
+    `preprocess` is the training module itself, so the graph cannot normalise differently from training. That module
+    takes bytes, so a planar profile applies its two buffers in the same two operations.
     """
 
     def __init__(
@@ -69,6 +128,7 @@ class DeployModel(nn.Module):
         preprocess: nn.Module,
         *,
         align_corners: bool,
+        profile: Profile = ROBOT,
         temperature: float = 1.0,
         mask_stride: int = 1,
     ) -> None:
@@ -76,30 +136,42 @@ class DeployModel(nn.Module):
         self.network = network
         self.preprocess = preprocess
         self.align_corners = align_corners
+        self.profile = profile
         self.temperature = temperature
         self.mask_stride = mask_stride
         self.is_probe = False
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
-        """Outputs of the file; a probe adds the tensors that the gates compare.
+        """Outputs of the profile; a probe adds the tensors that the gates compare.
 
-        Shapes: image uint8 (B, H, W, 3) -> mask uint8 (B, H, W), class ids, never 255; confidence uint8 (B, h, w) at
-        the output stride, 255 * largest probability of softmax(logits / temperature); logits float32 (B, C, H, W);
+        Shapes: image as the profile has it -> mask (B, H, W), class ids, never 255; confidence uint8 (B, h, w) at the
+        output stride, 255 * largest probability of softmax(logits / temperature); logits float32 (B, C, H, W);
         normalised float32 (B, 3, H, W). With a mask stride above 1, mask and logits are at the output stride, too.
         """
-        normalised = self.preprocess(image)
+        normalised = self._normalise(image)
         logits = self.network(normalised)
         full = logits
         if self.mask_stride == 1:
             height, width = normalised.shape[2:]
             full = bilinear(logits, (height, width), align_corners=self.align_corners)
-        scaled = logits if self.temperature == 1.0 else logits / self.temperature
-        highest = scaled.softmax(1).amax(1)
-        outputs = (
-            full.argmax(1).to(torch.uint8),
-            highest.mul(255.0).round().to(torch.uint8),
-        )
-        return (*outputs, full, normalised) if self.is_probe else outputs
+        tensors = {
+            LOGITS: full,
+            NORMALISED: normalised,
+            MASK: full.argmax(1).to(self.profile.mask_dtype),
+        }
+        if CONFIDENCE in self.profile.outputs:
+            scaled = logits if self.temperature == 1.0 else logits / self.temperature
+            highest = scaled.softmax(1).amax(1)
+            tensors[CONFIDENCE] = highest.mul(255.0).round().to(torch.uint8)
+        names = self.profile.probe_outputs if self.is_probe else self.profile.outputs
+        return tuple(tensors[name] for name in names)
+
+    def _normalise(self, image: Tensor) -> Tensor:
+        if self.profile.planar:
+            scale, bias = map(self.preprocess.get_buffer, ("scale", "bias"))
+            return image * scale + bias
+        packed: Tensor = self.preprocess(image)
+        return packed
 
     def probe(self) -> DeployModel:
         """Same modules and weights, with `logits` and `normalised` as further outputs."""
@@ -107,10 +179,17 @@ class DeployModel(nn.Module):
         variant.is_probe = True
         return variant
 
+    def as_robot(self) -> DeployModel:
+        """Same modules and weights in the profile `robot`."""
+        variant = copy.copy(self)
+        variant.profile = ROBOT
+        return variant
+
 
 def deploy_model(
     trained: TrainedNetwork,
     *,
+    profile: Profile = ROBOT,
     temperature: float = 1.0,
     mask_stride: int = 1,
 ) -> DeployModel:
@@ -129,6 +208,7 @@ def deploy_model(
         network,
         preprocess,
         align_corners=network.align_corners,
+        profile=profile,
         temperature=temperature,
         mask_stride=mask_stride,
     )
@@ -137,12 +217,4 @@ def deploy_model(
 
 def run_eager(model: DeployModel) -> Run:
     """The reference: eager fp32 with all tensors that the gates compare. Call it inside `one_thread`."""
-    probe = model.probe()
-
-    def run(image: Image) -> Answer:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            outputs = probe(torch.from_numpy(image[None].copy()))
-        names = (*OUTPUTS, *PROBES)
-        return answer_of(names, [output.numpy() for output in outputs])
-
-    return run
+    return torch_run(model.probe(), model.profile)

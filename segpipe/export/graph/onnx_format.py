@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import re
-import warnings
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx
 import torch
 
-from segpipe.errors import ExportError
 from segpipe.export.graph.network import (
     INPUT,
-    OUTPUTS,
     PROBES,
+    ROBOT,
     Answer,
     Image,
     Manifest,
+    Profile,
     Run,
     Size,
     answer_of,
+    io_problems,
     manifest_text,
 )
 from segpipe.runtime.artifact import MANIFEST_KEY
-from segpipe.runtime.engines import BF16, ENGINES, make_session
+from segpipe.runtime.engines import ENGINES, make_session
 
 if TYPE_CHECKING:
     from segpipe.export.graph.network import DeployModel
@@ -34,63 +33,35 @@ if TYPE_CHECKING:
 OPSET = 18
 IR_VERSION = 8  # the lowest that opset 18 needs; torch writes 10, which onnxruntime reads from 1.18 on
 OLDEST_ONNXRUNTIME = "1.15"  # that repeats golden frames in all precisions (docs/robots.md); 1.14 crashes on fp16
-_NUMPY_NAMES = {"tensor(uint8)": "uint8", "tensor(float)": "float32"}
-
-
-def file_name(precision: str) -> str:
-    """Name of the file, such as model.int8.onnx."""
-    return "model.onnx" if precision == "fp32" else f"model.{precision}.onnx"
+_NUMPY_NAMES = {
+    "tensor(uint8)": "uint8",
+    "tensor(float)": "float32",
+    "tensor(int32)": "int32",
+}
 
 
 def to_onnx(
     model: DeployModel, size: Size, manifest: Manifest, shipped: Path, probe: Path
 ) -> None:
-    """Writes the shipped file, with weights and manifest inside, and its probe.
-
-    Raises ExportError when torch cannot convert the network.
-    """
-    with warnings.catch_warnings():
-        for category in (FutureWarning, DeprecationWarning):
-            warnings.filterwarnings(
-                "ignore",
-                category=category,
-                module=r"(torch|onnxscript|onnx_ir|copyreg)\b",
-            )
-        try:
-            write_onnx(model, size, manifest, shipped, probe)
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno:
-                raise  # the disk's fault, not the network's
-            # torch colors its text, which would also go into failure.json.
-            text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-            raise ExportError(
-                f"torch {torch.__version__} could not convert the network to ONNX ({type(error).__name__}: {text}). "
-                "Change the named operation, or set export.enabled=false."
-            ) from error
-
-
-def write_onnx(
-    model: DeployModel, size: Size, manifest: Manifest, shipped: Path, probe: Path
-) -> None:
-    """As `to_onnx`, with torch's warnings and errors as they come."""
+    """Writes the shipped file, with weights and manifest inside, and its probe."""
     # One conversion for both: the shipped graph is the probe's without the additional outputs, node for node.
     with contextlib.redirect_stdout(None):
         torch.onnx.export(
             model.probe(),
-            (torch.zeros((1, *size, 3), dtype=torch.uint8),),
+            (model.profile.example(size),),
             probe,
             dynamo=True,
             external_data=False,
             opset_version=OPSET,
             input_names=[INPUT],
-            output_names=[*OUTPUTS, *PROBES],
+            output_names=list(model.profile.probe_outputs),
             verbose=False,
         )
     graph_file = onnx.load(probe)
     graph_file.ir_version = IR_VERSION
     _drop_debug_info(graph_file)
     onnx.helper.set_model_props(graph_file, {MANIFEST_KEY: manifest_text(manifest)})
-    del graph_file.graph.output[len(OUTPUTS) :]
+    _keep_outputs(graph_file.graph, model.profile.outputs)
     onnx.save(graph_file, shipped)
     write_probe(shipped, probe)
 
@@ -113,68 +84,35 @@ def write_probe(shipped: Path, probe: Path) -> None:
     onnx.save(model, probe)
 
 
-def open_onnx(path: Path, *, optimise: bool = True) -> Run:
-    """An ONNX file in onnxruntime on one CPU thread. Without `optimise` it runs node by node as written.
+def open_session(model: Path | onnx.ModelProto, *, optimise: bool = True) -> Any:
+    """onnxruntime.InferenceSession on one CPU thread. Without `optimise` it runs node by node as written.
 
     Raises what onnxruntime raises.
     """
-    session = make_session(str(path), optimize=optimise)
+    return make_session(
+        str(model) if isinstance(model, Path) else model.SerializeToString(),
+        optimize=optimise,
+    )
+
+
+def open_onnx(path: Path, profile: Profile = ROBOT, *, optimise: bool = True) -> Run:
+    """An ONNX file in onnxruntime on one CPU thread."""
+    session = open_session(path, optimise=optimise)
     names = [output.name for output in session.get_outputs()]
 
     def run(image: Image) -> Answer:
-        return answer_of(names, session.run(None, {INPUT: image[None]}))
+        return answer_of(names, session.run(None, {INPUT: profile.encode(image)}))
 
     return run
 
 
-def _open_in_engine(path: Path, engine: str) -> Run:
+def open_in_engine(path: Path, profile: Profile, engine: str) -> Run:
     """An ONNX file in another engine of the runtime, on one CPU thread. Raises EngineError when it is not here."""
     graph = onnx.load(path, load_external_data=False).graph
     names = [output.name for output in graph.output]
     loaded = ENGINES[engine](path.read_bytes(), threads=1, providers=None)
     run, _ = loaded.prepare(names)
-    return lambda image: answer_of(names, run(image[None]))
-
-
-@dataclass(frozen=True)
-class ModelFile:
-    """A file to check: the shipped file, its probe, and the manifest that it must contain.
-
-    A probe is the same graph with `logits` and `normalised` as further outputs; the gates compare it, it is not
-    shipped. engine: what runs the file in place of onnxruntime; "" for onnxruntime.
-    """
-
-    precision: str
-    path: Path
-    probe: Path
-    manifest: Manifest
-    engine: str = ""
-
-    @property
-    def name(self) -> str:
-        """Name of the file, with its engine."""
-        return f"{self.path.name} ({self.engine})" if self.engine else self.path.name
-
-    @property
-    def arithmetic(self) -> str:
-        """What its answers are as exact as: a key of LIMITS."""
-        in_bf16 = self.engine == BF16 and self.precision != "int8"
-        return "bf16" if in_bf16 else self.precision
-
-    def open(self, path: Path) -> Run:
-        """The shipped file or its probe, ready to run."""
-        if self.engine:
-            return _open_in_engine(path, self.engine)
-        # onnxruntime 1.31 moves quantisation across a transpose, and `normalised` is then off by 0.05.
-        moves = path == self.probe and self.precision == "int8"
-        return open_onnx(path, optimise=not moves)
-
-    def problems(self) -> list[str]:
-        """G1 findings; empty when the file is whole and what its manifest says."""
-        try:
-            return problems_of_onnx(self.path, self.manifest)
-        except Exception as error:  # checkers and loaders raise many types; an unreadable file is refused
-            return [f"{type(error).__name__}: {error}"]
+    return lambda image: answer_of(names, run(profile.encode(image)))
 
 
 def problems_of_onnx(path: Path, manifest: Manifest) -> list[str]:
@@ -199,20 +137,25 @@ def problems_of_onnx(path: Path, manifest: Manifest) -> list[str]:
         found.append("metadata_props do not hold the manifest")
     if found:
         return found
-    session = make_session(str(path))
+    session = open_session(path)
     declared = {"inputs": session.get_inputs(), "outputs": session.get_outputs()}
     for kind, entries in declared.items():
         got = [
-            (entry.name, _NUMPY_NAMES.get(entry.type, entry.type), entry.shape)
+            {
+                "name": entry.name,
+                "dtype": _NUMPY_NAMES.get(entry.type, entry.type),
+                "shape": entry.shape,
+            }
             for entry in entries
         ]
-        needed = [
-            (entry["name"], entry["dtype"], entry["shape"])
-            for entry in manifest["io"][kind]
-        ]
-        if got != needed:
-            found.append(f"{kind} = {got}, but the manifest has {needed}")
+        found += io_problems(kind, got, manifest["io"][kind])
     return found
+
+
+def _keep_outputs(graph: onnx.GraphProto, names: Collection[str]) -> None:
+    kept = [output for output in graph.output if output.name in names]
+    del graph.output[:]
+    graph.output.extend(kept)
 
 
 def _drop_debug_info(model: onnx.ModelProto) -> None:

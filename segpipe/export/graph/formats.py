@@ -1,0 +1,254 @@
+"""Table of file formats, and TorchScript: how each is converted, opened and checked."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from segpipe.errors import ExportError
+from segpipe.export.graph.network import (
+    Manifest,
+    Profile,
+    Run,
+    Size,
+    io_problems,
+    manifest_text,
+    torch_run,
+)
+from segpipe.export.graph.onnx_format import (
+    open_in_engine,
+    open_onnx,
+    problems_of_onnx,
+    to_onnx,
+)
+from segpipe.runtime.engines import BF16
+
+if TYPE_CHECKING:
+    from segpipe.export.graph.network import DeployModel
+
+MANIFEST_FILE = "manifest.json"  # extra file inside
+jit: Any = torch.jit  # has no annotations
+_C: Any = torch._C
+
+_MANGLED = re.compile(rb"___torch_mangle_\d+")
+_DEBUG = ".debug_pkl"  # source lines by file name, which the loader does not need
+_EXAMPLE = "traced_inputs"
+_REWRITTEN = ("version", ".data/version", ".data/serialization_id")
+
+
+def to_torchscript(
+    model: DeployModel, size: Size, manifest: Manifest, shipped: Path, probe: Path
+) -> None:
+    """Writes shipped file and probe, with the manifest as extra file.
+
+    Not frozen: freezing folds BatchNorm, and the stored weights would no longer be the trained ones.
+    """
+    extra = {MANIFEST_FILE: manifest_text(manifest)}
+    example = model.profile.example(size)
+    # Every traced convolution records these switches, and obeys them on a GPU ever after.
+    switches = torch.backends.cudnn.flags(
+        enabled=True, benchmark=False, deterministic=True, allow_tf32=False
+    )
+    with quiet_torchscript(), torch.no_grad(), switches:
+        # torch numbers repeated class names per process. Tracing the probe first uses up the plain names, so the
+        # shipped file gets the same numbers whatever was traced before.
+        for variant, path in ((model.probe(), probe), (model, shipped)):
+            # check_trace would run the example again; the gates run real images.
+            traced = jit.trace(variant, (example,), check_trace=False)
+            write_archive(traced, path, extra)
+
+
+def write_archive(module: Any, path: Path, extra: Mapping[str, str]) -> None:
+    """Writes a ScriptModule as `torch.jit.save` does, but with the same bytes every time and no paths.
+
+    Leaves out debug records, which hold source paths, and the example of the trace. Repeated class names carry a
+    number that torch counts over the whole process; here they count from 0 in the order of the records.
+    """
+    content = module.save_to_buffer(_extra_files=dict(extra))
+    reader = _C.PyTorchFileReader(io.BytesIO(content))
+    numbers: dict[bytes, bytes] = {}
+
+    def renumber(text: bytes) -> bytes:
+        return _MANGLED.sub(
+            lambda found: numbers.setdefault(
+                found[0], b"___torch_mangle_%d" % len(numbers)
+            ),
+            text,
+        )
+
+    names = reader.get_all_records()
+    version = ".data/version" if ".data/version" in names else "version"
+    writer = _C.PyTorchFileWriter(str(path))
+    writer.set_min_version(int(reader.get_record(version)))
+    for name in names:
+        if name.endswith(_DEBUG) or name.startswith(_EXAMPLE) or name in _REWRITTEN:
+            continue
+        record = reader.get_record(name)
+        # Class names occur in code and in pickles of modules, as lines whose length may change.
+        if name.startswith("code/") or name in ("data.pkl", "constants.pkl"):
+            record = renumber(record)
+        writer.write_record(renumber(name.encode()).decode(), record, len(record))
+    writer.write_end_of_file()
+
+
+def _loaded(path: Path) -> tuple[Any, str]:
+    """The module of a TorchScript file on the CPU, and the manifest inside. Raises what torch.jit raises."""
+    files: dict[str, Any] = {MANIFEST_FILE: ""}
+    with quiet_torchscript():
+        module = jit.load(str(path), map_location="cpu", _extra_files=files)
+    text = files[MANIFEST_FILE]
+    return module, text.decode() if isinstance(text, bytes) else text
+
+
+def open_torchscript(path: Path, profile: Profile) -> Run:
+    """Answers of a TorchScript file. Call it inside `one_thread`."""
+    module, _ = _loaded(path)
+    return torch_run(module, profile)
+
+
+def problems_of_torchscript(path: Path, manifest: Manifest) -> list[str]:
+    """G1 findings; empty when the loaded file and the manifest agree."""
+    module, inside = _loaded(path)
+    found = []
+    if inside != manifest_text(manifest):
+        found.append(f"{MANIFEST_FILE} inside the file differs from the manifest")
+    (image,) = manifest["io"]["inputs"]
+    needed = manifest["io"]["outputs"]
+    zeros = torch.zeros(image["shape"], dtype=getattr(torch, image["dtype"]))
+    with torch.no_grad():
+        outputs = module(zeros)
+    got = [
+        {
+            "name": entry["name"],
+            "dtype": str(output.dtype).removeprefix("torch."),
+            "shape": list(output.shape),
+        }
+        for entry, output in zip(needed, outputs, strict=False)
+    ]
+    if len(outputs) != len(needed):
+        return [*found, f"{len(outputs)} outputs, but the manifest has {len(needed)}"]
+    return found + io_problems("outputs", got, needed)
+
+
+@contextlib.contextmanager
+def quiet_torchscript() -> Iterator[None]:
+    """Hides torch.jit's deprecation warnings: docs/export.md tells the reader, and the user cannot act on them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is", FutureWarning)
+        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is", DeprecationWarning)
+        # Sizes become constants of the trace. That is intended: a trace never has a free height or width.
+        warnings.filterwarnings("ignore", category=jit.TracerWarning)
+        yield
+
+
+@dataclass(frozen=True)
+class Format:
+    """A file format. `convert` writes the shipped file and its probe, `open` runs either, `problems` is G1.
+
+    A probe is the same graph with `logits` and `normalised` as further outputs; the gates compare it, it is not
+    shipped.
+    """
+
+    name: str
+    stem: str
+    suffix: str
+    convert: Callable[[DeployModel, Size, Manifest, Path, Path], None]
+    open: Callable[[Path, Profile], Run]
+    problems: Callable[[Path, Manifest], list[str]]
+
+    def file_name(self, precision: str = "fp32") -> str:
+        """Name of the file, such as model.int8.onnx."""
+        marked = "" if precision == "fp32" else f".{precision}"
+        return f"{self.stem}{marked}{self.suffix}"
+
+    def write(
+        self,
+        model: DeployModel,
+        size: Size,
+        manifest: Manifest,
+        shipped: Path,
+        probe: Path,
+    ) -> None:
+        """Converts `model` for images of `size`. Raises ExportError when torch cannot convert the network."""
+        with warnings.catch_warnings():
+            for category in (FutureWarning, DeprecationWarning):
+                warnings.filterwarnings(
+                    "ignore",
+                    category=category,
+                    module=r"(torch|onnxscript|onnx_ir|copyreg)\b",
+                )
+            try:
+                self.convert(model, size, manifest, shipped, probe)
+            except Exception as error:
+                if isinstance(error, OSError) and error.errno:
+                    raise  # the disk's fault, not the network's
+                # torch colors its text, which would also go into failure.json.
+                text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+                raise ExportError(
+                    f"export.formats = {self.name}: torch {torch.__version__} could not convert the network "
+                    f"({type(error).__name__}: {text}). Leave {self.name} out of export.formats, or change the named "
+                    "operation."
+                ) from error
+
+
+FORMATS: dict[str, Format] = {
+    "onnx": Format("onnx", "model", ".onnx", to_onnx, open_onnx, problems_of_onnx),
+    "torchscript": Format(
+        "torchscript",
+        "model.torchscript",
+        ".pt",
+        to_torchscript,
+        open_torchscript,
+        problems_of_torchscript,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A file to check: the shipped file, its probe, and the manifest that it must contain.
+
+    engine: what runs an ONNX file in place of onnxruntime; "" for the format's own.
+    """
+
+    format: str
+    precision: str
+    path: Path
+    probe: Path
+    manifest: Manifest
+    engine: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the file, with its engine."""
+        return f"{self.path.name} ({self.engine})" if self.engine else self.path.name
+
+    @property
+    def arithmetic(self) -> str:
+        """What its answers are as exact as: a key of LIMITS."""
+        in_bf16 = self.engine == BF16 and self.precision != "int8"
+        return "bf16" if in_bf16 else self.precision
+
+    def open(self, path: Path, profile: Profile) -> Run:
+        """The shipped file or its probe, ready to run."""
+        if self.engine:
+            return open_in_engine(path, profile, self.engine)
+        if path == self.probe and self.precision == "int8":
+            # onnxruntime 1.31 moves quantisation across a transpose, and `normalised` is then off by 0.05.
+            return open_onnx(path, profile, optimise=False)
+        return FORMATS[self.format].open(path, profile)
+
+    def problems(self) -> list[str]:
+        """G1 findings; empty when the file is whole and what its manifest says."""
+        try:
+            return FORMATS[self.format].problems(self.path, self.manifest)
+        except Exception as error:  # checkers and loaders raise many types; an unreadable file is refused
+            return [f"{type(error).__name__}: {error}"]
