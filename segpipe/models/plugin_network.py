@@ -67,7 +67,7 @@ class PluginNetwork(SegmentationNet):
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         """Logits per head: "main" and, with `aux`, all others. Raises ConfigError for outputs that do not fit."""
-        traced = torch.compiler.is_compiling()
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         checked = self.training and not traced
         before = _buffers(self.net) if checked else {}
         heads = named_heads(self.net(image), self.name)

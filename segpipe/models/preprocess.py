@@ -68,7 +68,10 @@ class Preprocess(nn.Module):
                 f"image is {image.dtype}, but uint8 (B, H, W, 3) in RGB order was needed."
             )
 
-        if image.shape[-1] != 3:
+        tracing = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        if (
+            not tracing and image.shape[-1] != 3
+        ):  # under tracing the comparison would only warn
             raise ValueError(
                 f"image has shape {tuple(image.shape)}, but (B, H, W, 3) was needed."
             )

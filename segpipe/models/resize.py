@@ -6,7 +6,7 @@ are linear and separable, so they equal two products with small constant matrice
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -58,7 +58,9 @@ def bicubic(x: Tensor, size: tuple[int, int]) -> Tensor:
 def _needs_own_way(x: Tensor) -> bool:
     """Whether torch's own resize would not repeat its bits, or slowly, and no exported graph is being made."""
     on_cuda = x.is_cuda and torch.are_deterministic_algorithms_enabled()
-    exporting = torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()
+    exporting = (
+        _tracing() or torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()
+    )
     return (on_cuda or _as_on_cuda) and not exporting
 
 
@@ -254,8 +256,9 @@ def _separable(x: Tensor, size: tuple[int, int], kind: str, stride: int = 1) -> 
             return _separable(x, size, kind, stride)
 
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    rows = _matrix(kind, x.shape[-2], size[0], stride, wide)
-    columns = _matrix(kind, x.shape[-1], size[1], stride, wide)
+    with _static_shapes():
+        rows = _matrix(kind, x.shape[-2], size[0], stride, wide)
+        columns = _matrix(kind, x.shape[-1], size[1], stride, wide)
 
     out = torch.matmul(rows, torch.matmul(wide, columns.t()))
 
@@ -265,7 +268,8 @@ def _separable(x: Tensor, size: tuple[int, int], kind: str, stride: int = 1) -> 
 def _matrix(kind: str, num_in: int, num_out: int, stride: int, like: Tensor) -> Tensor:
     """Weights of one axis, (num_out / stride, num_in), with dtype and device of `like`; cached per process."""
     given = (kind, int(num_in), num_out, stride, like.device, like.dtype)
-    if type(like) is not Tensor:  # torch.export's fake ones must not outlive it
+    # torch.export's fake tensors must not outlive their trace; torch.jit.trace compares two traces, so both build it.
+    if type(like) is not Tensor or _tracing():
         return _built(*given)
 
     return _kept(*given)
@@ -306,3 +310,15 @@ WEIGHTS: dict[str, Callable[..., NDArray[Any]]] = {
     "bilinear_corners": partial(bilinear_weights, align_corners=True),
     "bicubic": bicubic_weights,
 }
+
+
+def _static_shapes() -> AbstractContextManager[object]:
+    """Silences torch.jit.trace's warning that shapes become constants: a traced file serves one size by contract."""
+    if not _tracing():
+        return nullcontext()
+    category: type[Warning] = torch.jit.TracerWarning  # type: ignore[attr-defined]
+    return warnings.catch_warnings(action="ignore", category=category)
+
+
+def _tracing() -> bool:
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]

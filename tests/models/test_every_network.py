@@ -200,6 +200,19 @@ def test_one_image_is_learned(name: str, fresh: Callable[[], SegmentationNet]) -
     assert losses[-1] <= 0.6 * losses[0], losses
 
 
+@every_architecture
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@torch.no_grad()
+def test_a_traced_network_computes_the_same(
+    name: str, fresh: Callable[[], SegmentationNet]
+) -> None:
+    net = fresh().eval()
+    traced = torch.jit.trace(net, image(batch=1), check_trace=False)
+    other = image(batch=1).flip(3)
+    torch.testing.assert_close(traced(other), net(other), rtol=0, atol=1e-5)
+
+
 @every_network
 def test_no_two_tensors_have_one_published_name(
     name: str, fresh: Callable[[], SegmentationNet]

@@ -69,6 +69,15 @@ def test_other_statistics(every_value):
     )
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.trace:FutureWarning",
+    "ignore:.torch.jit.trace:DeprecationWarning",
+)
+def test_traced_for_one_size_it_serves_another(every_value):
+    traced = torch.jit.trace(Preprocess(), every_value[:, :8, :8])
+    assert torch.equal(traced(every_value), Preprocess()(every_value))
+
+
 def test_the_state_travels_with_the_module():
     odd = Preprocess(mean=[0.1, 0.2, 0.3], std=[0.4, 0.5, 0.6])
     fresh = Preprocess()

@@ -149,6 +149,13 @@ def test_pooling_survives_export_and_leaves_no_fake_tensor_behind(
     assert not resize._MATRICES
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning")
+def test_pooling_survives_tracing() -> None:
+    x = torch.randn(1, 2, 7, 10)
+    traced = torch.jit.trace(Pool(), x)
+    assert torch.equal(traced(x), resize.adaptive_avg_pool(x, 3))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fast_scnn", "pidnet_s", "lraspp"])
 def test_a_compiled_network_is_one_graph(name: str) -> None:
