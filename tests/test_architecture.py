@@ -347,9 +347,9 @@ def test_code_is_not_packed() -> None:
     assert density("x = [\n    1,  # why\n]\n") == (6, 3)
     found = [density(path.read_text()) for path in SOURCES]
     tokens, lines = (sum(column) for column in zip(*found, strict=True))
-    assert tokens / lines <= 6.2
-    assert tokens <= 235_000
-    assert sum(count > 6 * length for count, length in found) <= 90
+    assert tokens / lines <= 6.1
+    assert tokens <= 219_000
+    assert sum(count > 6 * length for count, length in found) <= 75
 
 
 def test_code_lines_counts_code() -> None:
