@@ -71,12 +71,16 @@ def _print(report: ExportReport, what: str, warnings: Sequence[str]) -> None:
     print(report.line(what))
 
 
-def verify(given: dict[str, Any]) -> ExportReport:
-    """Report of all gates. Raises the error of the first that fails."""
+def verify(given: dict[str, Any], *, engines: Sequence[str] = ()) -> ExportReport:
+    """Report of all gates. Raises the error of the first that fails.
+
+    engines: besides those of `export.engines`, names that the caller put into `segpipe.runtime.engines.ENGINES`.
+    """
     run, which, folder = Path(given["run"]), given["which"], Path(given["artifact"])
     with every_tensor_used(NOT_VERIFIED):
         trained = load_network(run, which)
     config = with_settings(trained.config, given)
+    config.export.engines = [*config.export.engines, *engines]
     manifest = read_manifest(folder)
     samples = validation_samples(config, trained.classes)
     changed = ""
