@@ -114,6 +114,17 @@ def watch_place(enter: Enter) -> None:
     _wrap(enter, gradients.BatchLoss, "__call__", around)
 
 
+def scale_low(enter: Enter) -> None:
+    """Start with a loss scale at which no update overflows, or a fault would be put into one that is left out."""
+
+    def around(build: Any, *given: Any) -> TrainState:
+        state: TrainState = build(*given)
+        state.scaler._init_scale = 256.0
+        return state
+
+    _wrap(enter, opening, "build_state", around)
+
+
 def sample_bit(name: str) -> Callable[[Enter, int], None]:
     """A pixel's lowest bit, or another class for a pixel, between loader and training."""
 
@@ -371,6 +382,7 @@ def planted_run(folder: Path, name: str, group: processes.Group) -> str:
     group.barrier()
     with ExitStack() as stack:
         watch_place(stack.enter_context)
+        scale_low(stack.enter_context)
         if name:
             PLANTS[name].put(stack.enter_context, group.rank)
         try:
