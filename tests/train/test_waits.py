@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import segpipe
 from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
 from segpipe.distributed.group import Group
@@ -36,7 +35,6 @@ from segpipe.train.step import TrainStep, train_step
 ROOT = Path(__file__).resolve().parents[2]
 GPU = torch.device("cuda", 0)
 LOSSES = ("ohem", "cross_entropy")
-PACKAGE = str(Path(segpipe.__file__).parent)
 READ = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal")
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or find_spec("triton") is None,
@@ -67,7 +65,12 @@ class Waits(TorchDispatchMode):
         if copies or (name in READ and "cuda" in kinds):
             stack = reversed(traceback.extract_stack()[:-1])
             lines = (f"{frame.filename}:{frame.lineno}" for frame in stack)
-            ours = (line for line in lines if line.startswith((PACKAGE, __file__)))
+            ours = (
+                line
+                for line in lines
+                if ("/segpipe/" in line and "site-packages" not in line)
+                or line.startswith(__file__)
+            )
             self.found.append(f"{name} at {next(ours)}")
         return out
 
