@@ -1,9 +1,10 @@
-"""Disks that hesitate are tried again, within limits; what is appended is whole or not there."""
+"""Disks that hesitate are tried again, within limits: what is read from them is hashed, what is appended is whole."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import sys
 import time
@@ -13,38 +14,10 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-PASSING = (
-    errno.EIO,
-    errno.ESTALE,
-    errno.EAGAIN,
-    errno.ETIMEDOUT,
-)  # Python itself tries EINTR again
-PAUSES_S = (
-    0.1,
-    0.4,
-    1.5,
-    4.0,
-    10.0,
-)  # a file server that restarts answers again within seconds
-CONTINUE = "or choose another run.root, then continue with run.exists=resume."
-FULL = f"Free some space, {CONTINUE}"
-READ_ONLY = f"Its file system is read-only, as after a fault of a disk: see dmesg and mount it writable, {CONTINUE}"
-FAULTY = f"It was tried {len(PAUSES_S) + 1} times: see dmesg, check the disk or the file server, {CONTINUE}"
-TOO_LARGE = f"This process may not write a file of this size: raise the limit (ulimit -f), {CONTINUE}"
-FOLDER = f"A folder is in its place: move it away, {CONTINUE}"
-ADVICE = {
-    errno.EROFS: READ_ONLY,
-    errno.EFBIG: TOO_LARGE,
-    errno.EISDIR: FOLDER,
-    **dict.fromkeys(PASSING, FAULTY),
-}
-DISK_ERRORS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EFBIG,
-    *PASSING,
-)  # wherever they come from
+# Errors that may pass; Python itself tries EINTR again.
+PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT)
+# A file server that restarts answers again within seconds.
+PAUSES_S = (0.1, 0.4, 1.5, 4.0, 10.0)
 
 
 def patiently(path: Path | str, work: Callable[[], T]) -> T:
@@ -59,11 +32,8 @@ def patiently(path: Path | str, work: Callable[[], T]) -> T:
             if error.errno not in PASSING:
                 raise
             if not number:
-                print(
-                    f"{path}: {error.strerror}. Trying again for {sum(PAUSES_S):.0f} s.",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                again = f"Trying again for {sum(PAUSES_S):.0f} s."
+                print(f"{path}: {error.strerror}. {again}", file=sys.stderr, flush=True)
         time.sleep(pause)
     return work()
 
@@ -73,10 +43,8 @@ def append(path: Path, descriptor: int, content: bytes) -> None:
     before = os.lseek(descriptor, 0, os.SEEK_END)
 
     def attempt() -> None:
-        if os.lseek(descriptor, 0, os.SEEK_END) != before:
-            os.ftruncate(
-                descriptor, before
-            )  # a part of it would spoil all that follows
+        # A part of it would spoil all that follows.
+        os.ftruncate(descriptor, before)
         left = memoryview(content)
         while left:
             left = left[os.write(descriptor, left) :]
@@ -87,3 +55,13 @@ def append(path: Path, descriptor: int, content: bytes) -> None:
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, before)
         raise
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, as hex digits. Raises OSError."""
+
+    def digest() -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    return patiently(path, digest)

@@ -1,8 +1,9 @@
-"""Files on disk: hashed, and written so that they are whole or not there."""
+"""Files on disk, written so that they are whole or not there."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -13,21 +14,22 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from segpipe.disk import ADVICE, FULL, patiently
+from segpipe.disk import PASSING, PAUSES_S, patiently
 from segpipe.errors import CheckpointError
 from segpipe.processes import process_start, this_host
 
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout, if it is one
-
-
-def sha256(path: Path) -> str:
-    """SHA-256 of a file, as hex digits. Raises OSError."""
-
-    def digest() -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    return patiently(path, digest)
+FULL = "Free some space"
+FAULTY = f"It was tried {len(PAUSES_S) + 1} times: see dmesg, check the disk or the file server"
+# What to do about an error of a disk, wherever it comes from.
+ADVICE = {
+    errno.ENOSPC: FULL,
+    errno.EDQUOT: FULL,
+    errno.EROFS: "Its file system is read-only, as after a fault of a disk: see dmesg and mount it writable",
+    errno.EFBIG: "This process may not write a file of this size: raise the limit (ulimit -f)",
+    **dict.fromkeys(PASSING, FAULTY),
+}
+FOLDER = "A folder is in its place: move it away"
 
 
 def sha256_of(content: bytes | memoryview) -> str:
@@ -64,9 +66,12 @@ def files_below(folder: Path | str) -> list[str]:
 
 def not_written(path: Path, error: OSError, kept: str = "") -> CheckpointError:
     """The error for a file that the disk rejects, with what to do; `kept` is what is still there."""
-    advice = ADVICE.get(error.errno or 0, FULL)
+    advice = (
+        FOLDER if error.errno == errno.EISDIR else ADVICE.get(error.errno or 0, FULL)
+    )
     return CheckpointError(
-        f"{path} could not be written: {error.strerror or error}{kept and f'; {kept}'}. {advice}"
+        f"{path} could not be written: {error.strerror or error}{kept and f'; {kept}'}. {advice}, or choose another "
+        f"run.root, then continue with run.exists=resume."
     )
 
 

@@ -18,9 +18,9 @@ import torch
 from ledgers import header
 from segpipe import disk, native
 from segpipe.data.readers import read_header, read_image
-from segpipe.disk import PAUSES_S, append
+from segpipe.disk import PAUSES_S, append, sha256
 from segpipe.errors import CheckpointError, DataError, SegpipeError
-from segpipe.files import put, sha256, write_atomically
+from segpipe.files import put, write_atomically
 from segpipe.ledger.rows import LedgerWriter, read_file
 from segpipe.run.tracking import Tracker, read_metrics
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from segpipe.data.mix import absent_root
 from segpipe.data.samples import open_splits
 from segpipe.determinism.flags import mapping_differences
+from segpipe.disk import sha256
 from segpipe.errors import CheckpointError, ConfigError, SegpipeError, listed
-from segpipe.files import read_json, sha256
+from segpipe.files import read_json
 from segpipe.ledger import inputs
 from segpipe.ledger.reader import RunLedger, changes, read_inputs, read_run
 from segpipe.ledger.rows import INPUTS

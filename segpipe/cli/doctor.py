@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.data.catalog import PUBLISHED, ClassTable, published, table_path
+from segpipe.data.catalog import PUBLISHED, published, table_path
 from segpipe.data.data_set import DataSet
-from segpipe.data.pack import Sample
 from segpipe.data.pairs import no_split, scan, scan_undivided, split_lists
 from segpipe.data.samples import (
     class_pixels,
@@ -27,9 +26,8 @@ from segpipe.datasets.division import shared_sequences
 from segpipe.datasets.problems import Census, missing_labels, problems, take
 from segpipe.datasets.proposal import propose
 from segpipe.errors import DataError, SegpipeError, listed
-from segpipe.predict.outputs import blend
 from segpipe.run.console import CONSOLE, print_problems, progress, share_table
-from segpipe.run.pages import shrink, write_page
+from segpipe.run.pages import overlay, write_page
 from segpipe.run.preflight import check_crop, check_workers, checks, refusals
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, check
@@ -55,20 +53,21 @@ def main(given: dict[str, Any]) -> int:
         return 0
     check(config, world_size=1)
     splits = list(dict.fromkeys(["train", data.split]))
-    is_new = _lacks_table(data)
+    own = data.name == "folder" and not data.classes and Path(data.root).is_dir()
+    is_new = own and not table_path(data).exists()
     if is_new and not _offer_table(data, splits, write=given["write"]):
         return DataError.exit_code
+    warnings: list[str] = []
     if todo := _not_divided(data, splits):
-        unpaired = scan_undivided(data)[1]  # `segpipe split` refuses these
-        print_problems(unpaired, given["lines"])
+        found = scan_undivided(data).faults  # `segpipe split` refuses these
+        print_problems(found, given["lines"])
         CONSOLE.print(todo)
-        _write_page(config, splits, [*unpaired, todo], [], given["out"])
-        return 0 if is_new and not unpaired else DataError.exit_code
-    grouped = bool(given["lines"])
+        _write_page(config, splits, [*found, todo], warnings, given["out"])
+        return 0 if is_new and not found else DataError.exit_code
     with progress("checking files") as show:
+        grouped = bool(given["lines"])
         found = list(problems(data, splits, progress=show, grouped=grouped))
     opened: dict[str, DataSet] = {}
-    warnings: list[str] = []
     if not found:
         both = open_splits(config)
         found = refusals(checks(config, both))
@@ -84,11 +83,6 @@ def main(given: dict[str, Any]) -> int:
     for warning in warnings:
         CONSOLE.print(f"Warning: {warning}")
     return 0
-
-
-def _lacks_table(data: DataConfig) -> bool:
-    own = data.name == "folder" and not data.classes and Path(data.root).is_dir()
-    return own and not table_path(data).exists()
 
 
 def _offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
@@ -178,17 +172,13 @@ def _write_page(
     write_page(
         "doctor.html.j2",
         Path(out),
-        name=Path(data.root).resolve().name if data.root else data.name,
-        about=[
-            f"data {data.name}",
-            data.root,
-            *(f"{each.split}: {len(each.samples)} images" for each in census),
-        ],
+        data=data,
+        root=Path(data.root).resolve(),
         problems=problems,
         shown_problems=SHOWN_PROBLEMS,
         warnings=[*warnings, *fault],
         splits=[_split(each) for each in census],
-        classes=_classes(census, train.classes),
+        classes=train.classes,
         batch=batch,
     )
     CONSOLE.print(f"page: {out}")
@@ -202,48 +192,33 @@ def _show_content(opened: Mapping[str, DataSet]) -> None:
         for part in samples.parts()
     }
     for name, samples in sets.items():
-        counts = image_sizes(samples).most_common(8)
-        sizes = [f"{size[0]}x{size[1]} ({times})" for size, times in counts]
         example = ""
         for files in samples.file_sets():
             example = f"; {files.pairs[0].image} with {files.pairs[0].mask}"
-        CONSOLE.print(f"{name}: {len(samples)} images of {', '.join(sizes)}{example}")
+        sizes = ", ".join(_sizes(image_sizes(samples))[:8])
+        CONSOLE.print(f"{name}: {len(samples)} images of {sizes}{example}")
     shares = {name: class_pixels(samples) for name, samples in sets.items()}
     CONSOLE.print(share_table(opened["train"].classes, shares))
 
 
+def _sizes(counts: Counter[tuple[int, int]]) -> list[str]:
+    return [f"{size[0]}x{size[1]} ({times})" for size, times in counts.most_common()]
+
+
 def _split(census: Census) -> dict[str, Any]:
-    """A row about a split, with pictures of images without a label, and of samples from all over it."""
+    """Figures of a split, with pictures of images without a label, and of samples from all over it."""
     rows, counts = census.rows, census.table
-    sizes = Counter(row.size for row in rows).most_common()
     bare = np.flatnonzero(counts[:, -2] == counts.sum(1))
-    number = min(SHOWN, len(rows))
-    spread = [len(rows) * place // number for place in range(number)]
+    spread = np.linspace(0, len(rows), SHOWN, endpoint=False).astype(int)
     return {
-        "name": census.split,
-        "images": len(census.samples),
-        "sizes": listed([f"{size[0]}x{size[1]} ({times})" for size, times in sizes], 4),
-        "ignored": int(counts[:, -2].sum()) / max(int(counts.sum()), 1),
+        "census": census,
+        "sizes": listed(_sizes(Counter(row.size for row in rows)), 4),
+        "pixels": counts.sum(0),
+        "holders": (counts > 0).sum(0),
         "unlabelled": len(bare),
-        "bare": _shown(census, bare[:SHOWN].tolist()),
-        "grid": _shown(census, spread),
+        "bare": _shown(census, bare[:SHOWN]),
+        "grid": _shown(census, np.unique(spread) if rows else ()),
     }
-
-
-def _classes(splits: Sequence[Census], table: ClassTable) -> list[dict[str, Any]]:
-    """A row for each class: shares by split, and images that have it."""
-    pixels = [each.table[:, : table.num_classes] for each in splits]
-    images = [(counts > 0).sum(0).tolist() for counts in pixels]
-    shares = [counts.sum(0) / max(int(counts.sum()), 1) for counts in pixels]
-    return [
-        {
-            "name": name,
-            "color": table.palette[place],
-            "shares": [float(share[place]) for share in shares],
-            "images": [number[place] for number in images],
-        }
-        for place, name in enumerate(table.names)
-    ]
 
 
 def _shown(census: Census, places: Iterable[int]) -> list[Shown]:
@@ -253,16 +228,9 @@ def _shown(census: Census, places: Iterable[int]) -> list[Shown]:
     for place in places:
         index, pictures = census.rows[place].place, []
         with suppress(DataError):
-            pictures = _small(samples.classes, samples.read(index))
+            pictures = overlay(*samples.read(index), samples.classes.palette, WIDTH)
         found.append((samples.name(index), pictures))
     return found
-
-
-def _small(table: ClassTable, sample: Sample) -> list[NDArray[np.uint8]]:
-    """An image, and its target as an overlay."""
-    image = shrink(sample[0], WIDTH, smooth=True)
-    target = shrink(sample[1], WIDTH, smooth=False)
-    return [image, blend(image, target, table.palette)]
 
 
 def _first_batch(config: Config, samples: DataSet) -> tuple[list[Shown], list[str]]:
@@ -282,7 +250,8 @@ def _first_batch(config: Config, samples: DataSet) -> tuple[list[Shown], list[st
             shard = next(batches)
     except SegpipeError as error:
         return [], [str(error)]
+    palette = samples.classes.palette
     pairs = zip(shard.finished(), shard.target.numpy(), strict=True)
-    pictures = [_small(samples.classes, pair) for pair in pairs]
+    pictures = [overlay(*pair, palette, WIDTH) for pair in pairs]
     names = [samples.name(index) for index in shard.index.tolist()]
     return list(zip(names, pictures, strict=True)), []

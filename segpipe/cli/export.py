@@ -11,6 +11,7 @@ from typing import Any
 from safetensors.torch import save
 
 from segpipe import __version__
+from segpipe.disk import sha256
 from segpipe.errors import ConfigError, DataError, ExportMismatch
 from segpipe.export.artifact.manifest import every_tensor_used, origin_of
 from segpipe.export.artifact.place import sums_line
@@ -23,7 +24,7 @@ from segpipe.export.verify_report import (
     NOT_VERIFIED,
     ExportReport,
 )
-from segpipe.files import sha256, write_atomically
+from segpipe.files import write_atomically
 from segpipe.ledger.inputs import changed_since
 from segpipe.models.weights import FORMAT, published_key
 from segpipe.run.console import CONSOLE

@@ -29,8 +29,8 @@ import numpy as np
 import PIL
 from numpy.typing import NDArray
 
+from segpipe.disk import sha256
 from segpipe.errors import DataError
-from segpipe.files import sha256
 
 if TYPE_CHECKING:
     from segpipe.data.catalog import MaskTable

@@ -34,8 +34,8 @@ from segpipe.data.readers import (
     threaded,
 )
 from segpipe.data.samples import check_scorable, image_pixels, open_readable, over
+from segpipe.disk import sha256
 from segpipe.errors import DataError, listed
-from segpipe.files import sha256
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import DataSet, FileSamples

@@ -15,13 +15,13 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
+from segpipe.disk import sha256
 from segpipe.export.artifact.manifest import in_file
 from segpipe.export.graph.formats import FORMATS, ModelFile
 from segpipe.export.graph.lowprec import to_fp16, to_int8
 from segpipe.export.graph.network import Image, Manifest, Size, manifest_text
 from segpipe.export.graph.onnx_format import IR_VERSION, write_probe
 from segpipe.export.verify_report import one_line
-from segpipe.files import sha256
 from segpipe.runtime.artifact import MANIFEST_KEY
 
 if TYPE_CHECKING:

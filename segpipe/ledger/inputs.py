@@ -22,8 +22,9 @@ from segpipe.data import frequency
 from segpipe.data.data_set import DataSet, Input
 from segpipe.data.readers import threaded
 from segpipe.data.samples import open_samples
+from segpipe.disk import sha256
 from segpipe.errors import DataError, listed
-from segpipe.files import sha256, write_atomically
+from segpipe.files import write_atomically
 from segpipe.ledger.reader import changes, read_inputs
 from segpipe.ledger.rows import FOLDER, INPUTS
 from segpipe.settings.config import Config

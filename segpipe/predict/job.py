@@ -18,8 +18,9 @@ import numpy as np
 
 from segpipe.data.pairs import SUFFIXES as IMAGES
 from segpipe.data.readers import read_image, threaded
+from segpipe.disk import sha256
 from segpipe.errors import ConfigError, DataError, Interrupted, listed
-from segpipe.files import files_below, read_json, sha256, to_json
+from segpipe.files import files_below, read_json, to_json
 from segpipe.predict.outputs import VIDEOS, Input, Outputs, put, unwritable
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from segpipe.disk import sha256
 from segpipe.distributed.health import is_out_of_memory
 from segpipe.errors import (
     ConfigError,
@@ -19,7 +20,6 @@ from segpipe.errors import (
     IntegrityError,
     OutOfMemory,
 )
-from segpipe.files import sha256
 from segpipe.predict.inference import SMALLEST, Inference, answers
 from segpipe.runtime.artifact import (
     MANIFEST,

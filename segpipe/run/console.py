@@ -9,7 +9,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -37,11 +37,7 @@ LOOKS: dict[str, Any] = {
 CONSOLE = Console(width=None if sys.stdout.isatty() else WIDE, **LOOKS)
 ERRORS = Console(stderr=True, width=None if sys.stderr.isatty() else WIDE, **LOOKS)
 PLAIN_EVERY_S = 15.0  # between progress lines in a log file
-COLUMNS = {
-    "precision": "precision",
-    "recall": "recall",
-    "f1": "F1",
-}
+COLUMNS = {"precision": "precision", "recall": "recall", "f1": "F1"}
 MOST_ROWS = 20  # of a table of sequences
 
 
@@ -121,62 +117,79 @@ class TrainView:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    title: str | None = None,
+    *,
+    numbers: bool = False,
+) -> Table:
+    """A table of text that is shown as it is; with `numbers`, all columns but the first are aligned on the right."""
+    made = Table(title=title, title_justify="left", caption_justify="left")
+    for place, column in enumerate(columns):
+        justify: Any = "right" if numbers and place else "left"
+        made.add_column(column, justify=justify, overflow="fold")
+    for row in rows:
+        made.add_row(*(x if isinstance(x, Text) else Text(str(x)) for x in row))
+    return made
+
+
 def iou_table(summary: Mapping[str, Any], shares: Sequence[float]) -> Table:
     """Per-class IoU of a validation; `shares` are the classes' fractions of the labelled pixels.
 
     The keys of `COLUMNS` and `interval_95` that `summary` has get a column.
     """
-    interval = summary.get("interval_95")
+    interval = summary.get("interval_95") or {}
     keys = [key for key in COLUMNS if key in summary]
     ranges = ["95 % range"] if interval else []
-    table = Table(title="IoU per class, in %", title_justify="left")
-    table.add_column("class")
-    for title in ("IoU", *ranges, *(COLUMNS[key] for key in keys), "pixels"):
-        table.add_column(title, justify="right")
-    for (name, iou), share in zip(summary["iou"].items(), shares, strict=True):
-        cells = ["absent" if iou is None else percent(iou)]
-        if interval:
-            cells.append(percent_range(interval["iou"][name]))
-        cells += [percent(summary[key][name]) for key in keys]
-        table.add_row(Text(name), *cells, percent(share, 2))
-    table.add_section()
-    cells = [percent(summary["miou"], 2)]
-    if interval:
-        cells.append(percent_range(interval["miou"]))
-    table.add_row("mean", *cells, *(percent(summary["mean"][key]) for key in keys))
-    return table
+    columns = ["class", "IoU", *ranges, *(COLUMNS[key] for key in keys), "pixels"]
+    rows = [
+        [
+            name,
+            "absent" if iou is None else percent(iou),
+            *(percent_range(interval["iou"][name]) for _ in ranges),
+            *(percent(summary[key][name]) for key in keys),
+            percent(share, 2),
+        ]
+        for (name, iou), share in zip(summary["iou"].items(), shares, strict=True)
+    ]
+    made = table(columns, rows, "IoU per class, in %", numbers=True)
+    made.add_section()
+    mean = [percent(summary["mean"][key]) for key in keys]
+    spread = [percent_range(interval["miou"]) for _ in ranges]
+    made.add_row("mean", percent(summary["miou"], 2), *spread, *mean)
+    return made
 
 
 def share_table(classes: ClassTable, pixels: Mapping[str, Any]) -> Table:
     """Share of each class in the labelled pixels of each split; `pixels` by split, in the order of the classes."""
-    titles = [f"{split}, % of pixels" for split in pixels]
-    table = Table("id", "class", *titles, title=f"classes of {classes.name}")
+    rows = []
     for train, name in enumerate(classes.names):
-        cells = [Text(str(train)), Text(f"■ {name}")]
-        cells[1].stylize("rgb({},{},{})".format(*classes.palette[train]), 0, 1)
-        for count in pixels.values():
-            share = Text("absent", "red")
-            if count[train]:
-                share = Text(percent(count[train] / count.sum(), 2))
-            cells.append(share)
-        table.add_row(*cells)
-    return table
+        label = Text(f"■ {name}")
+        label.stylize("rgb({},{},{})".format(*classes.palette[train]), 0, 1)
+        shares = [
+            percent(count[train] / count.sum(), 2)
+            if count[train]
+            else Text("absent", "red")
+            for count in pixels.values()
+        ]
+        rows.append([train, label, *shares])
+    titles = [f"{split}, % of pixels" for split in pixels]
+    return table(["id", "class", *titles], rows, f"classes of {classes.name}")
 
 
 def sequence_table(sequences: Mapping[str, Mapping[str, Any]]) -> Table:
     """mIoU of the sequences of a validation, the lowest first; of many, the 20 lowest."""
-    table = Table(title="mIoU by sequence, in %", title_justify="left")
-    table.add_column("sequence")
-    for title in ("images", "mIoU", "in training"):
-        table.add_column(title, justify="right")
-    rows = lowest_first(sequences)
-    for name, found in rows[:MOST_ROWS]:
-        seen = {None: "unknown", True: "yes", False: "no"}[found["in_training"]]
-        cells = (str(found["images"]), percent(found["miou"]), seen)
-        table.add_row(Text(name), *cells)
+    seen = {None: "unknown", True: "yes", False: "no"}
+    rows = [
+        [name, found["images"], percent(found["miou"]), seen[found["in_training"]]]
+        for name, found in lowest_first(sequences)
+    ]
+    columns = ("sequence", "images", "mIoU", "in training")
+    made = table(columns, rows[:MOST_ROWS], "mIoU by sequence, in %", numbers=True)
     if len(rows) > MOST_ROWS:
-        table.caption = f"and {len(rows) - MOST_ROWS} more with a higher mIoU"
-    return table
+        made.caption = f"and {len(rows) - MOST_ROWS} more with a higher mIoU"
+    return made
 
 
 def lowest_first(
@@ -184,12 +197,11 @@ def lowest_first(
 ) -> list[tuple[str, Mapping[str, Any]]]:
     """Sequences by rising mIoU; those without a labelled pixel come last."""
 
-    def place(item: tuple[str, Mapping[str, Any]]) -> tuple[bool, float, str]:
-        name, score = item[0], item[1]["miou"]
-        unknown = score is None or math.isnan(score)
-        return unknown, 0.0 if unknown else score, name
+    def place(name: str) -> tuple[float, str]:
+        score = sequences[name]["miou"]
+        return math.inf if score is None or math.isnan(score) else score, name
 
-    return sorted(sequences.items(), key=place)
+    return [(name, sequences[name]) for name in sorted(sequences, key=place)]
 
 
 def percent(value: float | None, digits: int = 1) -> str:

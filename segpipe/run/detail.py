@@ -37,6 +37,8 @@ def detail(
 
     `images`: how many; `by_size` (C, 3): IoU of each class by SIZE_NAMES; `by_distance` (5): mIoU by DISTANCE_NAMES.
     """
+    from segpipe.train.metrics import miou  # torch
+
     number = min(len(samples), MOST)
     places = np.linspace(0, len(samples) - 1, number).round().astype(int).tolist()
     sizes = np.zeros((2, num_classes, len(SIZE_NAMES)), np.int64)
@@ -48,15 +50,10 @@ def detail(
         bands += by_distance(pred, target, num_classes)
     with np.errstate(invalid="ignore"):
         by_class = sizes[0] / sizes[1]
-        hits = np.diagonal(bands, axis1=1, axis2=2)
-        union = bands.sum(1) + bands.sum(2) - hits
-        iou = np.where(bands.sum(2) > 0, hits / union, np.nan)
-    known = np.isfinite(iou).sum(1)
-    means = np.nansum(iou, axis=1) / np.where(known, known, np.nan)
     return {
         "images": number,
         "by_size": by_class.tolist(),
-        "by_distance": means.tolist(),
+        "by_distance": [miou(band) for band in bands],
     }
 
 

@@ -28,7 +28,6 @@ from rich.console import Console
 import segpipe
 from segpipe import plugins
 from segpipe.determinism import flags
-from segpipe.disk import DISK_ERRORS
 from segpipe.distributed import environment
 from segpipe.errors import (
     CheckpointError,
@@ -38,7 +37,7 @@ from segpipe.errors import (
     NumericsError,
     SegpipeError,
 )
-from segpipe.files import not_written, sha256_of
+from segpipe.files import ADVICE, not_written, sha256_of
 from segpipe.run import lock
 from segpipe.run.console import (
     CONSOLE,
@@ -316,7 +315,7 @@ def work(
     except KeyboardInterrupt:
         return Interrupted.exit_code
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
+        if error.errno not in ADVICE:
             raise
         return _report(not_written(Path(error.filename or config.run_dir), error))
     except RuntimeError as error:

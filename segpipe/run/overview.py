@@ -14,11 +14,10 @@ from typing import Any
 from urllib.parse import quote
 
 from rich.table import Table
-from rich.text import Text
 
 from segpipe.errors import ConfigError, Interrupted
 from segpipe.files import read_json
-from segpipe.run.console import CONSOLE, percent
+from segpipe.run.console import CONSOLE, percent, table
 from segpipe.run.pages import COLORS, chart, points_of, write_page
 from segpipe.run.tracking import FILE_NAME, failure, read_metrics
 from segpipe.settings.config import FREE_KEYS, flat, saved_config
@@ -175,35 +174,36 @@ def run_table(groups: Sequence[RecipeGroup]) -> Table:
     """A line for each run, or for each recipe with mean and range over its runs; with settings in which they differ."""
     keys = differing([group.settings for group in groups])
     settings, rest = keys[:SETTINGS_SHOWN], keys[SETTINGS_SHOWN:]
-    titles = ["name", "mIoU %", "steps", "state", *settings, "date", "digest"]
-    if groups and (by := groups[0].by):
-        titles = [by, "mean mIoU %", "lowest", "highest", "finished", *settings]
-    table = Table(caption_justify="left")
-    for title in titles:
-        is_short = title not in (titles[0], *settings)
-        table.add_column(title, overflow="fold", no_wrap=is_short)
+    by = groups[0].by if groups else ""
+    columns = ["name", "mIoU %", "steps", "state", *settings, "date", "digest"]
+    if by:
+        columns = [by, "mean mIoU %", "lowest", "highest", "finished", *settings]
+    lines = []
     for group in groups:
-        known = group.settings
+        known, row = group.settings, group.rows[0]
         cells = [shown(known[key]) if known else "-" for key in settings]
-        table.add_row(*map(Text, _cells(group, cells)))
-    if rest:
-        table.caption = f"They also differ in: {', '.join(rest)}."
-    return table
-
-
-def _cells(group: RecipeGroup, settings: Sequence[str]) -> list[str]:
-    rows, scores = group.rows, group.scores
-    if group.by:
-        return [
-            ",".join(shown(row.settings[group.by]) for row in rows),
-            *(percent(value, 2) for value in (group.mean, *group.range)),
-            f"{len(scores)} of {len(rows)}",
-            *settings,
+        score = percent(group.mean, 2)
+        line = [
+            row.name,
+            score,
+            row.steps,
+            row.state,
+            *cells,
+            row.date,
+            row.digest[:12],
         ]
-    (row,) = rows
-    score = percent(row.miou, 2)
-    about = [row.name, score, str(row.steps), row.state]
-    return [*about, *settings, row.date, row.digest[:12]]
+        if by:
+            values = ",".join(shown(each.settings[by]) for each in group.rows)
+            ends = [percent(value, 2) for value in group.range]
+            done = f"{len(group.scores)} of {len(group.rows)}"
+            line = [values, score, *ends, done, *cells]
+        lines.append(line)
+    made = table(columns, lines)
+    for column in made.columns:
+        column.no_wrap = column.header not in (columns[0], *settings)
+    if rest:
+        made.caption = f"They also differ in: {', '.join(rest)}."
+    return made
 
 
 def _link(row: Row, page: Path) -> str:
@@ -224,17 +224,21 @@ def write_overview(path: Path, groups: Sequence[RecipeGroup]) -> Path:
         for group, color in zip(groups, COLORS, strict=False)
         for row in group.rows
     ]
-    charts = []
-    for kind, key, title in (
-        ("validation", "miou", "Validation mIoU, %"),
-        ("train", "loss", "Training loss"),
-    ):
-        lines = {
-            f"_{place}": points_of(history, kind, key)
-            for place, (history, _) in enumerate(histories)
-        }
-        colors = [color for _, color in histories]
-        charts.append(chart(title, lines, marked=key == "miou", colors=colors))
+    charts = [
+        chart(
+            title,
+            {
+                f"_{place}": points_of(history, kind, key)
+                for place, (history, _) in enumerate(histories)
+            },
+            marked=key == "miou",
+            colors=[color for _, color in histories],
+        )
+        for kind, key, title in (
+            ("validation", "miou", "Validation mIoU, %"),
+            ("train", "loss", "Training loss"),
+        )
+    ]
     classes = dict.fromkeys(name for row in rows for name in row.iou)
     return write_page(
         "overview.html.j2",

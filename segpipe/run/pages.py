@@ -22,21 +22,14 @@ from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
 from segpipe.files import write_atomically
-from segpipe.predict.outputs import blend
+from segpipe.predict.outputs import Palette, blend
 from segpipe.run.console import percent, percent_range
 from segpipe.settings.setting import shown
 
 # Curves: readable on white and on black.
 COLORS = (
-    "#3b82f6",
-    "#f59e0b",
-    "#10b981",
-    "#ef4444",
-    "#8b5cf6",
-    "#ec4899",
-    "#14b8a6",
-    "#a3a3a3",
-)
+    "#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#ec4899", "#14b8a6", "#a3a3a3",
+)  # fmt: skip
 # Words: 4.5 to 1 on either card needs a color for each, which a picture chooses itself, as the page does.
 GREY = "#5d6675"
 DARK = f"@media (prefers-color-scheme: dark) {{ [style*='fill: {GREY}'] {{ fill: #98a2b1 !important }} }}"
@@ -52,6 +45,7 @@ STYLE = {
 PANEL_WIDTH = 480  # pixels; 32 panels of a page stay below 2 MB
 
 Points = Sequence[tuple[float, float]]
+Pixels = NDArray[np.uint8]
 
 
 def write_page(template: str, path: Path, **facts: Any) -> Path:
@@ -109,7 +103,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def jpeg_url(image: NDArray[np.uint8], quality: int = 85) -> str:
+def jpeg_url(image: Pixels, quality: int = 85) -> str:
     """`data:` URL of a uint8 (H, W, 3) RGB picture."""
     import cv2
 
@@ -181,22 +175,20 @@ class Picture:
 
     name: str
     miou: float
-    image: NDArray[np.uint8]  # (H, W, 3) RGB
-    target: NDArray[np.uint8]  # (H, W), 255 ignored
-    pred: NDArray[np.uint8]  # (H, W)
+    image: Pixels  # (H, W, 3) RGB
+    target: Pixels  # (H, W), 255 ignored
+    pred: Pixels  # (H, W)
 
-    def panels(
-        self, palette: Sequence[tuple[int, int, int]]
-    ) -> dict[str, NDArray[np.uint8]]:
+    def panels(self, palette: Palette) -> dict[str, Pixels]:
         """Image, target, prediction and errors as RGB, at most 480 pixels wide."""
-        image = shrink(self.image, PANEL_WIDTH, smooth=True)
-        target = shrink(self.target, PANEL_WIDTH, smooth=False)
+        image, target = overlay(self.image, self.target, palette, PANEL_WIDTH)
         pred = shrink(self.pred, PANEL_WIDTH, smooth=False)
+        small = shrink(self.target, PANEL_WIDTH, smooth=False)
         return {
             "image": image,
-            "target": blend(image, target, palette),
+            "target": target,
             "prediction": blend(image, pred, palette),
-            "errors": errors(image, target, pred, palette),
+            "errors": errors(image, small, pred, palette),
         }
 
     def taken(self, names: Sequence[str]) -> str:
@@ -212,12 +204,23 @@ class Picture:
         )
 
 
+def overlay(
+    image: Pixels,
+    target: Pixels,
+    palette: Palette,
+    width: int,
+) -> list[Pixels]:
+    """An image, and its target blended over it, at most `width` pixels wide."""
+    small = shrink(image, width, smooth=True)
+    return [small, blend(small, shrink(target, width, smooth=False), palette)]
+
+
 def errors(
-    image: NDArray[np.uint8],
-    target: NDArray[np.uint8],
-    pred: NDArray[np.uint8],
-    palette: Sequence[tuple[int, int, int]],
-) -> NDArray[np.uint8]:
+    image: Pixels,
+    target: Pixels,
+    pred: Pixels,
+    palette: Palette,
+) -> Pixels:
     """`image` in pale gray; where prediction and target differ, the color of the prediction.
 
     Pixels without a label get the hatch of `blend`.
@@ -231,7 +234,7 @@ def errors(
     return np.where(right[..., None], gray, colored)
 
 
-def shrink(image: NDArray[np.uint8], width: int, *, smooth: bool) -> NDArray[np.uint8]:
+def shrink(image: Pixels, width: int, *, smooth: bool) -> Pixels:
     """`image` at most `width` pixels wide, same aspect ratio. smooth=False for class ids, which must not be mixed."""
     import cv2
 

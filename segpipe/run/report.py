@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
+from timeit import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,12 +119,7 @@ def run_predictor(run: Run, precision: str = "fp32") -> Predict:
 def latency_ms(predict: Predict, samples: Samples) -> float:
     """Median time of the first image, from pixels to class ids."""
     image, _ = samples.read(0)
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        predict(image)
-        times.append(time.perf_counter() - started)
-    return 1000 * median(times)
+    return 1000 * median(repeat(lambda: predict(image), number=1))
 
 
 def live_pictures(run: Run, found: Validation) -> list[Picture]:
@@ -182,61 +177,31 @@ def render(data: ReportData) -> str:
     """The page as text."""
     from segpipe.train.metrics import flattering, rates, summary  # torch
 
-    counts, names, result = np.asarray(data.confusion), data.names, data.result
+    counts, names, config = data.confusion, data.names, data.config
     figures = summary(counts, names) | rates(counts, names)
-    labelled = counts.sum(axis=1)
     # The best first; classes without a pixel last.
     iou = [-1.0 if value is None else value for value in figures["iou"].values()]
-    sequences = result.get("sequences") or {}
-    config = data.config
+    sequences = data.result.get("sequences") or {}
     settings, default = flat(config), _defaults(config.model.name, config.data.name)
     return render_page(
         "report.html.j2",
-        name=config.run.name,
-        about=_about(data),
         data=data,
         live=data.live,
-        result=result,
-        progress=_progress(data) if data.live else {},
-        figures={**result, **figures},
+        figures={**data.result, **figures},
         falling=sorted(range(len(names)), key=lambda place: -iou[place]),
-        shares=(labelled / max(int(labelled.sum()), 1)).tolist(),
-        predicted=counts.sum(axis=0).tolist(),
-        confusion=(counts / np.maximum(labelled, 1)[:, None]).tolist(),
+        labelled=counts.sum(1),
+        predicted=counts.sum(0),
         sequences=lowest_first(sequences),
-        note=result.get("note") or flattering(sequences),
-        warnings=[
-            f"Step {line['step']}: {line.get('text', '')}"
-            for line in data.history
-            if line.get("kind") == "warning"
-        ],
+        note=data.result.get("note") or flattering(sequences),
         charts=_charts(data),
+        last_lines=LAST_LINES,
         size_names=SIZE_NAMES,
         distance_names=DISTANCE_NAMES,
         advice=advice(counts, names),
-        trends=_trends(data),
         settings=settings,
         default=default,
         changed=[key for key in settings if default[key] != settings[key]],
     )
-
-
-def _about(data: ReportData) -> list[str]:
-    """What was trained and where it was measured, in a few words each."""
-    config, result = data.config, data.result
-    where = f"split {result.get('split', config.data.split)}"
-    if config.data.hold_out:
-        where = f"sequence {config.data.hold_out}, held out"
-    parts = [config.model.name, f"data {config.data.name}", where]
-    if "images" in result:
-        parts.append(f"{result['images']} images")
-    parts.append(f"seed {config.seed}")
-    if git := result.get("git"):
-        parts.append(f"commit {git['commit'][:8]}")
-    split = config.data.train_split
-    if split != "train":
-        parts.append(f"trained on {split}: another protocol, compare within it only")
-    return [*parts, *filter(None, [result.get("date")])]
 
 
 @cache
@@ -246,24 +211,6 @@ def _defaults(model: str, data: str) -> dict[str, Any]:
     return flat(
         compose([f"{key}={name}" for key, name in chosen if name in choices(key)])
     )
-
-
-def _progress(data: ReportData) -> dict[str, Any]:
-    """How far a living run is, and when it will end at its speed until now."""
-    steps, step = data.config.train.steps, data.result["steps"]
-    last = {line["kind"]: line for line in data.history}
-    train, memory = last.get("train", {}), last.get("memory", {})
-    return {
-        "step": step,
-        "steps": steps,
-        "left_s": (steps - step) * data.history[-1]["time_s"] / step,
-        "images_per_second": train.get("images_per_second"),
-        "wall_images_per_second": train.get("wall_images_per_second"),
-        "last": [line for line in data.history if line["kind"] == "train"][
-            -LAST_LINES:
-        ],
-        "memory_mib": max(memory.get("peak_mib") or memory.get("rss_mib") or [None]),
-    }
 
 
 def advice(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, str]:
@@ -299,48 +246,28 @@ def advice(counts: NDArray[np.int64], names: Sequence[str]) -> dict[str, str]:
 
 def _charts(data: ReportData) -> dict[str, str]:
     """Curves of the training by their titles, and the reliability diagram."""
-    parts = sorted(
-        {key for line in data.history for key in line if key.startswith("loss_")}
-    )
-    curves = {
-        "Loss": {"loss": "train", "validation cross-entropy": "validation"},
-        "Parts of the loss": dict.fromkeys(parts, "train") if len(parts) > 1 else {},
-        "Learning rate": {"lr": "train"},
-        "Validation mIoU, %": {"miou": "validation"},
+    keys = {key for line in data.history for key in line if key.startswith("loss_")}
+    parts = sorted(keys) if len(keys) > 1 else []
+    curve = partial(points_of, data.history)
+    drawn = {
+        "Loss": {
+            "loss": curve("train", "loss"),
+            "validation cross-entropy": curve("validation", "loss"),
+        },
+        "Parts of the loss": {part: curve("train", part) for part in parts},
+        "Learning rate": {"lr": curve("train", "lr")},
+        "Validation mIoU, %": {"miou": curve("validation", "miou")},
     }
-    charts = {}
-    for title, kinds in curves.items():
-        lines = {
-            label: points_of(data.history, kind, "loss" if title == "Loss" else label)
-            for label, kind in kinds.items()
-        }
-        charts[title] = chart(title, lines, marked="mIoU" in title)
     if data.calibration is not None and data.calibration[:, 0].any():
         pixels, share, right, _ = data.calibration[data.calibration[:, 0] > 0].T
-        off = float(abs(share - right).sum() / pixels.sum())
-        charts["Reliability"] = chart(
-            f"Right pixels by confidence, %: {100 * off:.1f} off",
-            {
-                "measured": [
-                    *zip(100 * share / pixels, 100 * right / pixels, strict=True)
-                ],
-                "ideal": [(0, 0), (100, 100)],
-            },
-            marked=True,
-        )
-    return {title: drawn for title, drawn in charts.items() if drawn}
-
-
-def _trends(data: ReportData) -> dict[str, str]:
-    """IoU of each class over the validations, as points of a polyline in a box of 100 x 20."""
-    known = [line for line in data.history if isinstance(line.get("iou"), Mapping)]
-    if len(known) < 2:
-        return {}
-    first, last = known[0]["step"], known[-1]["step"]
-    x = [100 * (line["step"] - first) / (last - first) for line in known]
-    trends = {}
-    for name in data.names:
-        y = [19 - 18 * (line["iou"].get(name) or 0.0) for line in known]
-        points = zip(x, y, strict=True)
-        trends[name] = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
-    return trends
+        off = 100 * abs(share - right).sum() / pixels.sum()
+        measured = zip(100 * share / pixels, 100 * right / pixels, strict=True)
+        drawn[f"Right pixels by confidence, %: {off:.1f} off"] = {
+            "measured": [*measured],
+            "ideal": [(0, 0), (100, 100)],
+        }
+    charts = {
+        title: chart(title, lines, marked="%" in title)
+        for title, lines in drawn.items()
+    }
+    return {title: picture for title, picture in charts.items() if picture}

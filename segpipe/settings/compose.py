@@ -37,7 +37,7 @@ from segpipe.settings.config import (
     no_setting,
     to_mapping,
 )
-from segpipe.settings.setting import Setting, converted, nearest, problems_of, shown
+from segpipe.settings.setting import Setting, nearest, shown, valid_values
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a clone the folder lies beside the package, in an installed wheel inside it.
@@ -47,6 +47,11 @@ CONF = next(
 MULTIRUN = ("-m", "--multirun")
 CONFIG_DIR = ("-cd", "--config-dir")
 SHOW = ("-c", "--cfg")
+# Options of a training; their values are of these types.
+OPTIONS: dict[str, Any] = {
+    **dict.fromkeys(MULTIRUN, False),
+    **dict.fromkeys((*CONFIG_DIR, *SHOW), ""),
+}
 # Below OmegaConf's messages; names only its classes.
 OMEGACONF_LINE = re.compile(r"\s*(full_key: |reference_type=|object_type=)")
 
@@ -79,32 +84,16 @@ def command_line(arguments: Sequence[str]) -> CommandLine:
     """
     line = CommandLine()
     typed: list[str] = []
-    waiting = list(arguments)
-    while waiting:
-        argument = waiting.pop(0)
-        option, equals, value = argument.partition("=")
-        if not option.startswith("-"):
-            typed.append(argument)
-        elif option in MULTIRUN:
-            line.sweeps = True
-        elif option in (*CONFIG_DIR, *SHOW):
-            if not equals:
-                value = waiting.pop(0) if waiting else ""
-            if option in SHOW:
-                line.shows = True
-            elif not value or not Path(value).is_dir():
+    for option, value in _pairs(arguments, OPTIONS, (), typed):
+        if option in CONFIG_DIR:
+            if not Path(value or "?").is_dir():
                 raise ConfigError(
                     f"{option} = {value} is not a folder in {Path.cwd()}."
                 )
-            else:
-                line.added.append(Path(value).resolve())
-        else:
-            raise ConfigError(
-                f"{option} is no option of segpipe. Settings are written without dashes, "
-                f"as KEY=VALUE.{nearest(option.strip('-'), [*SETTINGS, *GROUPS])}"
-            )
-
-    line.sweeps = line.sweeps or any(_is_sweep(text, line.added) for text in typed)
+            line.added.append(Path(value).resolve())
+        line.sweeps |= option in MULTIRUN
+        line.shows |= option in SHOW
+    line.sweeps |= any(_is_sweep(text, line.added) for text in typed)
     problems = []
     for text in typed:
         try:
@@ -112,37 +101,34 @@ def command_line(arguments: Sequence[str]) -> CommandLine:
         except ConfigError as error:
             problems.append(str(error))
     if problems and not line.sweeps:
-        problems.append(_wrong_beside(line))
+        # What can be read may be wrong, too: one attempt tells all.
+        try:
+            check(composed(line), world_size=1)
+        except ConfigError as error:
+            problems.append(str(error))
     refuse(problems)
     return line
 
 
-def _wrong_beside(line: CommandLine) -> str:
-    """What is wrong with the overrides that can be read, so that one attempt tells all; empty if nothing is."""
-    try:
-        check(composed(line), world_size=1)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 def choices(group: str, added: Sequence[Path] = ()) -> list[str]:
     """Names of the files of a group."""
-    names = set()
-    for folder in (CONF, *added):
-        for path in (folder / group).rglob("*.yaml"):
-            names.add(path.relative_to(folder / group).with_suffix("").as_posix())
-    return sorted(names)
+    folders = [folder / group for folder in (CONF, *added)]
+    return sorted(
+        {
+            path.relative_to(folder).with_suffix("").as_posix()
+            for folder in folders
+            for path in folder.rglob("*.yaml")
+        }
+    )
 
 
 def _is_sweep(text: str, added: Sequence[Path]) -> bool:
     """Whether an override chooses an experiment that is a sweep."""
-    group, _, name = text.partition("=")
-    if group != "experiment":
-        return False
-    paths = [folder / "experiment" / f"{name}.yaml" for folder in (CONF, *added)]
-    texts = [path.read_bytes() for path in paths if path.is_file()]
-    return any(b"mode: MULTIRUN" in content for content in texts)
+    name = f"{text.replace('=', '/')}.yaml"
+    paths = [folder / name for folder in (CONF, *added)]
+    return text.startswith("experiment=") and any(
+        b"mode: MULTIRUN" in path.read_bytes() for path in paths if path.is_file()
+    )
 
 
 def _override(text: str, line: CommandLine) -> str:
@@ -155,26 +141,29 @@ def _override(text: str, line: CommandLine) -> str:
     key = key.lstrip("+")
     if key.startswith("hydra"):
         return text
-    if not equals or not key:
+    hint = nearest(key.strip("-"), [*SETTINGS, *GROUPS])
+    if key.startswith("-"):
         raise ConfigError(
-            f"{text!r} is not of the form key=value.{nearest(key, [*SETTINGS, *GROUPS])}"
+            f"{key} is no option of segpipe. Settings are written without dashes, as KEY=VALUE.{hint}"
         )
+    if not equals or not key:
+        raise ConfigError(f"{text!r} is not of the form key=value.{hint}")
 
-    is_entry = f"{key}.".startswith(tuple(f"{mapping}." for mapping in MAPPINGS))
-    if key not in SETTINGS and key not in GROUPS and not is_entry:
+    is_entry = ".".join(key.split(".")[:2]) in MAPPINGS
+    if is_entry:
+        if not line.sweeps:
+            _parsed(key, value, "{name: value}")
+        return f"++{key}={value}"
+    if key not in SETTINGS and key not in GROUPS:
         raise ConfigError(no_setting(key))
     if line.sweeps:
-        return f"++{key}={value}" if is_entry else text
+        return text
     if key in GROUPS:
-        valid = choices(key, line.added)
-        if value not in valid:
+        if value not in (valid := choices(key, line.added)):
             raise ConfigError(
                 f"{key} = {value} is not one of {', '.join(valid)}.{nearest(value, valid)}"
             )
         return text
-    if is_entry:
-        _parsed(key, value, "{name: value}")
-        return f"++{key}={value}"
     entry = SETTINGS[key]
     if "${" not in value and value != "???":
         read(entry, value)
@@ -207,9 +196,7 @@ def read(entry: Setting, text: str) -> Any:
 
     Raises ConfigError if it does not fit.
     """
-    value = entry.convert(_value(entry, text))
-    refuse([entry.problem(value)])
-    return value
+    return valid_values({entry.key: entry}, {entry.key: _value(entry, text)})[entry.key]
 
 
 def _value(entry: Setting, text: str) -> Any:
@@ -239,10 +226,11 @@ def parse(
     fit.
     """
     known = _known(keys, settings)
+    defaults = {name: entry.default for name, entry in known.items()}
     rest: list[str] = []
-    typed = dict(_pairs(arguments, known, positional, rest))
+    typed = dict(_pairs(arguments, defaults, positional, rest))
     if not overrides:
-        refuse([_unknown(text, known) for text in rest])
+        refuse(_unknown(text, known) for text in rest)
     values = {name: _value(known[name], text) for name, text in typed.items()}
     given = complete(values, keys, settings)
     return given | {"overrides": rest} if overrides else given
@@ -253,21 +241,19 @@ def complete(
 ) -> dict[str, Any]:
     """The values with their types, and the defaults of the keys that are not given. Raises as `parse` does."""
     known = _known(keys, settings)
-    refuse([_unknown(name, known) for name in values if name not in known])
-    given = converted(known, values)
+    refuse(_unknown(name, known) for name in values if name not in known)
     missing = [
         f"{key.key} is missing ({key.doc}). Set {key.key}={key.default}."
         for key in keys
-        if key.required and not given.get(key.key)
+        if key.required and not values.get(key.key)
     ]
-    refuse([*problems_of(known, given), *missing])
-    for key in keys:
-        given.setdefault(key.key, key.default)
-    return given
+    defaults = {key.key: key.default for key in keys}
+    return defaults | valid_values(known, values, missing)
 
 
 def _known(keys: Sequence[Setting], settings: Sequence[str]) -> dict[str, Setting]:
-    return {key.key: key for key in keys} | {name: SETTINGS[name] for name in settings}
+    own = {key.key: key for key in keys}
+    return own | {name: SETTINGS[name] for name in settings}
 
 
 def _unknown(argument: str, known: Mapping[str, Setting]) -> str:
@@ -282,34 +268,37 @@ def _unknown(argument: str, known: Mapping[str, Setting]) -> str:
 
 def _pairs(
     arguments: Sequence[str],
-    known: Mapping[str, Setting],
+    defaults: Mapping[str, Any],
     positional: Sequence[str],
     others: list[str],
 ) -> Iterator[tuple[str, str]]:
-    """Key and text of each argument; unknown ones go to `others`."""
+    """Key and text of each argument: key=text, or an option with dashes; what `defaults` lacks goes to `others`."""
     rest = list(arguments)
     nameless = list(positional)
     while rest:
         argument = rest.pop(0)
-        is_option = argument.startswith("--")
-        name, equals, text = argument.removeprefix("--").partition("=")
-        if name in known and (equals or is_option):
+        is_option = argument.startswith("-")
+        name, equals, text = argument.partition("=")
+        name = name if name in defaults else name.removeprefix("--")
+        if name in defaults and (equals or is_option):
             if name in nameless:
                 nameless.remove(name)
-            yield name, text if equals else _text_of_option(known[name].default, rest)
+            if not equals:
+                text = _following(defaults[name], rest)
+            yield name, text
         elif nameless and not is_option:
             yield nameless.pop(0), argument
         else:
             others.append(argument)
 
 
-def _text_of_option(default: Any, rest: list[str]) -> str:
-    """What follows `--key`, taken from the other arguments: one value, all for a list, none for a switch."""
+def _following(default: Any, rest: list[str]) -> str:
+    """What an option takes of the arguments after it: one value, all for a list, none for a switch."""
     if isinstance(default, bool):
         return "true"
     is_list = isinstance(default, list)
     values: list[str] = []
-    while rest and not rest[0].startswith("--") and (is_list or not values):
+    while rest and rest[0][:2] != "--" and (is_list or not values):
         values.append(rest.pop(0))
     return f"[{','.join(values)}]" if is_list else "".join(values)
 

@@ -38,6 +38,7 @@ from segpipe.settings.setting import (
     declared,
     group,
     nearest,
+    problems_of,
     setting,
 )
 
@@ -220,8 +221,7 @@ def config_hash(config: Config | Mapping[str, Any]) -> str:
 def check(config: Config, *, world_size: int) -> None:
     """Raise ConfigError with a line for each setting that a run could not work with. Reads no files."""
     values = flat(config)
-    wrong = {key: SETTINGS[key].problem(value) for key, value in values.items()}
-    wrong = {key: problem for key, problem in wrong.items() if problem}
+    wrong = problems_of(SETTINGS, values)
     # What follows needs sound values, and says nothing of those that are not.
     defaults = {key: SETTINGS[key].default for key in wrong}
     config = from_mapping(values | defaults) if wrong else config

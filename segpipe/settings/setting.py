@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -162,16 +162,16 @@ class Setting:
 
 def problems_of(
     settings: Mapping[str, Setting], values: Mapping[str, Any]
-) -> list[str]:
-    """What is wrong with values by key, each of the right type; empty when all are valid."""
-    found = [settings[key].problem(value) for key, value in values.items()]
-    return [problem for problem in found if problem]
+) -> dict[str, str]:
+    """What is wrong with values by key, each of the right type; only those that are not valid."""
+    found = {key: settings[key].problem(value) for key, value in values.items()}
+    return {key: problem for key, problem in found.items() if problem}
 
 
 def converted(
     settings: Mapping[str, Setting],
     values: Mapping[str, Any],
-    problems: Sequence[str] = (),
+    problems: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The values by key with their types.
 
@@ -184,6 +184,17 @@ def converted(
         except ConfigError as error:
             problems.append(str(error))
     refuse(problems)
+    return found
+
+
+def valid_values(
+    settings: Mapping[str, Setting],
+    values: Mapping[str, Any],
+    problems: Iterable[str] = (),
+) -> dict[str, Any]:
+    """`converted`, which also raises for values that are not valid."""
+    found = converted(settings, values)
+    refuse([*problems_of(settings, found).values(), *problems])
     return found
 
 

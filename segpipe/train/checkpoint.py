@@ -14,8 +14,9 @@ from torch import nn
 from segpipe import plugins
 from segpipe.data.catalog import ClassTable
 from segpipe.determinism import flags
+from segpipe.disk import sha256
 from segpipe.errors import CheckpointError, ConfigError, WeightsError
-from segpipe.files import sha256, write_atomically
+from segpipe.files import write_atomically
 from segpipe.ledger.digest import leaves, state_digest
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from segpipe.disk import sha256
 from segpipe.errors import CheckpointError, ConfigError
-from segpipe.files import sha256
 from segpipe.settings.config import saved_config
 
 if TYPE_CHECKING:

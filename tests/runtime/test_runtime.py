@@ -31,7 +31,7 @@ import PIL.Image
 import pytest
 from artifacts import SIZE, answer, frame, toy_manifest, write_artifact, write_sums
 
-from segpipe.files import sha256
+from segpipe.disk import sha256
 from segpipe.runtime import (
     ArtifactError,
     EngineError,

@@ -16,8 +16,8 @@ from torch import Tensor
 from runs import outcome, result, run, torch_restored
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import CAMVID, STREET
+from segpipe.disk import sha256
 from segpipe.errors import CheckpointError, ConfigError, WeightsError
-from segpipe.files import sha256
 from segpipe.models import build_model
 from segpipe.settings.config import Config, check, from_mapping, recipe
 from segpipe.train import checkpoint

@@ -15,11 +15,12 @@ import torch
 from jsonschema import Draft202012Validator
 
 from segpipe import __version__
+from segpipe.disk import sha256
 from segpipe.errors import DataError, WeightsError
 from segpipe.export.graph.network import CONFIDENCE, INPUT, MASK, Manifest, Size
 from segpipe.export.graph.onnx_format import OLDEST_ONNXRUNTIME
 from segpipe.export.verify_report import NOT_EXPORTED, integrity_refusal
-from segpipe.files import ROOT, git_state, plain, sha256
+from segpipe.files import ROOT, git_state, plain
 from segpipe.runtime.artifact import FORMAT
 from segpipe.runtime.frames import NO_ANSWER
 from segpipe.settings.config import config_hash

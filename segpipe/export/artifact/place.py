@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from segpipe.disk import sha256
 from segpipe.errors import ConfigError
-from segpipe.files import sha256
 from segpipe.runtime.artifact import MANIFEST, SUMS, ArtifactError, read_file, read_sums
 
 
