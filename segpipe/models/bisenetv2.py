@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from segpipe.models.layers import (
     Classifier,
+    ReLU,
     SegmentationNet,
     conv_bn,
     conv_bn_relu,
-    depthwise_bn,
     init_weights,
     nearest_like,
     relu,
@@ -57,20 +57,16 @@ class BiSeNetV2(SegmentationNet):
             if isinstance(module, Gather | Shrink):
                 nn.init.zeros_(module.project[1].weight)  # type: ignore[arg-type]
 
-    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
-        """Logits "main" (B, num_classes, H/8, W/8) and, with `aux`, "aux2" to "aux5" at strides 2, 4, 8 and 16."""
+    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits (B, num_classes, H/8, W/8); those of "aux2" to "aux5" have the strides 2, 4, 8 and 16."""
         stride4 = self.stem(image)
         stride8 = self.stage3(stride4)
         stride16 = self.stage4(stride8)
         stride32 = self.stage5(stride16)
         fused = self.guide(self.detail(image), self.context(stride32))
-        logits = {"main": self.head(fused)}
-        if aux:
-            taps = (stride4, stride8, stride16, stride32)
-            heads = zip(self.train_only.items(), taps, strict=True)
-            logits |= {name: head(tap) for (name, head), tap in heads}
+        read = (stride4, stride8, stride16, stride32)
 
-        return logits
+        return self.head(fused), dict(zip(AUX, read, strict=True))
 
 
 class Stem(nn.Module):
@@ -101,7 +97,7 @@ class Gather(nn.Module):
         super().__init__()
 
         self.conv = conv_bn_relu(planes, planes, 3)
-        self.expand = depthwise_bn(planes, 6 * planes, relu=True)
+        self.expand = conv_bn(planes, 6 * planes, 3, groups=planes, act=ReLU)
         self.project = conv_bn(6 * planes, planes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,11 +112,12 @@ class Shrink(nn.Module):
 
         wide = 6 * num_in
         self.conv = conv_bn_relu(num_in, num_in, 3)
-        self.expand1 = depthwise_bn(num_in, wide, stride=2)
-        self.expand2 = depthwise_bn(wide, wide, relu=True)
+        self.expand1 = conv_bn(num_in, wide, 3, stride=2, groups=num_in)
+        self.expand2 = conv_bn(wide, wide, 3, groups=wide, act=ReLU)
         self.project = conv_bn(wide, num_out, 1)
         self.shortcut = nn.Sequential(
-            *depthwise_bn(num_in, num_in, stride=2), *conv_bn(num_in, num_out, 1)
+            *conv_bn(num_in, num_in, 3, stride=2, groups=num_in),
+            *conv_bn(num_in, num_out, 1),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -155,7 +152,7 @@ class GuidedAggregation(nn.Module):
         )
         self.fine_gate = conv_bn(128, 128, 3)
         self.coarse_gate = _separable()
-        self.conv = nn.Sequential(*conv_bn(128, 128, 3), nn.ReLU(inplace=True))
+        self.conv = conv_bn(128, 128, 3, act=ReLU)
 
     def forward(self, detail: Tensor, context: Tensor) -> Tensor:
         fine = self.fine(detail)
@@ -167,7 +164,7 @@ class GuidedAggregation(nn.Module):
 
 def _separable() -> nn.Sequential:
     pointwise = nn.Conv2d(128, 128, 1, bias=False)
-    return nn.Sequential(*depthwise_bn(128, 128), pointwise)
+    return nn.Sequential(*conv_bn(128, 128, 3, groups=128), pointwise)
 
 
 def _aux_head(planes: int, stride: int, num_classes: int) -> nn.Sequential:

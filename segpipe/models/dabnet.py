@@ -40,8 +40,8 @@ class DABNet(SegmentationNet):
         self.published_keys = PUBLISHED_KEYS
         init_weights(self, mode="fan_in")
 
-    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
-        """Logits "main" (B, num_classes, H/8, W/8)."""
+    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Main logits (B, num_classes, H/8, W/8)."""
         half = self.shrink(image)
         quarter = self.shrink(half)
         eighth = self.shrink(quarter)
@@ -49,7 +49,7 @@ class DABNet(SegmentationNet):
         x = self.down2(self.act2(torch.cat([self.stage1(x), x, quarter], dim=1)))
         x = self.act3(torch.cat([self.stage2(x), x, eighth], dim=1))
 
-        return {"main": self.head(x)}
+        return self.head(x), {}
 
 
 class BNPReLU(nn.Sequential):

@@ -1,5 +1,7 @@
 """DDRNet, arXiv:2101.06085: a context branch and a detail branch at stride 8 that exchange features."""
 
+from functools import partial
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -7,6 +9,7 @@ from segpipe.models.layers import (
     BRANCH_KEYS,
     DAPPM,
     Bottleneck,
+    ReLU,
     SegHead,
     SegmentationNet,
     basic_stage,
@@ -56,6 +59,7 @@ class DDRNet(SegmentationNet):
 
         c = planes
         first, second, later = blocks
+        self.stages = ("3", "3b") if twice else ("3",)
         self.stem = stem(c)
         self.context1 = basic_stage(c, c, first)
         self.context2 = basic_stage(c, 2 * c, second, stride=2)
@@ -66,36 +70,30 @@ class DDRNet(SegmentationNet):
         self.context4 = basic_stage(4 * c, 8 * c, later, stride=2)
         self.context5 = Bottleneck(8 * c, 8 * c, stride=2)
         self.ppm = DAPPM(16 * c, 128, 4 * c)
-        self.detail3 = basic_stage(2 * c, 2 * c, later)
-        if twice:
-            self.detail3b = basic_stage(2 * c, 2 * c, later)
+        for stage in (*self.stages, "4"):
+            self.add_module(f"detail{stage}", basic_stage(2 * c, 2 * c, later))
 
-        self.detail4 = basic_stage(2 * c, 2 * c, later)
         self.detail5 = Bottleneck(2 * c, 2 * c)
-        self.to_detail3 = conv_bn(4 * c, 2 * c, 1)
-        if twice:
-            self.to_detail3b = conv_bn(4 * c, 2 * c, 1)
+        for stage in self.stages:
+            self.add_module(f"to_detail{stage}", conv_bn(4 * c, 2 * c, 1))
 
         self.to_detail4 = conv_bn(8 * c, 2 * c, 1)
-        self.to_context3 = conv_bn(2 * c, 4 * c, 3, stride=2)
-        if twice:
-            self.to_context3b = conv_bn(2 * c, 4 * c, 3, stride=2)
+        shrink = partial(conv_bn, kernel=3, stride=2)
+        for stage in self.stages:
+            self.add_module(f"to_context{stage}", shrink(2 * c, 4 * c))
 
         self.to_context4 = nn.Sequential(
-            *conv_bn(2 * c, 4 * c, 3, stride=2),
-            nn.ReLU(inplace=True),
-            *conv_bn(4 * c, 8 * c, 3, stride=2),
+            *shrink(2 * c, 4 * c, act=ReLU), *shrink(4 * c, 8 * c)
         )
         self.head = SegHead(4 * c, head_planes, num_classes)
         self.train_only = nn.ModuleDict(
             {"aux": SegHead(2 * c, head_planes, num_classes)}
         )
-        self.stages = ("3", "3b") if twice else ("3",)
         self.published_keys = (*(TWICE_KEYS if twice else ()), *PUBLISHED_KEYS)
         init_weights(self)
 
-    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
-        """Logits (B, num_classes, H/8, W/8): "main" and, with `aux`, "aux"."""
+    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits (B, num_classes, H/8, W/8)."""
         stride4 = relu(self.context1(self.stem(image)))
         context = detail = relu(self.context2(stride4))
         for stage in self.stages:
@@ -105,11 +103,9 @@ class DDRNet(SegmentationNet):
         context, detail = self._exchange("4", context, detail)
         detail = self.detail5(relu(detail))
         context = self.ppm(self.context5(relu(context)))
-        logits = {"main": self.head(detail + upsample_like(context, detail))}
-        if aux:
-            logits["aux"] = self.train_only["aux"](exchanged)
+        main = self.head(detail + upsample_like(context, detail))
 
-        return logits
+        return main, {"aux": exchanged}
 
     def _exchange(
         self, stage: str, context: Tensor, detail: Tensor

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from functools import partial
 
 from torch import Tensor, nn
 
-from segpipe.models.layers import Classifier, SegmentationNet, init_weights, renames
+from segpipe.models.layers import (
+    Classifier,
+    SegmentationNet,
+    conv_bn,
+    init_weights,
+    renames,
+)
 from segpipe.models.packages import check_flag, create_encoder, encoder_weights
 from segpipe.models.resize import bicubic
 
@@ -19,6 +25,10 @@ def efficientvit_seg_b0(num_classes: int, *, pretrained: bool = False) -> Effici
 def efficientvit_seg_b1(num_classes: int, *, pretrained: bool = False) -> EfficientViT:
     """EfficientViT-Seg-B1; `pretrained` loads timm's encoder for step 0."""
     return EfficientViT(num_classes, "b1", width=64, depth=3, pretrained=pretrained)
+
+
+Hardswish = partial(nn.Hardswish, inplace=True)
+_conv = partial(conv_bn, names=("conv", "norm", "act"))
 
 
 class EfficientViT(SegmentationNet):
@@ -44,7 +54,7 @@ class EfficientViT(SegmentationNet):
         channels = self.encoder.feature_info.channels()[:0:-1]
         self.inputs = nn.ModuleList(_conv(num, width, 1) for num in channels)
         self.middle = nn.Sequential(*(MBConv(width) for _ in range(depth)))
-        self.widen = _conv(width, 4 * width, 1, act=True)
+        self.widen = _conv(width, 4 * width, 1, act=Hardswish)
         self.head = Classifier(4 * width, num_classes)
         self.train_only = nn.ModuleDict()
         for part in (self.inputs, self.middle, self.widen, self.head):
@@ -52,14 +62,14 @@ class EfficientViT(SegmentationNet):
 
         self.published_keys = PUBLISHED_KEYS
 
-    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
-        """Logits "main" (B, num_classes, H/8, W/8)."""
+    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Main logits (B, num_classes, H/8, W/8)."""
         _, stride8, stride16, stride32 = self.encoder(image)
         size = (stride8.shape[-2], stride8.shape[-1])
         at32, at16, at8 = self.inputs
         x = bicubic(at32(stride32), size) + bicubic(at16(stride16), size) + at8(stride8)
 
-        return {"main": self.head(self.widen(self.middle(x)))}
+        return self.head(self.widen(self.middle(x))), {}
 
     def pretrained(self) -> tuple[str, dict[str, Tensor]]:
         """timm's weights of the encoder, if the arguments ask for them. Raises ConfigError if they are out of reach."""
@@ -73,25 +83,12 @@ class MBConv(nn.Module):
         super().__init__()
 
         wide = 4 * planes
-        self.expand = _conv(planes, wide, 1, act=True)
-        self.depthwise = _conv(wide, wide, 3, groups=wide, act=True)
+        self.expand = _conv(planes, wide, 1, act=Hardswish)
+        self.depthwise = _conv(wide, wide, 3, groups=wide, act=Hardswish)
         self.project = _conv(wide, planes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.project(self.depthwise(self.expand(x))) + x
-
-
-def _conv(
-    num_in: int, num_out: int, kernel: int, *, groups: int = 1, act: bool = False
-) -> nn.Sequential:
-    conv = nn.Conv2d(
-        num_in, num_out, kernel, padding=kernel // 2, groups=groups, bias=False
-    )
-    parts = OrderedDict[str, nn.Module](conv=conv, norm=nn.BatchNorm2d(num_out))
-    if act:
-        parts["act"] = nn.Hardswish(inplace=True)
-
-    return nn.Sequential(parts)
 
 
 PUBLISHED_KEYS = renames(r"""

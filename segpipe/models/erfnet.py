@@ -53,9 +53,9 @@ class ERFNet(SegmentationNet):
         self.published_keys = PUBLISHED_KEYS
         init_near_zero(self.head)
 
-    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
-        """Logits "main" (B, num_classes, H, W), with sides rounded up to multiples of 8."""
-        return {"main": self.head(self.decoder(self.encoder(image)))}
+    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Main logits (B, num_classes, H, W), with sides rounded up to multiples of 8."""
+        return self.head(self.decoder(self.encoder(image))), {}
 
 
 class ERFDownsampler(nn.Module):

@@ -4,13 +4,15 @@ It has a 1x1 convolution after the pyramid, ReLU after both convolutions of a se
 convolution, and align_corners True in every resize.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from segpipe.models.layers import (
     Classifier,
+    ReLU,
     SegmentationNet,
-    StridedDepthwise,
     conv_bn,
     init_weights,
     relu,
@@ -20,6 +22,7 @@ from segpipe.models.layers import (
 from segpipe.models.resize import adaptive_avg_pool, bilinear
 
 _BINS = (1, 2, 3, 6)
+_conv_bn_relu = partial(conv_bn, act=ReLU)
 
 
 class FastSCNN(SegmentationNet):
@@ -62,15 +65,11 @@ class FastSCNN(SegmentationNet):
         self.published_keys = PUBLISHED_KEYS
         init_weights(self)
 
-    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
-        """Logits per head at stride 8: "main" and, with `aux`, "aux" where the network has it."""
+    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits at stride 8; "aux", where the network has it, reads the detail."""
         high = self.detail(image)
         fused = self.fusion(high, self.ppm(self.context(high)))
-        logits = {"main": self.classifier(fused)}
-        if aux:
-            logits |= {name: head(high) for name, head in self.train_only.items()}
-
-        return logits
+        return self.classifier(fused), {"aux": high}
 
 
 class InvertedResidual(nn.Module):
@@ -123,22 +122,6 @@ class FeatureFusion(nn.Module):
     def forward(self, high: Tensor, low: Tensor) -> Tensor:
         low = bilinear(low, (high.shape[-2], high.shape[-1]), align_corners=True)
         return relu(self.high(high) + self.low(self.depthwise(low)))
-
-
-def _conv_bn_relu(
-    num_in: int,
-    num_out: int,
-    kernel: int,
-    *,
-    stride: int = 1,
-    padding: int | None = None,
-    groups: int = 1,
-) -> nn.Sequential:
-    pad = kernel // 2 if padding is None else padding
-    kind = StridedDepthwise if groups > 1 and stride > 1 else nn.Conv2d
-    conv = kind(num_in, num_out, kernel, stride, pad, groups=groups, bias=False)
-
-    return nn.Sequential(conv, nn.BatchNorm2d(num_out), nn.ReLU(inplace=True))
 
 
 def _separable(num_in: int, num_out: int, *, stride: int = 1) -> nn.Sequential:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -21,7 +21,7 @@ def renames(table: str) -> Keys:
     return tuple((row[0], row[1] if row[1:] else "") for row in rows)
 
 
-class SegmentationNet(nn.Module, ABC):
+class SegmentationNet(nn.Module):
     """A network that computes logits at `output_stride`, and auxiliary logits for training.
 
     `align_corners` says how logits are upsampled to the image's size. `train_only` holds the modules of the heads that
@@ -40,12 +40,18 @@ class SegmentationNet(nn.Module, ABC):
     published_keys: Keys = ()
     unused_keys: str = ""
 
-    @abstractmethod
+    def features(self, image: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Main logits (B, num_classes, h, w) at `output_stride`, and by name what the heads of `train_only` read."""
+        raise NotImplementedError
+
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         """Logits (B, channels, h, w) per head: "main" at `output_stride` and, with `aux`, those of `train_only`.
 
         An auxiliary head may have a stride of its own. "boundary" has one channel, all others have `num_classes`.
         """
+        main, read = self.features(image)
+        heads = self.train_only.items() if aux else ()
+        return {"main": main, **{name: head(read[name]) for name, head in heads}}
 
     def pretrained(self) -> tuple[str, dict[str, Tensor]]:
         """Weights that the network's arguments ask for, such as an encoder's: where they are from, and tensors by name.
@@ -120,32 +126,23 @@ def conv_bn(
     stride: int = 1,
     groups: int = 1,
     bias: bool = False,
+    padding: int | None = None,
+    act: Callable[[], nn.Module] | None = None,
+    names: Sequence[str] = "012",
 ) -> nn.Sequential:
-    """Convolution with "same" padding, then BatchNorm."""
-    conv = nn.Conv2d(
-        num_in, num_out, kernel, stride, kernel // 2, groups=groups, bias=bias
-    )
-    return nn.Sequential(conv, nn.BatchNorm2d(num_out))
+    """Convolution, padded to keep the size if not told otherwise, BatchNorm and perhaps `act`, by `names`."""
+    kind = StridedDepthwise if groups > 1 and stride > 1 else nn.Conv2d
+    pad = kernel // 2 if padding is None else padding
+    conv = kind(num_in, num_out, kernel, stride, pad, groups=groups, bias=bias)
+    parts = [conv, nn.BatchNorm2d(num_out)]
+    if act:
+        parts.append(act())
+
+    return nn.Sequential(OrderedDict(zip(names, parts, strict=False)))
 
 
-def conv_bn_relu(
-    num_in: int, num_out: int, kernel: int, *, stride: int = 1
-) -> nn.Sequential:
-    """Convolution with "same" padding, BatchNorm and ReLU, by the names conv, bn and relu."""
-    conv = nn.Conv2d(num_in, num_out, kernel, stride, kernel // 2, bias=False)
-    bn, relu = nn.BatchNorm2d(num_out), nn.ReLU(inplace=True)
-    return nn.Sequential(OrderedDict(conv=conv, bn=bn, relu=relu))
-
-
-def depthwise_bn(
-    num_in: int, num_out: int, *, stride: int = 1, relu: bool = False
-) -> nn.Sequential:
-    """3x3 convolution of each channel alone, to num_out / num_in channels each, BatchNorm and, if asked, ReLU."""
-    kind = StridedDepthwise if stride > 1 else nn.Conv2d
-    conv = kind(num_in, num_out, 3, stride, 1, groups=num_in, bias=False)
-    last = [nn.ReLU(inplace=True)] if relu else []
-
-    return nn.Sequential(conv, nn.BatchNorm2d(num_out), *last)
+ReLU = partial(nn.ReLU, inplace=True)
+conv_bn_relu = partial(conv_bn, act=ReLU, names=("conv", "bn", "relu"))
 
 
 def bn_relu_conv(
@@ -160,17 +157,14 @@ def bn_relu_conv(
 
 def stem(planes: int) -> nn.Sequential:
     """Two 3x3 stride-2 convolutions with bias: (B, 3, H, W) -> (B, planes, H/4, W/4)."""
-    first = conv_bn(3, planes, 3, stride=2, bias=True)
-    second = conv_bn(planes, planes, 3, stride=2, bias=True)
-    return nn.Sequential(*first, nn.ReLU(inplace=True), *second, nn.ReLU(inplace=True))
+    layer = partial(conv_bn, kernel=3, stride=2, bias=True, act=ReLU)
+    return nn.Sequential(*layer(3, planes), *layer(planes, planes))
 
 
-def _shortcut(num_in: int, num_out: int, stride: int) -> nn.Sequential | None:
-    return (
-        conv_bn(num_in, num_out, 1, stride=stride)
-        if stride != 1 or num_in != num_out
-        else None
-    )
+def _shortcut(num_in: int, num_out: int, stride: int) -> nn.Module:
+    if stride == 1 and num_in == num_out:
+        return nn.Identity()
+    return conv_bn(num_in, num_out, 1, stride=stride)
 
 
 class BasicBlock(nn.Module):
@@ -190,9 +184,7 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out)) + (
-            x if self.downsample is None else self.downsample(x)
-        )
+        out = self.bn2(self.conv2(out)) + self.downsample(x)
         return relu(out) if self.final_relu else out
 
 
@@ -213,9 +205,7 @@ class Bottleneck(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = relu(self.bn1(self.conv1(x)))
         out = relu(self.bn2(self.conv2(out)))
-        shortcut = x if self.downsample is None else self.downsample(x)
-
-        return shortcut + self.bn3(self.conv3(out))
+        return self.downsample(x) + self.bn3(self.conv3(out))
 
 
 def basic_stage(

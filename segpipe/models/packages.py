@@ -15,6 +15,7 @@ from segpipe.models.layers import (
     Classifier,
     GlobalPool,
     Keys,
+    ReLU,
     SegHead,
     SegmentationNet,
     conv_bn,
@@ -69,9 +70,9 @@ class TimmEncoder(SegmentationNet):
             GlobalPool(), nn.Conv2d(coarse, width, 1, bias=False), nn.Sigmoid()
         )
         self.smooth = nn.Sequential(
-            *conv_bn(width, width, 3, groups=width), nn.ReLU(inplace=True),
-            *conv_bn(width, width, 1), nn.ReLU(inplace=True),
-        )  # fmt: skip
+            *conv_bn(width, width, 3, groups=width, act=ReLU),
+            *conv_bn(width, width, 1, act=ReLU),
+        )
         self.head = nn.Sequential(nn.Dropout(0.1), Classifier(width, num_classes))
         self.train_only = nn.ModuleDict({"aux": SegHead(fine, 64, num_classes)})
         for part in (self.lateral, self.gate, self.smooth, self.head, self.train_only):
@@ -80,8 +81,8 @@ class TimmEncoder(SegmentationNet):
         self.published_keys = _file_keys(self.encoder)
         self._scale, self._shift = _normalization(encoder)
 
-    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
-        """Logits (B, num_classes, H/8, W/8): "main" and, with `aux`, "aux"."""
+    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits (B, num_classes, H/8, W/8)."""
         if self._scale:
             image = image * _constant(image, self._scale)
             image = image + _constant(image, self._shift)
@@ -93,11 +94,7 @@ class TimmEncoder(SegmentationNet):
             finer = lateral(finer)
             x = F.relu(upsample_like(x, finer) + finer)
 
-        logits = {"main": self.head(self.smooth(x))}
-        if aux:
-            logits["aux"] = self.train_only["aux"](fine)
-
-        return logits
+        return self.head(self.smooth(x)), {"aux": fine}
 
     def pretrained(self) -> tuple[str, dict[str, Tensor]]:
         """timm's weights of the encoder, if the arguments ask for them. Raises ConfigError if they are out of reach."""
@@ -202,15 +199,13 @@ class LRASPP(SegmentationNet):
         init_near_zero(self.classifier.low_classifier)
         init_near_zero(self.classifier.high_classifier)
 
-    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
-        """Logits "main" (B, num_classes, H/8, W/8)."""
+    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Main logits (B, num_classes, H/8, W/8)."""
         features, parts = self.backbone(image), self.classifier
         low, high = features["low"], features["high"]
         # torchvision's own forward would resize with an op that CUDA does not repeat.
         context = upsample_like(parts.cbr(high) * parts.scale(high), low)
-        main = parts.low_classifier(low) + parts.high_classifier(context)
-
-        return {"main": main}
+        return parts.low_classifier(low) + parts.high_classifier(context), {}
 
 
 def smp(

@@ -90,8 +90,8 @@ class PIDNet(SegmentationNet):
         self.published_keys = (boundary4, *PUBLISHED_KEYS)
         init_weights(self)
 
-    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
-        """Logits at stride 8: "main" and, with `aux`, "aux_p" (both num_classes wide) and "boundary" (1 wide)."""
+    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits at stride 8; "boundary" has one channel."""
         stride4 = relu(self.context1(self.stem(image)))
         stride8 = relu(self.context2(stride4))
         stride16 = relu(self.context3(stride8))
@@ -99,12 +99,9 @@ class PIDNet(SegmentationNet):
         tap_p, detail = self._detail(stride8, stride16, stride32)
         tap_d, boundary = self._boundary(stride8, stride16, stride32)
         context = upsample_like(self.ppm(self.context5(stride32)), detail)
-        logits = {"main": self.head(self.fusion(detail, context, boundary))}
-        if aux:
-            logits["aux_p"] = self.train_only["aux_p"](tap_p)
-            logits["boundary"] = self.train_only["boundary"](tap_d)
+        main = self.head(self.fusion(detail, context, boundary))
 
-        return logits
+        return main, {"aux_p": tap_p, "boundary": tap_d}
 
     def _detail(
         self, stride8: Tensor, stride16: Tensor, stride32: Tensor

@@ -71,8 +71,8 @@ class RegSeg(SegmentationNet):
         self.published_keys = (*single, *PUBLISHED_KEYS)
         init_weights(self)
 
-    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
-        """Logits "main" (B, num_classes, H/4, W/4)."""
+    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Main logits (B, num_classes, H/4, W/4)."""
         stride4 = self.stage4(self.stem(image))
         stride8 = self.stage8(stride4)
         x16 = self.head16(self.stage16(stride8))
@@ -81,7 +81,7 @@ class RegSeg(SegmentationNet):
         x4 = self.head4(stride4)
         x4 = self.conv4(torch.cat([upsample_like(x8, x4), x4], dim=1))
 
-        return {"main": self.head(x4)}
+        return self.head(x4), {}
 
 
 class DBlock(nn.Module):

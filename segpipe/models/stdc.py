@@ -13,7 +13,6 @@ from segpipe.models.layers import (
     SegmentationNet,
     conv_bn,
     conv_bn_relu,
-    depthwise_bn,
     init_weights,
     nearest_like,
     renames,
@@ -72,8 +71,8 @@ class STDC(SegmentationNet):
             if behind and not isinstance(module, Classifier):
                 nn.init.kaiming_normal_(module.weight, a=1)  # type: ignore[arg-type]
 
-    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
-        """Logits "main" at stride 8 and, with `aux`, "aux16" and "boundary" at stride 8, "aux32" at stride 16.
+    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits at stride 8, but for "aux32", at stride 16.
 
         The names are those of the published heads: "aux16" reads context from stride 16 at stride 8, and so on.
         """
@@ -83,12 +82,9 @@ class STDC(SegmentationNet):
         at16 = self.smooth32(nearest_like(x, stride16))
         x = self.gate16(stride16) + at16
         at8 = self.smooth16(nearest_like(x, stride8))
-        logits = {"main": self.head(self.fusion(torch.cat([stride8, at8], dim=1)))}
-        if aux:
-            taps = {"aux16": at8, "aux32": at16, "boundary": stride8}
-            logits |= {name: self.train_only[name](tap) for name, tap in taps.items()}
+        main = self.head(self.fusion(torch.cat([stride8, at8], dim=1)))
 
-        return logits
+        return main, {"aux16": at8, "aux32": at16, "boundary": stride8}
 
 
 class STDCEncoder(nn.Module):
@@ -129,7 +125,7 @@ class STDCModule(nn.Module):
         self.down: nn.Module = nn.Identity()
         self.skip: nn.Module = nn.Identity()
         if stride == 2:
-            self.down = depthwise_bn(half, half, stride=2)
+            self.down = conv_bn(half, half, 3, stride=2, groups=half)
             self.skip = nn.AvgPool2d(3, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -253,17 +249,12 @@ class PPLiteSeg(SegmentationNet):
         )
         init_weights(self)
 
-    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
-        """Logits "main" at stride 8 and, with `aux`, "aux16" and "aux32" at strides 16 and 32."""
+    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits at stride 8; those of "aux16" and "aux32" have the strides 16 and 32."""
         stride8, stride16, stride32 = self.encoder(image)
         x32 = self.fuse32(stride32, self.ppm(stride32))
         x16 = self.fuse16(stride16, x32)
-        logits = {"main": self.head(self.fuse8(stride8, x16))}
-        if aux:
-            logits["aux16"] = self.train_only["aux16"](x16)
-            logits["aux32"] = self.train_only["aux32"](x32)
-
-        return logits
+        return self.head(self.fuse8(stride8, x16)), {"aux16": x16, "aux32": x32}
 
 
 class SimplePyramid(nn.Module):
