@@ -6,22 +6,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segpipe import IGNORE_INDEX
+
 STRIDES = (1, 2)
 THRESHOLD = 0.1
 
 
-def boundary_target(target: Tensor, *, width: int = 2, ignore_index: int) -> Tensor:
+def boundary_target(target: Tensor, *, width: int = 2) -> Tensor:
     """Band around class changes that supervises the edge branch.
 
     A pixel is positive when another labelled class lies within `width` pixels (square window). Contact with ignored
-    pixels makes no edge, so an unlabelled car bonnet does not become one long boundary. `ignore_index` must be above
+    pixels makes no edge, so an unlabelled car bonnet does not become one long boundary. IGNORE_INDEX is above
     all classes.
 
     Shapes: target uint8 (B, H, W) -> bool (B, 1, H, W). No gradient.
     Source: edge supervision as in PIDNet, arXiv:2206.02066; the ignore rule is ours.
     """
     labels = target.unsqueeze(1).float()
-    ignored = labels == ignore_index
+    ignored = labels == IGNORE_INDEX
     window = 2 * width + 1
     highest = F.max_pool2d(
         labels.masked_fill(ignored, -1.0), window, stride=1, padding=width
@@ -30,32 +32,30 @@ def boundary_target(target: Tensor, *, width: int = 2, ignore_index: int) -> Ten
     return (highest > lowest) & ~ignored
 
 
-def as_two_classes(
-    logits: Tensor, target: Tensor, *, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def as_two_classes(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, target and class weights of the band's loss, with edges weighted as much as all other pixels together.
 
     The binary cross-entropy of a logit is the cross-entropy of the two logits 0 and itself.
 
     Shapes: logits (B, 1, h, w), target uint8 (B, H, W) -> (B, 2, h, w), uint8 (B, H, W), (2,).
     """
-    ignored = target == ignore_index
-    edge = boundary_target(target, ignore_index=ignore_index).squeeze(1)
+    ignored = target == IGNORE_INDEX
+    edge = boundary_target(target).squeeze(1)
     positives = edge.sum()
     total = (~ignored).sum().clamp_min(1)
     weights = torch.stack([positives, total - positives]) / total
-    ids = edge.view(torch.uint8).masked_fill(ignored, ignore_index)
+    ids = edge.view(torch.uint8).masked_fill(ignored, IGNORE_INDEX)
     return torch.cat([torch.zeros_like(logits), logits], 1), ids, weights
 
 
-def detail_target(target: Tensor, *, ignore_index: int) -> Tensor:
+def detail_target(target: Tensor) -> Tensor:
     """Pixels whose class id exceeds the mean of their 8 neighbors, at full or half resolution.
 
     Ignored pixels and those beyond the image make no edge, and are none.
 
     Shapes: target uint8 (B, H, W) -> float32 (B, 1, H, W), values 0 or 1. No gradient.
     """
-    valid = (target != ignore_index).unsqueeze(1).float()
+    valid = (target != IGNORE_INDEX).unsqueeze(1).float()
     labels = target.unsqueeze(1).float() * valid
     window = labels.new_ones(1, 1, 3, 3)
     found = torch.zeros_like(valid)
@@ -70,7 +70,7 @@ def detail_target(target: Tensor, *, ignore_index: int) -> Tensor:
     return (found > 0).float() * valid
 
 
-def detail_sum(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
+def detail_sum(logits: Tensor, target: Tensor) -> Tensor:
     """Binary cross-entropy and Dice, of which Dice is a mean over the images, times the shard's valid pixels.
 
     Source: arXiv:2104.13188, section 3.3. The published third level, of stride 4, has weight 0.1 and the threshold is
@@ -78,8 +78,8 @@ def detail_sum(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
 
     Shapes: logits float (B, 1, H, W), target uint8 (B, H, W) -> 0-d.
     """
-    valid = (target != ignore_index).unsqueeze(1)
-    edge = detail_target(target, ignore_index=ignore_index).to(logits.dtype)
+    valid = (target != IGNORE_INDEX).unsqueeze(1)
+    edge = detail_target(target).to(logits.dtype)
     entropy = F.binary_cross_entropy_with_logits(logits, edge, reduction="none")
 
     pixels = (1, 2, 3)

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segpipe import native
-from segpipe.losses.fused import ClassHead, LossPass
+from segpipe import IGNORE_INDEX, native
+from segpipe.losses.fused import ClassHead, LossPass, Wanted
 
 SOURCE = Path(__file__).with_name("upsampled.c")
 WIDTH = 64  # columns of a task
@@ -49,36 +49,30 @@ def library() -> Any:
     return found
 
 
-def evaluate(
-    head: ClassHead,
-    *,
-    gradient: bool = False,
-    sums: bool = False,
-    factors: Tensor | None = None,
-    slopes: tuple[Tensor, Tensor] | None = None,
-) -> LossPass:
-    """As `fused.Evaluate`, for float32 on a CPU. Raises IndexError for a target that is no class."""
+def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
+    """As `fused.Wanted` says, for float32 on a CPU. Raises IndexError for a target that is no class."""
     batch, classes, rows_in, cols_in = head.logits.shape
     tasks = batch * -(-head.target.shape[2] // WIDTH)
     span = _span(head.columns.host[0], cols_in)
-    losses = torch.empty(head.target.shape)
+    losses, sums, gradient = torch.empty(head.target.shape), None, None
     held = {
         "weights": head.class_weights(),
-        "factors": factors,
-        "everywhere": slopes[0] if slopes else None,
-        "on_target": slopes[1] if slopes else None,
         "losses": losses,
-        "sums": torch.zeros(tasks, 3, classes, dtype=torch.float64) if sums else None,
-        "parts": torch.zeros(tasks, classes, rows_in, span) if gradient else None,
-        "gradient": torch.empty_like(head.logits) if gradient else None,
+        "factors": wanted.factors,
     }
+    if wanted.slopes:
+        held["everywhere"], held["on_target"] = wanted.slopes
+    if wanted.sums:
+        held["sums"] = sums = torch.zeros(tasks, 3, classes, dtype=torch.float64)
+    if wanted.gradient:
+        held["gradient"] = gradient = torch.empty_like(head.logits)
+        held["parts"] = torch.zeros(tasks, classes, rows_in, span)
     given = _given(head, **held, span=span, smoothing=head.smoothing)
     calls, threads = library(), native.threads()
     _check(calls.segpipe_losses(given, tasks, threads))
-    if gradient:
+    if gradient is not None:
         calls.segpipe_join(given, batch * classes, threads)
-    found = held["sums"].sum(0) if held["sums"] is not None else None
-    return LossPass(losses, held["gradient"], found)
+    return LossPass(losses, gradient, None if sums is None else sums.sum(0))
 
 
 def classes_and_counts(head: ClassHead) -> tuple[Tensor, Tensor]:
@@ -121,7 +115,7 @@ def _given(head: ClassHead, **others: Any) -> _Pass:
     assert head.logits.dtype == torch.float32
     lengths = (*head.logits.shape, *head.target.shape[1:])
     shape = dict(zip(NUMBERS, lengths, strict=False))  # but for `span`
-    return _Pass(**tensors, **shape, ignore_index=head.ignore_index)
+    return _Pass(**tensors, **shape, ignore_index=IGNORE_INDEX)
 
 
 def _check(code: int) -> None:

@@ -6,34 +6,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segpipe.losses.fused import ClassHead, LossPass
+from segpipe import IGNORE_INDEX
+from segpipe.losses.fused import ClassHead, LossPass, Wanted
 
 
-def evaluate(
-    head: ClassHead,
-    *,
-    gradient: bool = False,
-    sums: bool = False,
-    factors: Tensor | None = None,
-    slopes: tuple[Tensor, Tensor] | None = None,
-) -> LossPass:
-    """As `fused.Evaluate`, in any float type, by autograd through logits at the size of the target."""
+def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
+    """As `fused.Wanted` says, in any float type, by autograd through logits at the size of the target."""
+    factors, slopes = wanted.factors, wanted.slopes
     logits, valid = head.logits.detach().requires_grad_(), head.valid
     classes = torch.arange(logits.shape[1], device=logits.device).view(1, -1, 1, 1)
-    with torch.set_grad_enabled(gradient):
+    with torch.set_grad_enabled(wanted.gradient):
         wide = head.rows.matrix @ (logits @ head.columns.matrix.t())
         # The reducing kernels have no deterministic form on CUDA.
         losses = F.cross_entropy(
             wide,
             head.target.long(),
             weight=head.weights,
-            ignore_index=head.ignore_index,
+            ignore_index=IGNORE_INDEX,
             reduction="none",
             label_smoothing=head.smoothing,
         )
         total = (losses if factors is None else losses * factors).sum()
         found = None
-        if sums or slopes:
+        if wanted.sums or slopes:
             own = (head.target[:, None] == classes).to(wide.dtype)
             probability = wide.softmax(1) * valid[:, None].to(wide.dtype)
             if slopes:
@@ -41,8 +36,8 @@ def evaluate(
                 total = total + (probability * (everywhere + own * on_target)).sum()
             kinds = torch.stack([probability * own, probability, own]).detach()
             found = kinds.double().sum((1, 3, 4))
-        grad = torch.autograd.grad(total, logits)[0] if gradient else None
-    return LossPass(losses.detach(), grad, found if sums else None)
+        grad = torch.autograd.grad(total, logits)[0] if wanted.gradient else None
+    return LossPass(losses.detach(), grad, found if wanted.sums else None)
 
 
 def class_weights(pixels: Tensor, name: str) -> Tensor:

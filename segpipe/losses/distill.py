@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from segpipe import IGNORE_INDEX
+
 
 class TeacherLogits(NamedTuple):
     """What the teacher says of a shard: logits (B, C, h, w), and how they are upsampled."""
@@ -21,7 +23,6 @@ def distill_sum(
     target: Tensor,
     *,
     temperature: float,
-    ignore_index: int,
 ) -> Tensor:
     """KL divergence from the teacher's probabilities, summed over the valid pixels, times the squared temperature.
 
@@ -35,4 +36,4 @@ def distill_sum(
     wanted = (teacher.detach() / temperature).log_softmax(1)
     found = (logits / temperature).log_softmax(1)
     losses = (wanted.exp() * (wanted - found)).sum(1) * temperature**2
-    return torch.where(target != ignore_index, losses, 0.0).sum()
+    return torch.where(target != IGNORE_INDEX, losses, 0.0).sum()

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from segpipe import IGNORE_INDEX
 from segpipe.losses.dice import dice_of_sums
 
 if TYPE_CHECKING:
@@ -33,14 +34,13 @@ class ClassHead:
     target: Tensor
     rows: Axis
     columns: Axis
-    ignore_index: int
     weights: Tensor | None = None
     smoothing: float = 0.0
 
     @property
     def valid(self) -> Tensor:
         """Pixels that are not ignored, bool (B, H, W)."""
-        return self.target != self.ignore_index
+        return self.target != IGNORE_INDEX
 
     def class_weights(self) -> Tensor:
         """The weights, or ones; (C,)."""
@@ -80,24 +80,20 @@ class Chosen(NamedTuple):
     factor: Tensor | float = 1.0
 
 
-class Evaluate(Protocol):
-    """A pass: the loss of every pixel, and on demand the sums, and the gradient of the losses' sum.
+class Wanted(NamedTuple):
+    """What a pass computes beside the loss of every pixel: sums, and the gradient of the losses' sum.
 
     For the gradient, losses count `factors` times, float (B, H, W), and a loss is added whose derivatives by the
     probabilities of a valid pixel are `slopes`: of each class, and more where it is the target's; float (C,) each.
     """
 
-    def __call__(
-        self,
-        head: ClassHead,
-        *,
-        gradient: bool = False,
-        sums: bool = False,
-        factors: Tensor | None = None,
-        slopes: tuple[Tensor, Tensor] | None = None,
-    ) -> LossPass: ...
+    gradient: bool = False
+    sums: bool = False
+    factors: Tensor | None = None
+    slopes: tuple[Tensor, Tensor] | None = None
 
 
+Evaluate = Callable[[ClassHead, Wanted], LossPass]
 # From the cross-entropy of every pixel, the target and the class weights.
 Term = Callable[[Tensor, Tensor, Tensor | None], Chosen]
 
@@ -158,12 +154,10 @@ def _passes(
     # A figure of all pixels enters the gradient of these.
     twice = wanted and (term is not None or has_dice)
     factors = None if sure is None else 1.0 + sure
-    found = evaluate(
-        head,
-        sums=has_dice,
-        gradient=wanted and not twice,
-        factors=None if twice else factors,
-    )
+    first = Wanted(sums=has_dice)
+    if wanted and not twice:
+        first = first._replace(gradient=True, factors=factors)
+    found = evaluate(head, first)
     losses, slopes = found.losses, None
     parts = {}
     if term is None:
@@ -180,7 +174,7 @@ def _passes(
     if sure is not None:
         parts["edge"] = _sum(losses * sure)
     if twice:
-        found = evaluate(head, gradient=True, factors=factors, slopes=slopes)
+        found = evaluate(head, Wanted(True, factors=factors, slopes=slopes))
     return parts, found.gradient
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from segpipe import IGNORE_INDEX
 
-def lovasz_sum(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
+
+def lovasz_sum(logits: Tensor, target: Tensor) -> Tensor:
     """Lovasz-softmax, a convex extension of 1 - IoU, averaged over the classes of a shard's target; times valid pixels.
 
     The errors of a class are 1 - p at its own pixels and p at all other valid ones, over all images of the shard
@@ -15,7 +17,7 @@ def lovasz_sum(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
 
     Shapes: logits float (B, C, H, W), target uint8 (B, H, W) -> 0-d.
     """
-    valid = (target != ignore_index).flatten()
+    valid = (target != IGNORE_INDEX).flatten()
     ids = target.flatten()
     probability = logits.softmax(1).movedim(1, 0).flatten(1)
     losses, present = [], []

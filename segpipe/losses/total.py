@@ -11,7 +11,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -81,12 +81,11 @@ def shard_loss(
     addends: list[Tensor] = []
     for name in heads:
         own = shard.by_autograd(name, teacher)
+        total, found = shard.by_pass(name, evaluate)
         addends += own.values()
-        if shard.has_pass(name):
-            total, found = shard.by_pass(name, evaluate)
+        if total is not None:
             addends.append(total)
-            parts |= found
-        parts |= own
+        parts |= found | own
     parts["total"] = torch.stack(addends).sum()
     return parts
 
@@ -162,129 +161,95 @@ class _Shard:
         self, name: str, teacher: TeacherLogits | None
     ) -> dict[str, Tensor]:
         """Parts that need the head's logits at the size of the target; autograd finds their gradients."""
-        config, parts = self.config, dict[str, Tensor]()
+        config, logits = self.config, self.heads[name]
         if name == "boundary":
-            if config.boundary == "detail":
-                logits = self._at_target(self.heads[name], stride=1)
-                total = detail_sum(logits, self.target, ignore_index=IGNORE_INDEX)
-                parts[name] = config.boundary_weight * self.scale * total
-            return parts
+            if config.boundary != "detail":
+                return {}
+            total = detail_sum(self._at_target(logits, 1), self.target)
+            return {name: config.boundary_weight * self.scale * total}
+
         own = plugins.is_path(config.name)
-        others = name == "main" and (config.lovasz_weight or teacher is not None)
-        if not (own or others):
-            return parts
-        weight, target, stride = (
-            self._weight(name),
-            self._strided(name),
-            self._stride(name),
-        )
-        logits = self._at_target(self.heads[name], stride)
+        has_lovasz = name == "main" and config.lovasz_weight
+        if name != "main":
+            teacher = None
+        if not (own or has_lovasz or teacher):
+            return {}
+
+        stride, target, weight = self._sampled(name)
+        wide, parts = self._at_target(logits, stride), dict[str, Tensor]()
         if own:
             total = plugin_sum(
-                config.name,
-                config.args,
-                logits,
-                target,
-                self.class_weights,
-                ignore_index=IGNORE_INDEX,
+                config.name, config.args, wide, target, self.class_weights
             )
             parts[name] = weight * total
-        if others and config.lovasz_weight:
-            total = lovasz_sum(logits, target, ignore_index=IGNORE_INDEX)
-            parts["lovasz"] = config.lovasz_weight * weight * total
-        if others and teacher is not None:
-            total = distill_sum(
-                logits,
-                self._at_target(teacher.logits, stride, teacher.align_corners),
-                target,
-                temperature=config.temperature,
-                ignore_index=IGNORE_INDEX,
-            )
+        if has_lovasz:
+            parts["lovasz"] = config.lovasz_weight * weight * lovasz_sum(wide, target)
+        if teacher:
+            answers = self._at_target(teacher.logits, stride, teacher.align_corners)
+            total = distill_sum(wide, answers, target, temperature=config.temperature)
             parts["teacher"] = config.teacher_weight * weight * total
         return parts
 
-    def has_pass(self, name: str) -> bool:
-        """Whether a pass over the pixels of the head has a part of the loss: Dice and edges of a loss of the user's."""
-        config = self.config
-        if name == "boundary":
-            return config.boundary == "band"
-        extra = name == "main" and (config.dice_weight > 0 or self._has_band)
-        return extra or not plugins.is_path(config.name)
-
     def by_pass(
         self, name: str, evaluate: Evaluate
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of logits at output stride, whose gradient is computed with it, and its parts, which have none."""
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Loss of logits at output stride, whose gradient is computed with it, and its parts, which have none.
+
+        None where nothing of the head is computed so: a loss of the user's alone.
+        """
         config, logits = self.config, self.heads[name]
+        has_band = "boundary" in self.heads and config.boundary == "band"
         if name == "boundary":
-            both, ids, weights = as_two_classes(
-                logits, self.target, ignore_index=IGNORE_INDEX
-            )
+            if not has_band:
+                return None, {}
+            both, ids, weights = as_two_classes(logits, self.target)
             head = self._head(both, ids, 1, weights)
             scale = config.boundary_weight * self.scale
             total, own = class_loss(head, Terms(), scale, evaluate)
-        else:
-            term = PIXEL_TERMS.get(config.name, _nothing)
-            terms = Terms(
-                term=term and partial(term, config=config),
-                dice_weight=config.dice_weight if name == "main" else 0.0,
-                sure=self._sure_edges(name),
-            )
-            head = self._head(
-                logits,
-                self._strided(name),
-                self._stride(name),
-                self.class_weights,
-                config.label_smoothing,
-            )
-            total, own = class_loss(head, terms, self._weight(name), evaluate)
-        return total, {name if part == "class" else part: own[part] for part in own}
+            return total, {name: own["class"]}
+
+        stride, target, weight = self._sampled(name)
+        term = PIXEL_TERMS.get(config.name, _nothing)
+        terms = Terms(term and partial(term, config=config))
+        if name == "main":
+            sure = None
+            if has_band:
+                edge = self._at_target(self.heads["boundary"].detach(), stride)
+                sure = torch.sigmoid(edge).squeeze(1) > EDGE_CONFIDENCE
+            terms = replace(terms, dice_weight=config.dice_weight, sure=sure)
+        if term is _nothing and not terms.dice_weight and terms.sure is None:
+            return None, {}
+
+        head = self._head(logits, target, stride, self.class_weights)
+        head = replace(head, smoothing=config.label_smoothing)
+        total, own = class_loss(head, terms, weight, evaluate)
+
+        return total, {name: own.pop("class"), **own}
 
     def _head(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        stride: int,
-        weights: Tensor | None,
-        smoothing: float = 0.0,
+        self, logits: Tensor, target: Tensor, stride: int, weights: Tensor | None
     ) -> ClassHead:
         # One copy, of a GPU's channels_last bf16 too.
         wide = logits.to(torch.float32, memory_format=torch.contiguous_format)
-        rows, columns = bilinear_axes(
+        axes = bilinear_axes(
             wide, self._size, align_corners=self.align_corners, stride=stride
         )
-        return ClassHead(
-            wide, target.contiguous(), rows, columns, IGNORE_INDEX, weights, smoothing
-        )
-
-    @property
-    def _has_band(self) -> bool:
-        return "boundary" in self.heads and self.config.boundary == "band"
+        return ClassHead(wide, target.contiguous(), *axes, weights)
 
     @property
     def _size(self) -> tuple[int, int]:
         return self.target.shape[1], self.target.shape[2]
 
-    def _stride(self, name: str) -> int:
-        return self.config.stride if name == "main" else self.config.aux_stride
+    def _sampled(self, name: str) -> tuple[int, Tensor, Tensor]:
+        """The stride of the pixels that the loss of a class head reads, their target, and the factor of their sum."""
+        config, factor = self.config, 1.0
+        stride = config.stride
+        if name != "main":
+            stride, factor = config.aux_stride, config.aux_weight
+        target = self.target[:, stride // 2 :: stride, stride // 2 :: stride]
+        factor *= self.target.numel() / target.numel()
 
-    def _strided(self, name: str) -> Tensor:
-        """The target at the pixels that the loss of a class head reads."""
-        stride = self._stride(name)
-        return self.target[:, stride // 2 :: stride, stride // 2 :: stride]
-
-    def _weight(self, name: str) -> Tensor:
-        """Factor of the sum over the pixels of a class head, 0-d."""
-        sparse = self.target.numel() / self._strided(name).numel()
-        factor = sparse * (1.0 if name == "main" else self.config.aux_weight)
-        return self.scale if factor == 1 else factor * self.scale
-
-    def _sure_edges(self, name: str) -> Tensor | None:
-        """Where the boundary head is sure of an edge, bool (B, H, W); None if that is no part of this head's loss."""
-        if name != "main" or not self._has_band:
-            return None
-        edge = self._at_target(self.heads["boundary"].detach(), self._stride(name))
-        return torch.sigmoid(edge).squeeze(1) > EDGE_CONFIDENCE
+        return stride, target, self.scale if factor == 1 else factor * self.scale
 
     def _at_target(
         self, logits: Tensor, stride: int, align_corners: bool | None = None
@@ -307,8 +272,6 @@ def plugin_sum(
     logits: Tensor,
     target: Tensor,
     class_weights: Tensor | None,
-    *,
-    ignore_index: int,
 ) -> Tensor:
     """Loss of the function `name`, summed over the valid pixels, 0-d float32; what it says of ignored ones is dropped.
 
@@ -319,12 +282,12 @@ def plugin_sum(
     """
     weights = {} if class_weights is None else {"class_weights": class_weights}
     loss = _loss(name)(
-        logits, target.long(), ignore_index=ignore_index, **weights, **args
+        logits, target.long(), ignore_index=IGNORE_INDEX, **weights, **args
     )
     what = f"a {type(loss).__name__}"
     if isinstance(loss, Tensor):
         if loss.dtype == torch.float32 and loss.shape == target.shape:
-            return torch.where(target != ignore_index, loss, 0.0).sum()
+            return torch.where(target != IGNORE_INDEX, loss, 0.0).sum()
         if loss.dtype == torch.float32 and loss.shape == ():
             return loss
         what = f"{loss.dtype} {tuple(loss.shape)}"

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segpipe.losses.fused import ClassHead, LossPass
+from segpipe import IGNORE_INDEX
+from segpipe.losses.fused import ClassHead, LossPass, Wanted
 from segpipe.models.triton_resize import Band, band, product
 
 if TYPE_CHECKING:
@@ -198,15 +199,8 @@ def _gathering(rows: "Axis", columns: "Axis") -> tuple[Tensor, Band, Band]:
     )
 
 
-def evaluate(
-    head: ClassHead,
-    *,
-    gradient: bool = False,
-    sums: bool = False,
-    factors: Tensor | None = None,
-    slopes: tuple[Tensor, Tensor] | None = None,
-) -> LossPass:
-    """As `fused.Evaluate`, for float32; the loss of a target that is no class is NaN. Never waits for the device."""
+def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
+    """As `fused.Wanted` says, for float32; the loss of a target that is no class is NaN. Never waits for the device."""
     logits, rows, columns = head.logits, head.rows, head.columns
     batch, classes, rows_in, cols_in = logits.shape
     height, width = head.target.shape[1:]
@@ -214,19 +208,21 @@ def evaluate(
     grid = (batch * rows_in, triton.cdiv(width, pixels))
     starts, down, across = _gathering(rows, columns)
     losses = torch.empty_like(head.target, dtype=torch.float32)
-    found = logits.new_empty(grid[0] * grid[1], 3, classes) if sums else None
-    parts = logits.new_empty(batch, classes, 2 * rows_in, width) if gradient else None
+    found = logits.new_empty(grid[0] * grid[1], 3, classes) if wanted.sums else None
+    parts = None
+    if wanted.gradient:
+        parts = logits.new_empty(batch, classes, 2 * rows_in, width)
     _losses[grid](
         logits,
         head.target,
         head.class_weights(),
-        factors,
-        slopes,
+        wanted.factors,
+        wanted.slopes,
         losses,
         found,
         parts,
         (starts, rows.share, columns.low, columns.share),
-        (classes, rows_in, cols_in, height, width, head.ignore_index),
+        (classes, rows_in, cols_in, height, width, IGNORE_INDEX),
         (head.smoothing, head.smoothing / classes),
         padded=triton.next_power_of_2(classes),
         pixels=pixels,

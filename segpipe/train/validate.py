@@ -79,9 +79,7 @@ def classes_and_confusion(
         pred = _classes(bilinear(logits, size, align_corners=align_corners))
         return pred, confusion(pred, target, logits.shape[1])
     rows, columns = bilinear_axes(logits, size, align_corners=align_corners)
-    head = ClassHead(
-        logits.contiguous(), target.contiguous(), rows, columns, IGNORE_INDEX
-    )
+    head = ClassHead(logits.contiguous(), target.contiguous(), rows, columns)
     pred, counts = compiled.classes_and_counts(head)
     return pred, confusion_of(counts)
 

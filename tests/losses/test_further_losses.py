@@ -145,7 +145,7 @@ def lovasz_of_the_definition(logits: Tensor, target: Tensor) -> float:
 def test_lovasz_is_that_of_the_definition(ignored: float) -> None:
     for seed in range(4):
         logits, target = batch(seed, ignored)
-        found = lovasz_sum(logits.requires_grad_(), target, ignore_index=255)
+        found = lovasz_sum(logits.requires_grad_(), target)
         expected = lovasz_of_the_definition(logits.detach(), target)
         wanted = expected * valid_pixels(target)
         assert float(found.detach()) == pytest.approx(wanted, rel=1e-10, abs=1e-12)
@@ -156,7 +156,7 @@ def test_lovasz_is_that_of_the_definition(ignored: float) -> None:
 
 def test_lovasz_has_the_gradient_of_differences() -> None:
     logits, target = batch(0, 0.3)
-    loss = lambda x: lovasz_sum(x, target, ignore_index=255)  # noqa: E731
+    loss = lambda x: lovasz_sum(x, target)  # noqa: E731
     assert torch.autograd.gradcheck(loss, logits.requires_grad_(), eps=1e-7)
 
 
@@ -168,7 +168,7 @@ def test_lovasz_of_hard_answers_is_1_less_the_mean_iou() -> None:
     for label in target[valid].unique():
         own, said = (target == label) & valid, (pred == label) & valid
         ious.append(float((own & said).sum() / (own | said).sum()))
-    found = lovasz_sum(logits, target, ignore_index=255) / valid.sum()
+    found = lovasz_sum(logits, target) / valid.sum()
     assert float(found) == pytest.approx(1 - np.mean(ious))
     per_image = np.mean(
         [
@@ -204,7 +204,7 @@ def test_detail_target_is_that_of_the_definition(ignored: float) -> None:
     for seed in range(3):
         _, blocks = batch(seed, ignored)
         target = blocks.repeat_interleave(3, 1).repeat_interleave(4, 2)
-        found = detail_target(target, ignore_index=255)
+        found = detail_target(target)
         np.testing.assert_array_equal(
             found[:, 0].numpy() > 0, slow_detail(target.numpy())
         )
@@ -226,7 +226,7 @@ def test_published_detail_target_without_ignored_pixels_and_borders() -> None:
     fused = sum(w * x for w, x in zip((0.6, 0.3, 0.1), levels, strict=True))
     expected = (fused > 0.1)[:, :, 2:-2, 2:-2]
     assert expected.any()
-    found = detail_target(target, ignore_index=255)[:, :, 2:-2, 2:-2] > 0
+    found = detail_target(target)[:, :, 2:-2, 2:-2] > 0
     assert torch.equal(found, expected)
 
 
@@ -235,14 +235,14 @@ def test_detail_sum_is_that_of_float64(ignored: float) -> None:
     logits, target = batch(2, ignored)
     given = logits[:, :1].clone().requires_grad_()
     valid, x = (target != 255).numpy(), logits[:, 0].numpy()
-    edge = detail_target(target, ignore_index=255)[:, 0].numpy()
+    edge = detail_target(target)[:, 0].numpy()
     entropy = (np.logaddexp(0, x) - x * edge)[valid].sum()
     p = np.where(valid, 1 / (1 + np.exp(-x)), 0)
     dice = [
         1 - (2 * (a * b).sum() + 1) / ((a + b).sum() + 1)
         for a, b in zip(p, edge, strict=True)
     ]
-    found = detail_sum(given, target, ignore_index=255)
+    found = detail_sum(given, target)
     assert float(found.detach()) == pytest.approx(entropy + np.mean(dice) * valid.sum())
     (grad,) = torch.autograd.grad(found, given)
     assert not grad[:, 0][target == 255].any()
@@ -263,7 +263,7 @@ def test_the_boundary_head_learns_what_the_setting_says() -> None:
         )
         for what in ("band", "detail")
     }
-    expected = 3.0 * detail_sum(edges, target, ignore_index=255) / 10
+    expected = 3.0 * detail_sum(edges, target) / 10
     assert parts["detail"]["boundary"].item() == pytest.approx(expected.item())
     assert parts["band"]["boundary"].item() != pytest.approx(expected.item())
     assert "edge" in parts["band"]
@@ -290,7 +290,6 @@ def test_distillation_is_that_of_the_formula(
         teacher,
         target,
         temperature=temperature,
-        ignore_index=255,
     )
     expected = divergence[target.numpy() != 255].sum()
     assert float(found.detach()) == pytest.approx(expected, abs=1e-12)
@@ -322,9 +321,9 @@ def test_whole_terms_follow_weight_stride_and_the_size_of_the_teacher() -> None:
     wide = resize(logits, size, mode="bilinear")[pick]
     taught = resize(teacher.logits.double(), size, mode="bilinear", align_corners=True)
     seen = target[:, 1::2, 1::2]
-    distilled = distill_sum(wide, taught[pick], seen, temperature=3.0, ignore_index=255)
+    distilled = distill_sum(wide, taught[pick], seen, temperature=3.0)
     expected = {
-        "lovasz": 0.5 * 4 * float(lovasz_sum(wide, seen, ignore_index=255)) / 100,
+        "lovasz": 0.5 * 4 * float(lovasz_sum(wide, seen)) / 100,
         "teacher": 2.0 * 4 * float(distilled) / 100,
     }
     found = {name: float(parts[name]) for name in expected}

@@ -19,7 +19,7 @@ from segpipe import native
 from segpipe.errors import ConfigError
 from segpipe.losses import compiled, cross_entropy
 from segpipe.losses.boundary import boundary_target
-from segpipe.losses.fused import ClassHead, Terms, class_loss
+from segpipe.losses.fused import ClassHead, Terms, Wanted, class_loss
 from segpipe.losses.total import _triton_builds, backend, shard_loss
 from segpipe.models.resize import bilinear_axes, bilinear_weights
 from segpipe.settings.groups import LossConfig
@@ -51,7 +51,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 def class_head(logits: Tensor, target: Tensor, **fields: Any) -> ClassHead:
     rows, columns = bilinear_axes(logits, (target.shape[1], target.shape[2]))
-    return ClassHead(logits, target, rows, columns, 255, **fields)
+    return ClassHead(logits, target, rows, columns, **fields)
 
 
 def upsampled(logits: Tensor, size: tuple[int, int], align_corners: bool) -> Tensor:
@@ -131,7 +131,7 @@ def reference(
     for name, logits in heads.items():
         wide = upsampled(logits, size, align_corners)
         if name == "boundary":
-            band = boundary_target(target, ignore_index=255)
+            band = boundary_target(target)
             positives, valid = (
                 (band[:, 0] * (target != 255)).sum(),
                 (target != 255).sum().clamp_min(1),
@@ -272,11 +272,7 @@ def test_compiled_any_number_of_threads_gives_the_same_bits() -> None:
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        found.append(
-            compiled.evaluate(
-                head, gradient=True, sums=True, factors=factors, slopes=slopes
-            )
-        )
+        found.append(compiled.evaluate(head, Wanted(True, True, factors, slopes)))
     for other in found[1:]:
         for part in ("losses", "gradient", "sums"):
             assert torch.equal(getattr(found[0], part), getattr(other, part)), part
@@ -353,9 +349,7 @@ def test_any_instruction_set_gives_the_same_bits(
         )
         native.load.cache_clear()
         assert compiled.library() is not None, name
-        given = compiled.evaluate(
-            head, gradient=True, sums=True, factors=factors, slopes=slopes
-        )
+        given = compiled.evaluate(head, Wanted(True, True, factors, slopes))
         pred, counts = compiled.classes_and_counts(head)
         found[name] = (given.losses, given.gradient, given.sums, pred, counts)
     native.load.cache_clear()
@@ -437,7 +431,7 @@ def test_huge_logits_give_the_losses_of_float64(name: str) -> None:
     logits = torch.tensor([[[[1e4]], [[-1e4]], [[3e37]], [[-3e38]]]])
     for right in range(4):
         head = class_head(logits, torch.full((1, 2, 2), right, dtype=torch.uint8))
-        found = EVALUATE[name](head, gradient=True)
+        found = EVALUATE[name](head, Wanted(gradient=True))
         expected = -logits.double().log_softmax(1)[0, right]
         assert found.losses[0, 0, 0] == pytest.approx(float(expected), rel=1e-6)
         assert found.gradient.flatten().tolist() == [
@@ -450,9 +444,9 @@ def test_without_a_gradient_nothing_is_differentiated(name: str) -> None:
     seen: list[bool] = []
     evaluate: Callable[..., Any] = EVALUATE[name]
 
-    def watched(head: ClassHead, **wanted: Any) -> Any:
-        seen.append(bool(wanted.get("gradient")))
-        return evaluate(head, **wanted)
+    def watched(head: ClassHead, wanted: Wanted) -> Any:
+        seen.append(wanted.gradient)
+        return evaluate(head, wanted)
 
     head = class_head(torch.randn(1, 3, 2, 2), torch.ones(1, 8, 8, dtype=torch.uint8))
     total, parts = class_loss(head, Terms(), torch.tensor(1.0), watched)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from segpipe.errors import ConfigError
 from segpipe.losses import boundary, cross_entropy
 from segpipe.losses.cross_entropy import class_weights
 from segpipe.losses.dice import dice_of_sums
-from segpipe.losses.fused import ClassHead
+from segpipe.losses.fused import ClassHead, Wanted
 from segpipe.losses.ohem import hard_pixels, kth_largest
 from segpipe.losses.total import PIXEL_TERMS, shard_loss, valid_pixels
 from segpipe.models.resize import bilinear, bilinear_axes
@@ -23,29 +22,29 @@ from segpipe.settings.groups import LossConfig
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 C = 5
-boundary_target = partial(boundary.boundary_target, ignore_index=255)
+boundary_target = boundary.boundary_target
 
 
 def head_of(logits: Tensor, target: Tensor, weights: Tensor | None = None) -> ClassHead:
     size = (target.shape[1], target.shape[2])
     rows, columns = bilinear_axes(logits, size)
-    return ClassHead(logits, target, rows, columns, 255, weights)
+    return ClassHead(logits, target, rows, columns, weights)
 
 
 def pixel_losses(
     logits: Tensor, target: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    return cross_entropy.evaluate(head_of(logits, target, weights)).losses
+    return cross_entropy.evaluate(head_of(logits, target, weights), Wanted()).losses
 
 
 def dice_sum(logits: Tensor, target: Tensor) -> Tensor:
-    sums = cross_entropy.evaluate(head_of(logits, target), sums=True).sums
+    sums = cross_entropy.evaluate(head_of(logits, target), Wanted(sums=True)).sums
     assert sums is not None
     return dice_of_sums(sums, (target != 255).sum(), torch.float32)[0]
 
 
 def boundary_sum(logits: Tensor, target: Tensor) -> Tensor:
-    given = boundary.as_two_classes(logits, target, ignore_index=255)
+    given = boundary.as_two_classes(logits, target)
     return pixel_losses(*given).sum()
 
 

@@ -31,7 +31,7 @@ CASES = (
 def difference(number: int) -> float:
     """Largest error of losses, gradient and sums of a case, each relative to its largest value."""
     from segpipe.losses import cross_entropy, triton_pass
-    from segpipe.losses.fused import ClassHead
+    from segpipe.losses.fused import ClassHead, Wanted
     from segpipe.models.resize import bilinear_axes
 
     torch.manual_seed(number)
@@ -53,10 +53,8 @@ def difference(number: int) -> float:
             logits, size, align_corners=number % 2 == 1, stride=stride
         )
         given = weights.to(kind) if weights is not None else None
-        head = ClassHead(logits, seen, rows, columns, 255, given, 0.1 * (number % 3))
-        found.append(
-            evaluate(head, gradient=True, sums=True, factors=factors, slopes=slopes)
-        )
+        head = ClassHead(logits, seen, rows, columns, given, 0.1 * (number % 3))
+        found.append(evaluate(head, Wanted(True, True, factors, slopes)))
     parts = [[each.losses, each.gradient, each.sums] for each in found]
     return max(
         float((a - b).abs().max() / b.abs().max().clamp_min(1e-9))
