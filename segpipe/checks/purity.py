@@ -152,7 +152,7 @@ def check(
         # One after the other: both would write into memory that a transform shares between processes.
         try:
             progress(0, 3, f"{len(probed)} transforms, each key twice")
-            observations = elsewhere("fork", _observations, probed)
+            observations = elsewhere("fork", lambda: [*map(observed, probed)])
             progress(1, 3, "backwards, as another worker")
             others[ANOTHER_WORKER] = elsewhere(
                 "fork", _outputs_of_another_worker, probed
@@ -250,11 +250,6 @@ def _outputs_of_another_worker(probed: Sequence[Probed]) -> list[Outputs | str]:
     tripwire.set_opencv_threads(4 if cv2.getNumThreads() == 1 else 1)
     with another_worker():
         return _outputs(probed, order=-1)
-
-
-def _observations(probed: Sequence[Probed]) -> list[Observation]:
-    """An observation of each function."""
-    return [observed(one) for one in probed]
 
 
 def observed(probed: Probed) -> Observation:

@@ -15,11 +15,10 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from mmap import mmap
 from types import (
     BuiltinFunctionType,
-    CellType,
     FrameType,
     FunctionType,
     GeneratorType,
@@ -68,36 +67,18 @@ DIRECT = (
     "multiprocessing.process.current_process",
 )  # fmt: skip
 DATES = ("now", "utcnow", "today")  # of classes of datetime
-LIBRARIES = frozenset(
-    [
-        "albumentations",
-        "albucore",
-        "numpy",
-        "torch",
-        "torchvision",
-        "cv2",
-        "scipy",
-        "skimage",
-        "PIL",
-        "segpipe",
-    ]
-)
+LIBRARIES = {
+    "albumentations", "albucore", "numpy", "torch", "torchvision", "cv2", "scipy", "skimage", "PIL", "segpipe",
+}  # fmt: skip
 STANDARD = sys.stdlib_module_names
 # Parts of the standard library that may ask for anything.
-SILENT = frozenset(
-    [
-        "importlib",
-        "_frozen_importlib",
-        "_frozen_importlib_external",
-        "logging",
-        "warnings",
-        "linecache",
-        "inspect",
-    ]
-)
+SILENT = (
+    "importlib", "_frozen_importlib", "_frozen_importlib_external", "logging", "warnings", "linecache", "inspect",
+)  # fmt: skip
 
 
 State = dict[str, str]  # what is held, by its path, such as `Blur.apply.cache`
+Parts = Iterator[tuple[str, Any]]  # by their paths
 # What cannot change: its text is all there is to know.
 ATOMS = (type(None), int, float, complex, str, bytes)
 # What leads to a function or an object by one of the names in WRAPPED.
@@ -109,15 +90,7 @@ WRAPPERS = (
     functools.partial,
     functools._lru_cache_wrapper,
 )
-WRAPPED = (
-    "__self__",
-    "__func__",
-    "__wrapped__",
-    "fget",
-    "func",
-    "args",
-    "keywords",
-)
+WRAPPED = ("__self__", "__func__", "__wrapped__", "fget", "func", "args", "keywords")
 # Attributes that albumentations sets in every call: the same after two calls with one key.
 SET_BY_CALL = re.compile(r"\.(random_generator|py_random|params)\b")
 
@@ -128,11 +101,30 @@ class _Watch:
     def __init__(self) -> None:
         self.called: dict[str, str] = {}
         self._thread = threading.get_ident()
-        self._never = _by_id(CLOCKS_AND_ENTROPY)
-        self._not_by_users = _by_id(SURROUNDINGS)
+        # With the name, whether only the user's own code must not call it.
+        self._watched = {
+            key: (name, own)
+            for own, table in enumerate((CLOCKS_AND_ENTROPY, SURROUNDINGS))
+            for key, name in _by_id(table)
+        }
         self._environment = type(os.environ).__getitem__.__code__
 
-    def note(self, name: str, frame: FrameType | None, *, own: bool = False) -> None:
+    def profile(self, frame: FrameType, event: str, function: Any) -> None:
+        """Sees calls whatever name the function has at the caller: imported by name, a default, in a closure."""
+        if event not in ("call", "c_call"):
+            return
+        caller: FrameType | None = frame
+        if event == "call":
+            function, caller = frame.f_code, frame.f_back
+        name, own = self._watched.get(id(function), ("", 1))
+        if function is self._environment:
+            name = f"os.environ[{frame.f_locals['key']!r}]"
+        elif event == "c_call" and _is_date(function):
+            name, own = f"datetime.{function.__name__}", 0
+        if name and not _is_default_seed(frame):
+            self._note(name, caller, own)
+
+    def _note(self, name: str, frame: FrameType | None, own: int) -> None:
         """A call was made in `frame`; with `own`, it counts only if the code of no library asked for it."""
         caller = frame if name in DIRECT else _caller(frame)
         if caller is None or threading.get_ident() != self._thread:
@@ -141,24 +133,6 @@ class _Watch:
         if is_own or not own:
             file = os.path.basename(caller.f_code.co_filename)
             self.called.setdefault(name, f"{file}:{caller.f_lineno}" if is_own else "")
-
-    def profile(self, frame: FrameType, event: str, function: Any) -> None:
-        """Sees calls whatever name the function has at the caller: imported by name, a default, in a closure."""
-        if event == "call":
-            code = frame.f_code
-            if name := self._not_by_users.get(id(code)):
-                self.note(name, frame.f_back, own=True)
-            elif code is self._environment:
-                key = frame.f_locals["key"]
-                self.note(f"os.environ[{key!r}]", frame.f_back, own=True)
-        elif event == "c_call":
-            if name := self._never.get(id(function)):
-                if not _is_default_seed(frame):
-                    self.note(name, frame)
-            elif name := self._not_by_users.get(id(function)):
-                self.note(name, frame, own=True)
-            elif function.__name__ in DATES and "datetime" in repr(function.__self__):
-                self.note(f"datetime.{function.__name__}", frame)
 
 
 @contextmanager
@@ -177,16 +151,13 @@ def watching() -> Iterator[dict[str, str]]:
         sys.setprofile(profile)
 
 
-def _by_id(table: Mapping[str, str]) -> dict[int, str]:
-    """`module.name` of each function of the imported modules: by its id, or by that of its code if it is Python."""
-    found = {}
+def _by_id(table: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+    """`module.name` of each function of the imported modules, after its id, or that of its code if it is Python."""
     for module, names in table.items():
         for name in names.split():
             function = getattr(sys.modules.get(module), name, None)
             if function is not None:
-                known = getattr(function, "__code__", function)
-                found[id(known)] = f"{module}.{name}"
-    return found
+                yield id(getattr(function, "__code__", function)), f"{module}.{name}"
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
@@ -202,6 +173,11 @@ def _is_default_seed(frame: FrameType) -> bool:
     """Whether numpy asks for the entropy of a bit generator, as it does for one with a key, too."""
     is_draw = frame.f_code is random.SystemRandom.getrandbits.__code__
     return is_draw and frame.f_locals["k"] == 128
+
+
+def _is_date(function: Any) -> bool:
+    """Whether a function in C asks for the present date."""
+    return function.__name__ in DATES and "datetime" in repr(function.__self__)
 
 
 def _top(frame: FrameType) -> str:
@@ -256,9 +232,22 @@ def set_opencv_threads(number: int) -> None:
 def object_state(thing: object) -> State:
     """The data of an object, its class and its functions, and of all objects, modules and closures that these reach.
 
-    Modules and classes of libraries are left out, and files that are mapped to be read.
+    Modules and classes of libraries are left out, and files that are mapped to be read. Everything is visited once, the
+    nearest first.
     """
-    return _Walk(thing).state
+    state: State = {}
+    seen: dict[int, Any] = {}  # keeps a reference, so that no id comes twice
+    waiting: deque[tuple[str, Any]] = deque([("", thing)])
+    while waiting:
+        path, found = waiting.popleft()
+        if isinstance(found, ATOMS):
+            # A class and its object may have attributes of one name.
+            state[path] = state.get(path, "") + repr(found)
+        elif id(found) not in seen:
+            seen[id(found)] = found
+            waiting.extend(_parts(path, found))
+
+    return state
 
 
 def changed(before: State, after: State) -> list[str]:
@@ -283,109 +272,86 @@ def changed_by_call(first: State, other_key: State, same_key: State) -> list[str
     return [*dict.fromkeys(paths + again)]
 
 
-class _Walk:
-    """Visits everything that can be reached from an object once, the nearest first."""
-
-    def __init__(self, thing: object) -> None:
-        self.state: State = {}
-        self._seen: dict[int, Any] = {}  # keeps a reference, so that no id comes twice
-        self._waiting: deque[tuple[str, Any]] = deque([("", thing)])
-        while self._waiting:
-            path, found = self._waiting.popleft()
-            if isinstance(found, ATOMS):
-                self._record(path, repr(found))
-            elif id(found) not in self._seen:
-                self._seen[id(found)] = found
-                self._visit(path, found)
-
-    def _record(self, path: str, content: str) -> None:
-        """Keep what is held; a class and its object may have attributes of one name."""
-        self.state[path] = self.state.get(path, "") + content
-
-    def _add(self, path: str, thing: Any) -> None:
-        """Visit this later."""
-        self._waiting.append((path, thing))
-
-    def _add_members(self, path: str, values: Mapping[str, Any]) -> None:
-        """Visit attributes later, but for those of Python itself."""
-        for name, value in values.items():
-            if not name.startswith("__"):
-                self._add(f"{path}.{name}", value)
-
-    def _visit(self, path: str, thing: Any) -> None:
-        """Record what a thing holds itself, and add what it refers to."""
-        content = _memory(thing)
-        if content is not None:
-            self._record(path, content)
-        elif isinstance(thing, Mapping):
-            # Entries that are added are a memo; a value that changes is none.
-            for key, value in [*thing.items()]:
-                self._add(f"{path}[{key!r}]", value)
-        elif isinstance(thing, set | frozenset):
-            self._record(path, repr(sorted(map(repr, thing))))
-        elif isinstance(thing, list | tuple | deque | np.ndarray):
-            self._record(path, str(len(thing)))
-            for number, item in enumerate(thing):
-                self._add(f"{path}[{number}]", item)
-        elif isinstance(thing, type):
-            self._visit_scope(thing, thing.__module__)
-        elif isinstance(thing, ModuleType):
-            self._visit_scope(thing, thing.__name__)
-        elif isinstance(thing, FunctionType):
-            self._visit_function(path, thing)
-        elif isinstance(thing, WRAPPERS):
-            self._visit_wrapper(path, thing)
-        elif not isinstance(thing, BuiltinFunctionType | MemberDescriptorType):
-            self._visit_object(path, thing)
-
-    def _visit_scope(self, scope: type | ModuleType, module: str) -> None:
-        """A class with its module, or a module, of the user."""
-        if not is_foreign(module):
-            self._add_members(scope.__name__, vars(scope))
-            self._add(module, sys.modules.get(module))
-
-    def _visit_function(self, path: str, function: FunctionType) -> None:
-        """A function of the user: its attributes, default arguments, closure and module."""
-        module = function.__module__
-        if is_foreign(module):
-            return
-        self._add(f"the attributes of {path}", vars(function))
-
-        keyword_defaults = function.__kwdefaults__ or {}
-        defaults = (*(function.__defaults__ or ()), *keyword_defaults.values())
-        # A list as a default argument is shared by all calls.
-        for number, value in enumerate(defaults):
-            self._add(f"default argument {number} of {path}", value)
-
-        cells = function.__closure__ or ()
-        for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
-            self._add(f"{name} in the closure of {path}", _content(cell))
-        self._add(module, sys.modules.get(module))
-
-    def _visit_wrapper(self, path: str, wrapper: Any) -> None:
-        """A method, a partial call, a cache or a property: what it wraps."""
+def _parts(path: str, thing: Any) -> Parts:
+    """What a thing holds itself, as an atom, and what it refers to."""
+    content = _memory(thing)
+    if content is not None:
+        yield path, content
+    elif isinstance(thing, Mapping):
+        # Entries that are added are a memo; a value that changes is none.
+        for key, value in [*thing.items()]:
+            yield f"{path}[{key!r}]", value
+    elif isinstance(thing, set | frozenset):
+        yield path, repr(sorted(map(repr, thing)))
+    elif isinstance(thing, list | tuple | deque | np.ndarray):
+        yield path, len(thing)
+        for number, item in enumerate(thing):
+            yield f"{path}[{number}]", item
+    elif isinstance(thing, type | ModuleType):
+        yield from _scope(thing)
+    elif isinstance(thing, FunctionType):
+        yield from _function(path, thing)
+    elif isinstance(thing, WRAPPERS):
         for name in WRAPPED:
-            self._add(path, getattr(wrapper, name, ()))
+            yield path, getattr(thing, name, ())
+    elif not isinstance(thing, BuiltinFunctionType | MemberDescriptorType):
+        yield from _object(path, thing)
 
-    def _visit_object(self, path: str, thing: Any) -> None:
-        """Any other object: its class, and its attributes or what else can be seen of it."""
-        kind = type(thing)
-        if kind.__module__ == "logging":
-            return  # a logger keeps what it has looked up
 
-        # First the classes: a method is named by its class, not by the object.
-        for owner in kind.__mro__:
-            self._add(owner.__name__, owner)
+def _members(path: str, values: Mapping[str, Any]) -> Parts:
+    """Attributes, but for those of Python itself."""
+    for name, value in values.items():
+        if not name.startswith("__"):
+            yield f"{path}.{name}", value
 
-        attributes = _attributes(thing)
-        if not attributes or isinstance(thing, random.Random):
-            self._record(path, _snapshot(thing))
-            return
 
-        # The user's objects are named by their class.
-        name = path if is_foreign(kind.__module__) else kind.__name__
-        self._record(f"attributes of {name}", repr(sorted(attributes)))
-        self._add_members(name, attributes)
+def _scope(scope: type | ModuleType) -> Parts:
+    """A class with its module, or a module, of the user."""
+    module = scope.__module__ if isinstance(scope, type) else scope.__name__
+    if not is_foreign(module):
+        yield from _members(scope.__name__, vars(scope))
+        yield module, sys.modules.get(module)
+
+
+def _function(path: str, function: FunctionType) -> Parts:
+    """A function of the user: its attributes, default arguments, closure and module."""
+    module = function.__module__
+    if is_foreign(module):
+        return
+    yield f"the attributes of {path}", vars(function)
+
+    keyword_defaults = function.__kwdefaults__ or {}
+    defaults = (*(function.__defaults__ or ()), *keyword_defaults.values())
+    # A list as a default argument is shared by all calls.
+    for number, value in enumerate(defaults):
+        yield f"default argument {number} of {path}", value
+
+    cells = function.__closure__ or ()
+    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+        with suppress(ValueError):  # not set yet
+            yield f"{name} in the closure of {path}", cell.cell_contents
+    yield module, sys.modules.get(module)
+
+
+def _object(path: str, thing: Any) -> Parts:
+    """Any other object: its class, and its attributes or what else can be seen of it."""
+    kind = type(thing)
+    if kind.__module__ == "logging":
+        return  # a logger keeps what it has looked up
+
+    # First the classes: a method is named by its class, not by the object.
+    for owner in kind.__mro__:
+        yield owner.__name__, owner
+
+    attributes = _attributes(thing)
+    if not attributes or isinstance(thing, random.Random):
+        yield path, _snapshot(thing)
+        return
+
+    # The user's objects are named by their class.
+    name = path if is_foreign(kind.__module__) else kind.__name__
+    yield f"attributes of {name}", repr(sorted(attributes))
+    yield from _members(name, attributes)
 
 
 def _memory(thing: Any) -> str | None:
@@ -420,14 +386,6 @@ def _attributes(thing: Any) -> dict[str, Any]:
             if hasattr(thing, name):
                 found[name] = getattr(thing, name)
     return found | getattr(thing, "__dict__", {})
-
-
-def _content(cell: CellType) -> Any:
-    """What a closure holds."""
-    try:
-        return cell.cell_contents
-    except ValueError:  # not set yet
-        return None
 
 
 def _snapshot(thing: Any) -> str:

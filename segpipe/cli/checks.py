@@ -8,13 +8,14 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from segpipe.checks.clause import Clause
-from segpipe.checks.data_contract import (
+from segpipe.checks.contracts import (
+    CLASSES,
+    Clause,
     DataContract,
+    LossContract,
+    NetworkContract,
     augment_clauses,
 )
-from segpipe.checks.loss_contract import CLASSES, LossContract
-from segpipe.checks.network_contract import NetworkContract
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.errors import ConfigError, DataError, ImpureAugmentError

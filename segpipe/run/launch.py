@@ -182,9 +182,7 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
 
     Raises the error of the first check that fails.
     """
-    from segpipe.checks import purity
-    from segpipe.checks.data_contract import check_data
-    from segpipe.checks.network_contract import check_network
+    from segpipe.checks import contracts, purity
     from segpipe.data.augment import Augmenter
     from segpipe.data.samples import open_splits
     from segpipe.datasets.problems import verify
@@ -192,17 +190,17 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
 
     check_tracking(config)
     if config.import_paths or config.model.args:
-        from segpipe.checks.loss_contract import check_plugins
-
-        check_plugins(config)
+        contracts.check_plugins(config)
     splits = splits or open_splits(config)
     train, val = splits
-    check_data(config)  # first: what is not the same twice has no sizes and classes
+    contracts.check_data(
+        config
+    )  # first: what is not the same twice has no sizes and classes
     verify(config.data, {"train": train, config.data.split: val})
     for one in checks(config, splits):
         one()
     check_crop(config, train)
-    check_network(config, train.classes)
+    contracts.check_network(config, train.classes)
     check_workers(config, train)
     if config.compute.mode != "off":
         skipped = purity.quick(Augmenter(config.augment), train)

@@ -14,13 +14,18 @@ import torch
 
 from runs import torch_restored
 from segpipe import plugins
-from segpipe.checks import network_contract
-from segpipe.checks.clause import Clause, answers
-from segpipe.checks.data_contract import DataContract, check_data
-from segpipe.checks.elsewhere import UnansweredError, elsewhere, started
-from segpipe.checks.loss_contract import LossContract
-from segpipe.checks.network_contract import NetworkContract, check_network
-from segpipe.checks.network_contract import check_plugin as check_network_of
+from segpipe.checks import contracts
+from segpipe.checks.contracts import (
+    Clause,
+    DataContract,
+    LossContract,
+    NetworkContract,
+    answers,
+    check_data,
+    check_network,
+)
+from segpipe.checks.contracts import check_plugin as check_network_of
+from segpipe.checks.elsewhere import UnansweredError, started
 from segpipe.cli import checks
 from segpipe.errors import ConfigError
 from segpipe.export.publish import trial_export
@@ -29,6 +34,7 @@ from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, from_mapping
 
 Write = Callable[[str, str], None]
+AFRESH = NetworkContract._afresh
 NET = """
     import os
     import random
@@ -200,8 +206,8 @@ def code(project: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     def not_asked(*_: object) -> None:
         raise UnansweredError("not asked")
 
-    monkeypatch.setattr(network_contract, "elsewhere", not_asked)
-    monkeypatch.setattr(network_contract, "started", lambda *_: nullcontext(not_asked))
+    monkeypatch.setattr(NetworkContract, "_afresh", not_asked)
+    monkeypatch.setattr(contracts, "started", lambda *_: nullcontext(not_asked))
     project("net.py", NET)
     project("loss.py", LOSS)
     project("data.py", DATA)
@@ -350,7 +356,7 @@ def test_no_training_starts_with_a_network_of_another_start(
     """The rank in logits, an environment variable in gradients, a hash at import; alone, each repeats itself."""
     config = from_mapping({"model": {"name": "net:Net", "args": {"fault": fault}}})
     check_network_of(config, 5)
-    monkeypatch.setattr(network_contract, "started", started)
+    monkeypatch.setattr(contracts, "started", started)
     with pytest.raises(
         ConfigError, match="others in a process that was started again, as rank 1 of 2"
     ):
@@ -365,8 +371,8 @@ def test_a_sound_network_computes_the_same_in_another_start(
     monkeypatch.syspath_prepend(tmp_path / "outside")
     plugins.trust(["outside"])
     torch.set_deterministic_debug_mode("warn")
-    for name, value in (("started", started), ("elsewhere", elsewhere)):
-        monkeypatch.setattr(network_contract, name, value)
+    monkeypatch.setattr(contracts, "started", started)
+    monkeypatch.setattr(NetworkContract, "_afresh", AFRESH)
     config = from_mapping({"model": {"name": "outside:Net", "args": {"fault": "mode"}}})
     check_network_of(config, 5)
     contract = NetworkContract(config, 5, 64)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from runs import command, outcome, run, settings, updates
 from segpipe import IGNORE_INDEX
-from segpipe.checks.network_contract import NetworkContract
+from segpipe.checks.contracts import NetworkContract
 from segpipe.errors import ConfigError
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import MODELS, SegmentationNet, build_model

@@ -1,0 +1,698 @@
+"""The contracts of a network, a loss, a data set and transforms: clauses, and whether each is kept.
+
+They are checked on the CPU: all clauses on demand, and before a training those whose breach would spoil it unseen.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from segpipe import IGNORE_INDEX, plugins
+from segpipe.checks import purity
+from segpipe.checks.elsewhere import UnansweredError, elsewhere, started
+from segpipe.checks.tripwire import preserved, seed_globals
+from segpipe.data.augment import Augmenter
+from segpipe.data.samples import CachedSamples, open_samples
+from segpipe.determinism.opgate import SLOW, check_ops
+from segpipe.errors import ConfigError, SegpipeError, listed
+from segpipe.losses import total as losses
+from segpipe.losses.total import shard_loss, valid_pixels
+from segpipe.models import KEY, build_model, check_model
+from segpipe.models.plugin_network import ShardGuard
+from segpipe.native import one_thread
+from segpipe.plugins import is_path
+from segpipe.settings.config import check_critical_classes
+from segpipe.train import checkpoint
+from segpipe.train.state import build_state
+
+if TYPE_CHECKING:
+    from segpipe.data.catalog import ClassTable
+    from segpipe.data.data_set import DataSet, Samples
+    from segpipe.models.layers import SegmentationNet
+    from segpipe.settings.config import Config
+
+NOTE = "note: "
+# Returns the problem of a clause, or an empty text; "note: ..." does not fail.
+Question = Callable[[], str]
+
+SOME = 6  # samples of a split that are read
+
+CLASSES = 5
+SHAPE = (4, 12, 16)  # images, height, width
+CLOSE = 1e-4  # relative
+CONFIDENT = 40.0  # factor of the logits at which probabilities round to 0 and 1
+
+LARGEST = 256  # side of the images, where the crop is larger
+QUICK = 64  # the same before a training
+MISTAKES = (AttributeError, LookupError, NameError, TypeError)  # on a GPU the same
+ODD = (13, 27)  # rows and columns that an odd image has less than the crop
+
+
+@dataclass(frozen=True)
+class Clause:
+    """A clause, and what came of its check."""
+
+    part: str  # model, loss, data or augment
+    name: str
+    problem: str = ""  # what is wrong and what to do; empty when it is kept
+    note: str = ""  # worth knowing, though it is kept
+
+
+def answers(
+    part: str, questions: Iterable[tuple[str, Question]], vital: int = 1
+) -> Iterator[Clause]:
+    """A clause for each question; after a problem of one of the first `vital`, the others could only repeat it.
+
+    An error of the user's code is a problem, with its file and line.
+    """
+    for place, (name, ask) in enumerate(questions):
+        try:
+            answer = ask()
+        except SegpipeError as error:
+            answer = str(error)
+        except Exception as error:
+            answer = f"{plugins.located(error)}."
+        if answer.startswith(NOTE):
+            yield Clause(part, name, note=answer.removeprefix(NOTE))
+            continue
+        yield Clause(part, name, answer)
+        if answer and place < vital:
+            return
+
+
+def refusal(*questions: Question) -> str:
+    """The first problem that an answer tells; empty when there is none."""
+    clauses = answers("", [("", ask) for ask in questions])
+    return next((clause.problem for clause in clauses if clause.problem), "")
+
+
+def forbidden_ops(call: Callable[[], object]) -> str:
+    """Answer to the question whether CUDA repeats the ops of a call."""
+    found = check_ops(call)
+    refused = [str(one) for one in found if one.rule.state != SLOW]
+    if refused:
+        return " ".join(refused[:3])
+    return f"{NOTE}slow on GPUs: {found[0]}" if found else ""
+
+
+class DataContract:
+    """The contract of a split of a configuration: equal bytes for every process that asks."""
+
+    def __init__(self, config: Config, split: str) -> None:
+        self.config, self.split = config, split
+
+    def clauses(self) -> Iterator[Clause]:
+        """All clauses; the first alone when the split cannot be opened."""
+        asked = {
+            "can be opened": self._opened,
+            "images, targets and names": self._samples,
+            "same bytes twice": self._twice,
+            "same bytes in another process": self._other_process,
+        }
+        named = [(f"{self.split}: {name}", ask) for name, ask in asked.items()]
+        return answers("data", named)
+
+    def refusal(self) -> str:
+        """Why no training should start with this data set; empty when one may."""
+        return refusal(self._opened, self._twice, self._other_process)
+
+    def _open(self) -> DataSet:
+        return open_samples(self.config.data, self.split, self.config.seed)
+
+    def _opened(self) -> str:
+        self.samples = self._open()
+        total = len(self.samples)
+        number = min(SOME, total)
+        self.indices = [place * total // SOME for place in range(number)]
+        return ""
+
+    def _samples(self) -> str:
+        problems = self.samples.problems(sorted(set(self.indices)))
+        return " ".join(list(problems)[:3])
+
+    def _twice(self) -> str:
+        """In another order, by another object, with other global generators."""
+        seed_globals(1)
+
+        before = contents(self.samples, self.indices)
+        seed_globals(2)
+        again = contents(self._open(), self.indices[::-1])[::-1]
+
+        advice = "Let the index alone decide, and draw nothing at random."
+        return self._different(before, again, f"read twice. {advice}")
+
+    def _other_process(self) -> str:
+        """A forked one, as loader processes are, and one of another start of the program."""
+        expected = contents(self.samples, self.indices)
+        for method in ("fork", "spawn"):
+            try:
+                found = elsewhere(method, contents, self.samples, self.indices)
+            except UnansweredError as error:
+                return (
+                    f"{NOTE}not checked in another process ({method}): {error}. Open files and databases in read, not "
+                    "in __init__."
+                )
+            advice = "Use no hash() of text, process id, clock, parent_process(), or order of a set or of os.listdir."
+            how = f"read by another process. {advice}"
+            if problem := self._different(expected, found, how):
+                return problem
+        return ""
+
+    def _different(self, before: list[str], now: list[str], how: str) -> str:
+        for index, one, two in zip(self.indices, before, now, strict=True):
+            if one != two:
+                name = self.samples.name(index)
+                return f"sample {name} has other bytes when {how}"
+        return ""
+
+
+@one_thread()  # as loaders give to torch; more do not survive a fork
+def contents(samples: Samples, indices: list[int]) -> list[str]:
+    """The bytes of these samples with their names, as text."""
+    found = []
+    for index in indices:
+        image, target = samples.read(index)
+        told = f"{len(samples)} {samples.name(index)} {image.shape} {image.tobytes()!r}"
+        found.append(f"{told} {target.tobytes()!r}")
+    return found
+
+
+def check_data(config: Config) -> None:
+    """Raise ConfigError for a training set of the user whose samples have other bytes when read again, or elsewhere."""
+    if not is_path(config.data.name):
+        return
+    with preserved():
+        if problem := DataContract(config, "train").refusal():
+            raise ConfigError(f"data.name = {config.data.name}: {problem}")
+
+
+def augment_clauses(
+    config: Config, progress: Callable[..., None] = lambda *_: None
+) -> Iterator[Clause]:
+    """A clause for each transform, and for all together, by the purity check. Raises ConfigError when it cannot run."""
+    samples = CachedSamples(open_samples(config.data, "train", config.seed), 64)
+    augmenter = Augmenter(config.augment)
+    findings = purity.check(augmenter, samples, progress=progress)
+    problems = {finding.transform: str(finding) for finding in findings}
+    for part in (*augmenter.parts(), augmenter):
+        yield Clause("augment", f"{part.name} is pure", problems.get(part.name, ""))
+
+
+class LossContract:
+    """The contract of the loss of a configuration, checked on random logits.
+
+    Shards add up, ignored pixels do not count, gradients are finite.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.name = config.loss.name
+        draws = torch.Generator().manual_seed(0)
+        batch, height, width = SHAPE
+        self.logits = torch.randn(batch, CLASSES, height, width, generator=draws) * 0.5
+        self.target = torch.randint(
+            0, CLASSES, SHAPE, generator=draws, dtype=torch.uint8
+        )
+        # Halves with 2 and 1 parts of valid pixels: a mean then differs from a sum also by its weights.
+        self.target[batch // 2 :, : height // 2] = IGNORE_INDEX
+
+    def clauses(self) -> Iterator[Clause]:
+        """All clauses; the first alone when the function cannot be called."""
+        questions = {
+            "can be called": self._call,
+            "no randomness": self._randomness,  # which breaks others, too
+            "shards add up": self._sums,
+            "ignored pixels do not count": self._ignored,
+            "a batch without labels": self._unlabelled,
+            "gradients are finite": self._finite,
+            "class weights": self._weights,
+            "ops that CUDA repeats": self._ops,
+        }
+        return answers("loss", questions.items())
+
+    def refusal(self) -> str:
+        """Why no training should start with this loss; empty when one may. Raises what the call raises."""
+        with preserved():
+            return self._call() or self._randomness() or self._sums()
+
+    def total(self, weights: Tensor | None = None, **given: Tensor) -> Tensor:
+        """Loss of the batch, or of the `logits` and `target` given, divided by the valid pixels of the batch."""
+        plain = replace(
+            self.config.loss, backend="plain", dice_weight=0.0, lovasz_weight=0.0
+        )
+        return shard_loss(
+            {"main": given.get("logits", self.logits)},
+            given.get("target", self.target),
+            plain,
+            class_weights=weights,
+            global_valid=torch.tensor(valid_pixels(self.target)),
+            align_corners=False,
+        )["total"]
+
+    def _call(self) -> str:
+        """Whether it takes these arguments. Raises what the call raises."""
+        loss = self.config.loss
+        if is_path(loss.name):
+            weighted = loss.class_weights != "none"
+            losses.check_call(loss.name, loss.args, weighted=weighted)
+        self.total()
+        return ""
+
+    def _sums(self) -> str:
+        """Whether the loss of a batch is the sum of the losses of its halves."""
+        whole = float(self.total())
+
+        pairs = zip(self.logits.chunk(2), self.target.chunk(2), strict=True)
+        one, two = (float(self.total(logits=part, target=own)) for part, own in pairs)
+        if not math.isfinite(whole + one + two):
+            return (
+                f"{losses.KEY} = {self.name}: the loss of random logits is not finite: {whole:.6g} for a batch, "
+                f"{one:.6g} and {two:.6g} for its halves. Look for divisions by 0 and logarithms of 0."
+            )
+
+        if abs(one + two - whole) <= CLOSE * abs(whole):
+            return ""
+        mean = (
+            " It looks like a mean." if min(one, two) <= whole <= max(one, two) else ""
+        )
+        return (
+            f"{losses.KEY} = {self.name}: a batch has the loss {whole:.6g}, its halves together {one + two:.6g}.{mean} "
+            f'Return the loss of each pixel (reduction="none"), or their sum: segpipe divides by the number of valid '
+            f"pixels of the whole update."
+        )
+
+    def _gradient(self, logits: Tensor, **given: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss and its gradient. Raises ConfigError when there is none."""
+        logits = logits.clone().requires_grad_()
+        loss = self.total(logits=logits, **given)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if logits.grad is None:
+            raise ConfigError(
+                "the loss has no gradient. Compute it from the logits, without detach or numpy."
+            )
+        return loss.detach(), logits.grad
+
+    def _ignored(self) -> str:
+        """Whether other logits of ignored pixels leave it as it is."""
+        ignored = self.target == IGNORE_INDEX
+        changed = self.logits + 3.0 * ignored.unsqueeze(1)
+        changed[:, 0] += 2.0 * ignored
+
+        loss, gradient = self._gradient(self.logits)
+        moved, _ = self._gradient(changed)
+        if not torch.equal(loss, moved):
+            return f"logits of ignored pixels move it from {loss:.6g} to {moved:.6g}. Leave out target == ignore_index."
+        if gradient.movedim(1, -1)[ignored].any():
+            return "ignored pixels have a gradient. Leave out target == ignore_index."
+        return "" if gradient.any() else "the gradient is 0 everywhere."
+
+    def _unlabelled(self) -> str:
+        """Whether it is 0 with gradient 0 without a valid pixel."""
+        ignored = torch.full_like(self.target, IGNORE_INDEX)
+        loss, gradient = self._gradient(self.logits, target=ignored)
+        if loss != 0 or gradient.any():
+            return f"without a valid pixel it is {loss:.6g}, but 0 with gradient 0 was needed. Do not divide by counts."
+        return ""
+
+    def _finite(self) -> str:
+        """Whether loss and gradient are finite, also where the network is sure."""
+        sure = {1.0: "", CONFIDENT: " of a network that is sure of its answers"}
+        for factor, which in sure.items():
+            loss, gradient = self._gradient(factor * self.logits)
+            if not (loss.isfinite() and gradient.isfinite().all()):
+                return f"not finite, or its gradient, for logits{which}. Use log_softmax, and clamp before log and pow."
+        return ""
+
+    def _randomness(self) -> str:
+        """Whether the global generators leave it as it is."""
+        if _moved_by_seeds(self.total):
+            return f"{losses.KEY} = {self.name}: two calls with the same logits differ. Draw nothing at random."
+        return ""
+
+    def _weights(self) -> str:
+        """Whether weights of the classes change it."""
+        if is_path(self.name):
+            signature = inspect.signature(plugins.load(losses.KEY, self.name))
+            if "class_weights" not in signature.parameters:
+                return (
+                    f"{NOTE}it has no class_weights, so loss.class_weights must be none"
+                )
+
+        weights = torch.tensor([10.0, *[1.0] * (CLASSES - 1)])
+        if torch.equal(self.total(weights), self.total()):
+            return "class_weights change nothing. Multiply the loss of a pixel by the weight of its class."
+        return ""
+
+    def _ops(self) -> str:
+        """Whether its ops repeat themselves on a GPU."""
+        return forbidden_ops(lambda: self._gradient(self.logits))
+
+
+def check_plugins(config: Config) -> None:
+    """Import the code that the configuration names, and raise ConfigError for what is known to be wrong before it runs.
+
+    Arguments that a signature does not have, and a loss whose shards do not add up.
+    """
+    for key, path in config.import_paths:
+        plugins.load(key, path)
+    if config.model.args:
+        check_model(config.model.name, config.model.args)
+    if is_path(config.loss.name) and (problem := LossContract(config).refusal()):
+        raise ConfigError(problem)
+
+
+class NetworkContract:
+    """What training, validation and export take for granted of the network of a configuration.
+
+    It gets random images of the size of the crop, at most `largest` rows and columns. `export` is
+    `export.publish.trial_export`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        num_classes: int,
+        largest: int = LARGEST,
+        export: Callable[..., str] = lambda *_: "",
+    ) -> None:
+        self.config, self.num_classes, self.largest = config, num_classes, largest
+        self.export = export
+        self.size = tuple(min(length, largest) for length in config.augment.crop_size)
+        self.failed: Exception | None = None  # why it does not run
+        draws = torch.Generator().manual_seed(0)
+        self.image = torch.randn(3, 3, *self.size, generator=draws)
+        self.target = torch.randint(
+            0, num_classes, (2, *self.size), generator=draws, dtype=torch.uint8
+        )
+        self.target[:, :3] = IGNORE_INDEX
+
+    def clauses(self) -> Iterator[Clause]:
+        """All clauses; none further when there is no network, or one of other weights each time or of wrong shapes."""
+        questions = {
+            "is built": self._is_built,
+            "equal seeds give equal weights": self._equal_weights,
+            "logits of every head in training": self._training_shapes,
+            "odd image sizes": self._odd_sizes,
+            "gradients reach all parameters": self._gradients,
+            "randomness of torch's generator alone": self._training_randomness,
+            "the same in another start, on rank 1 of 2": lambda: self._another_start(
+                self._afresh
+            ),
+            "no randomness in eval mode": self._eval_randomness,
+            "ops that CUDA repeats": self._ops,
+            "copies and state dict": self._round_trip,
+            "the export passes its gates": self._export,
+        }
+        return answers("model", questions.items(), vital=3)
+
+    def runs(self) -> bool:
+        """Whether the network, which this builds, takes these images on the CPU. Raises SegpipeError for its outputs.
+
+        Many networks need more rows, and some need a GPU.
+        """
+        self._is_built()
+        try:
+            self._heads()
+            self._logits(self.image)
+        except SegpipeError:
+            raise
+        except Exception as error:
+            self.failed = error
+        return self.failed is None
+
+    def refusal(self, afresh: Callable[[], Any]) -> str:
+        """Why no training should start with a network that `runs`; empty when one may.
+
+        `afresh` returns what `passed_afresh` does, in another process.
+        """
+        self._is_built()  # again, since forwards moved its statistics
+        return refusal(
+            self._equal_weights,
+            self._training_randomness,
+            self._eval_randomness,
+            self._round_trip,
+            lambda: self._another_start(afresh),
+        )
+
+    def passed(self) -> list[Tensor]:
+        """Logits of all heads and gradients of all parameters, of one forward and backward in training mode."""
+        heads = list(self._heads().values())
+        scalar = torch.stack([logits.float().square().mean() for logits in heads]).sum()
+        if scalar.requires_grad:
+            scalar.backward()  # type: ignore[no-untyped-call]
+
+        grads = [parameter.grad for parameter in self.net.parameters()]
+        self.net.zero_grad(set_to_none=True)
+        return [value.detach() for value in (*heads, *grads) if value is not None]
+
+    def _build(self) -> SegmentationNet:
+        """The network with its weights of step 0."""
+        torch.manual_seed(0)
+        model = self.config.model
+        return build_model(model.name, self.num_classes, model.args)
+
+    def _is_built(self) -> str:
+        """Build the network that the other questions ask."""
+        self.net = self._build()
+        return ""
+
+    def _equal_weights(self) -> str:
+        """Whether the seed of torch decides the initial weights."""
+        seed_globals(1)
+        again = self._build().state_dict()
+        for name, value in self.net.state_dict().items():
+            if not torch.equal(value, again[name]):
+                return f"{name} differs. Draw initial weights from torch's generator, not from numpy or random."
+        return ""
+
+    def _heads(self, image: Tensor | None = None) -> dict[str, Tensor]:
+        """Heads in training mode for two images."""
+        torch.manual_seed(0)
+        images = self.image[:2] if image is None else image
+        return self.net.train().logits(images, aux=True)
+
+    def _logits(self, image: Tensor, net: nn.Module | None = None) -> Tensor:
+        """Main logits in eval mode."""
+        with torch.no_grad():
+            logits: Tensor = (net or self.net).eval()(image)
+        return logits
+
+    def _training_shapes(self) -> str:
+        """Whether the heads fit; a note of their sizes."""
+        heads = self._heads().items()
+        sizes = [f"{name} {tuple(logits.shape[-2:])}" for name, logits in heads]
+        return f"{NOTE}{', '.join(sizes)} for images of {self.size}"
+
+    def _odd_sizes(self) -> str:
+        """Whether images of another size than the crop pass, as they do in a validation."""
+
+        height, width = (self.size[axis] - ODD[axis] for axis in range(2))
+        try:
+            self._logits(self.image[:1, :, :height, :width])
+        except Exception as error:
+            return (
+                f"images of {height}x{width} fail ({' '.join(str(error).split())[:200]}). Validation reads whole "
+                f"images at their own size: pad inside forward, or resize features with size=other.shape[-2:]."
+            )
+        return ""
+
+    def _backward(self) -> dict[str, Tensor | None]:
+        """Forward, loss and backward, as in training: gradients of the trained parameters by name."""
+        self.net.zero_grad(set_to_none=True)
+        loss = shard_loss(
+            self._heads(),
+            self.target,
+            self.config.loss,
+            class_weights=None,
+            global_valid=torch.tensor(valid_pixels(self.target)),
+            align_corners=self.net.align_corners,
+        )["total"]
+
+        loss.backward()  # type: ignore[no-untyped-call]
+        parameters = dict(self.net.named_parameters())
+        grads = {
+            name: own.grad for name, own in parameters.items() if own.requires_grad
+        }
+        self.net.zero_grad(set_to_none=True)
+        return grads
+
+    def _gradients(self) -> str:
+        """Whether the loss has a finite gradient for each trained parameter."""
+        grads = self._backward()
+        without = [name for name, grad in grads.items() if grad is None]
+        if without:
+            return (
+                f"{listed(without, 4)} get none. Use them in forward, delete them, or set requires_grad=False; "
+                f"compute.mode=ddp would stop."
+            )
+        for name, grad in grads.items():
+            if grad is not None and not grad.isfinite().all():
+                return f"the gradient of {name} is not finite."
+        return ""
+
+    def _training_randomness(self) -> str:
+        """Twice the same in training mode, though all other generators moved and other images came between."""
+        state = copy.deepcopy(self.net.state_dict())
+        guard = ShardGuard(self.config, self.net)
+        seed_globals(1)
+        guard.start()
+        passed = self.passed()
+        if problem := guard.found():
+            return problem
+
+        for name, parameter in self.net.named_parameters():
+            if not _same(parameter, state[name]):
+                # By way of .data, which counts no version.
+                return f"its forward or backward changes {name}. Leave parameters to the optimizer."
+
+        # Other images in between, then the same with other global generators.
+        self._heads(2 * self.image[1:] + 1)
+        self.net.load_state_dict(state)
+        seed_globals(2)
+        if _differ(passed, self.passed()):
+            return (
+                "two passes of the same images in training mode differ under one seed of torch. Draw from torch's "
+                "generator alone, and keep nothing from one call to the next."
+            )
+        return ""
+
+    def _afresh(self) -> Any:
+        """What `passed` returns in another start of the program."""
+        sizes, mode = [self.largest], torch.get_deterministic_debug_mode()
+        return elsewhere(
+            "spawn", passed_afresh, self.config, self.num_classes, sizes, mode
+        )
+
+    def _another_start(self, afresh: Callable[[], Any]) -> str:
+        """Whether another start of the program, as rank 1 of 2, computes the same."""
+        self._is_built()
+        try:
+            there = [torch.from_numpy(value) for value in afresh()]
+        except UnansweredError as error:
+            return f"{NOTE}not checked in a spawned process: {error}"
+        if _differ(self.passed(), there):
+            return (
+                "logits or gradients of the same images are others in a process that was started again, as rank 1 of "
+                "2. Use no rank, process id, clock, uuid, hash() of text, environment variable or sys.argv, not even "
+                "at import."
+            )
+        return ""
+
+    def _eval_randomness(self) -> str:
+        """Whether other global generators leave the logits in eval mode as they are."""
+        if _moved_by_seeds(lambda: self._logits(self.image)):
+            return "two forwards in eval mode differ. Give F.dropout training=self.training, or use nn.Dropout."
+        return ""
+
+    def _ops(self) -> str:
+        """Whether its ops repeat themselves on a GPU."""
+        return forbidden_ops(self._backward)
+
+    def _round_trip(self) -> str:
+        """Whether copies compute the same: the average of the weights is one, and so is what is exported."""
+        expected = self._logits(self.image)
+        loaded = self._build()
+        loaded.load_state_dict(self.net.state_dict())
+
+        copies = {
+            "a copy.deepcopy": copy.deepcopy(self.net),
+            "a network that loads its state dict": loaded,
+        }
+
+        for what, net in copies.items():
+            if not _same(self._logits(self.image, net), expected):
+                return f"{what} computes other logits. Keep all state in parameters and buffers."
+        return ""
+
+    def _export(self) -> str:
+        """Whether the export of these weights, with images of this size, would be published."""
+        formats = self.export(self.config, self.net, self.num_classes, self.size)
+        return f"{NOTE}{formats}"
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    """Whether all values are equal, also those that are no numbers."""
+    return torch.equal(one.nan_to_num(), two.nan_to_num())
+
+
+def _differ(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether two lists hold other values, or another number of tensors."""
+    return len(ones) != len(others) or not all(map(_same, ones, others))
+
+
+def _moved_by_seeds(call: Callable[[], Tensor]) -> bool:
+    """Whether the global generators decide what a call returns."""
+    found = []
+    for seed in (1, 2):
+        seed_globals(seed)
+        found.append(call())
+    return not _same(*found)
+
+
+def passed_afresh(
+    config: Config, num_classes: int, sizes: Sequence[int], mode: int
+) -> list[NDArray[Any]]:
+    """What `NetworkContract.passed` returns for the first size of images that runs, in a process of its own."""
+    torch.set_deterministic_debug_mode(mode)
+    plugins.trust([config.model.name])
+
+    for size in sizes:
+        contract = NetworkContract(config, num_classes, size)
+        if contract.runs():
+            break
+    contract._is_built()
+    return [value.numpy() for value in contract.passed()]
+
+
+def check_network(config: Config, classes: ClassTable) -> None:
+    """Refuse what stops or spoils a training, before any process starts.
+
+    Networks of the user with state or foreign randomness, weights that do not fit, patterns that match no parameter,
+    and classes of export.critical_classes that the data set does not have.
+    """
+    check_critical_classes(config.export.critical_classes, classes.names)
+    checkpoint.check_teacher(config, classes.names)
+    if is_path(config.model.name):
+        check_plugin(config, classes.num_classes)
+
+    model = config.model
+    if model.weights or model.freeze or config.optim.lr_scale or model.args:
+        resumes = config.run.exists == "resume" and checkpoint.candidates(
+            config.run_dir
+        )
+        start = None if resumes else checkpoint.read_start(config)
+        on_cpu = replace(config, model=replace(model, norm="batch"))  # no SyncBatchNorm
+        build_state(on_cpu, classes, torch.device("cpu"), start)
+
+
+def check_plugin(config: Config, num_classes: int) -> None:
+    """Raise ConfigError for a plug-in network whose training or validation would not be repeated.
+
+    Runs it on the CPU with small images, or with those of the crop, and one of the sizes must run. Only a training on a
+    GPU may start with a network that this process, without a GPU, cannot run, unless its code has a plain mistake.
+    """
+    sizes = (QUICK, max(config.augment.crop_size))
+    mode = torch.get_deterministic_debug_mode()
+    again = started("spawn", passed_afresh, config, num_classes, sizes, mode)
+    with preserved(), again as afresh:
+        for largest in sizes:
+            contract = NetworkContract(config, num_classes, largest)
+            if contract.runs():
+                if problem := contract.refusal(afresh):
+                    raise ConfigError(f"{KEY} = {config.model.name}: {problem}")
+                return
+
+    error = contract.failed
+    on_gpu = config.compute.device != "cpu" and torch.cuda.device_count() > 0
+    if error and (isinstance(error, MISTAKES) or not on_gpu):
+        where = plugins.located(error)
+        raise ConfigError(f"{KEY} = {config.model.name}: {where}.") from error
