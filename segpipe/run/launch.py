@@ -15,10 +15,12 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +69,12 @@ from segpipe.run.tracking import (
 )
 from segpipe.settings.config import Config, check, config_hash
 from segpipe.train.start import check_pins, pin_weights
-from segpipe.train.stop import Stopped, interrupts_deferred_by_children, stops_raised
+from segpipe.train.stop import (
+    Stopped,
+    asking,
+    signals_deferred_by_children,
+    stops_raised,
+)
 
 if TYPE_CHECKING:
     from segpipe.data.samples import Splits
@@ -212,10 +219,14 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
 
 
 def _spawn(config: Config, world_size: int) -> int:
-    """Run `world_size` child processes on this machine; this process never touches the GPU."""
+    """Run `world_size` child processes on this machine; this process never touches the GPU.
+
+    They are forks of a server that has imported torch, and nothing more: a start costs one import instead of
+    `world_size`, which is 4 s of a processor each, and they share its memory.
+    """
     from torch.multiprocessing import (  # type: ignore[attr-defined]
         ProcessExitedException,
-        spawn,
+        start_processes,
     )
 
     from segpipe.distributed.group import local_store
@@ -225,16 +236,17 @@ def _spawn(config: Config, world_size: int) -> int:
     logging.disable(logging.CRITICAL)  # the ranks report errors; torch would repeat it
     try:
         store = local_store()
-        with (
-            stops_raised(),
-            interrupts_deferred_by_children(),
-            _environment_of_children(config, world_size),
-        ):
+        multiprocessing.set_forkserver_preload(["segpipe.train.engine"])
+        with stops_raised(), _environment_of_children(config, world_size):
             try:
-                given = (config, world_size, store.port)
-                children = spawn(  # type: ignore[no-untyped-call]
-                    _child, given, nprocs=world_size, join=False
-                )
+                with signals_deferred_by_children():
+                    children = start_processes(  # type: ignore[no-untyped-call]
+                        _child,
+                        (config, world_size, store.port),
+                        nprocs=world_size,
+                        join=False,
+                        start_method="forkserver",
+                    )
                 while not children.join():
                     pass
             except Stopped as stop:
@@ -253,6 +265,8 @@ def _spawn(config: Config, world_size: int) -> int:
         for child in set(multiprocessing.active_children()) - others:
             child.kill()
         logging.disable(logging.NOTSET)
+        # The next run of this process may have other variables and outputs.
+        forkserver._forkserver._stop()
         # Rank 0 may have been killed; another machine could not know it.
         lock.remove_dead(config.run_dir)
     return 0
@@ -281,13 +295,11 @@ def _environment_of_children(config: Config, world_size: int) -> Iterator[None]:
 
 
 def _child(rank: int, config: Config, world_size: int, port: int) -> None:
-    from segpipe.train import engine  # noqa: F401  (torch and all else, before Ctrl-C may interrupt)
-
     environment.enter_rank(rank, world_size, port)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, {signal.SIGINT}
-        )  # one that came meanwhile is raised here
+        # One that came meanwhile is raised here.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, asking())
         code = work(config, prepared=True)
     except KeyboardInterrupt:
         code = Interrupted.exit_code
@@ -295,6 +307,14 @@ def _child(rank: int, config: Config, world_size: int, port: int) -> None:
         traceback.print_exc()
         code = 1
     sys.exit(code)
+
+
+def _end_with_parent() -> None:
+    """Stop after this step when the process that started the run is gone; the one that forked this one lives on."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def work(

@@ -21,6 +21,11 @@ def stopping() -> list[signal.Signals]:
     return [signal.SIGTERM, *hangup, signal.SIGUSR2]
 
 
+def asking() -> list[signal.Signals]:
+    """Signals by which terminals and schedulers ask for something; SIGUSR1 is one, which asks for no end."""
+    return [signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, *stopping()]
+
+
 class Stopped(KeyboardInterrupt):
     """A signal asks a process that waits for its children to stop them; its argument is the signal."""
 
@@ -54,17 +59,17 @@ def stops_raised() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interrupts_deferred_by_children() -> Iterator[None]:
-    """Children that the block starts have SIGINT blocked until they unblock it; this process still gets it.
+def signals_deferred_by_children() -> Iterator[None]:
+    """Children that the block starts have the signals of `asking` blocked until they unblock them.
 
-    A terminal sends Ctrl-C to all processes, and one that imports torch would print a traceback. Children inherit what
-    the thread blocks that starts them. Another thread receives the signal for this process; Python runs its handler in
-    the main one.
+    A terminal and a scheduler send them to all processes. One that imports torch would print a traceback, and the
+    server that forks the ranks would end, and they with it. Children inherit what the thread blocks that starts them.
+    Another thread receives the signals for this process; Python runs its handlers in the main one.
     """
     done = threading.Event()
     threading.Thread(target=done.wait, daemon=True).start()
     resource_tracker.ensure_running()  # the start of the first process would start it, which unblocks the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, asking())
     try:
         yield
     finally:

@@ -45,7 +45,7 @@ from segpipe.errors import (
 from segpipe.run import launch
 from segpipe.run.tracking import failure, note_failure
 from segpipe.settings.compose import compose
-from segpipe.train.stop import interrupts_deferred_by_children
+from segpipe.train.stop import asking, signals_deferred_by_children
 
 # All that could depend on the division of the shards: OHEM, auxiliary heads, class weights, clipping, validation, and
 # the counts behind a balanced order, which the ranks share.
@@ -119,6 +119,9 @@ def test_multirun_makes_two_runs_and_a_table(alone: Path, tmp_path: Path) -> Non
     )
 
 
+ENDLESS = ("train.steps=9999", "compute.nproc=2", "data.workers=1")
+
+
 def _listening(pid: int) -> list[str]:
     """Local addresses, as in /proc/net/tcp, on which a process and its children listen."""
     process = psutil.Process(pid)
@@ -137,16 +140,33 @@ def _listening(pid: int) -> list[str]:
 
 
 def test_processes_of_one_machine_listen_on_the_loopback_alone(tmp_path: Path) -> None:
-    """No store and no connection of the ranks can be reached from another machine."""
+    """No store and no connection of the ranks can be reached from another machine.
+
+    At the end a scheduler sends SIGTERM to all processes, the one that forks the ranks among them.
+    """
     folder = tmp_path / "run"
-    changes = ("train.steps=9999", "compute.nproc=2", "data.workers=1")
-    process = start("train.py", *settings(folder, *changes))
+    process = start("train.py", *settings(folder, *ENDLESS))
     wait_for(lambda: len(updates(folder)) > 1, process)
     found = _listening(process.pid)
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
     assert finished(process).returncode == Interrupted.exit_code
+    assert updates(folder)[-1]["step"] > 1
+    assert (folder / "last.pt").exists()
     assert len(found) >= 3, "the store, and a socket of each rank"
     assert {address.split(":")[0] for address in found} == {"0100007F"}
+
+
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """They are not its children, so the system does not tell them when it is killed."""
+    folder = tmp_path / "run"
+    process = start("train.py", *settings(folder, *ENDLESS))
+    wait_for(lambda: len(updates(folder)) > 1, process)
+    others = psutil.Process(process.pid).children(recursive=True)
+    assert len(others) >= 4, "the server, two ranks and the tracker of resources"
+    process.kill()
+    _, alive = psutil.wait_procs(others, timeout=60)
+    assert not alive
+    finished(process)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +224,7 @@ def test_recipes_for_a_cpu_start_one_process_beside_eight_gpus(
 
 
 class Spawned:
-    """In place of torch.multiprocessing.spawn and the processes that it returns."""
+    """In place of torch.multiprocessing.start_processes and the processes that it returns."""
 
     def __init__(self, join: Callable[[], bool]) -> None:
         self.join = join
@@ -225,7 +245,7 @@ def test_children_find_their_environment_and_nothing_of_it_stays(
         return True
 
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.setattr("torch.multiprocessing.spawn", Spawned(join))
+    monkeypatch.setattr("torch.multiprocessing.start_processes", Spawned(join))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -261,7 +281,7 @@ def test_a_killed_rank_ends_with_9_and_the_text_of_the_rank_that_spoke_is_kept(
             )
         raise ProcessExitedException("gone", error_index=1, error_pid=1, exit_code=-9)
 
-    monkeypatch.setattr("torch.multiprocessing.spawn", Spawned(join))
+    monkeypatch.setattr("torch.multiprocessing.start_processes", Spawned(join))
     assert launch.launch_apart(config) == 9
     told = "rank 1 was ended by signal 9 (Killed). The machine's memory may have run out: see dmesg."
     assert capsys.readouterr().err.strip() == told
@@ -296,27 +316,30 @@ def _check_that_children_defer() -> None:
         "-c",
         "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))",
     ]
-    with interrupts_deferred_by_children():
+    with signals_deferred_by_children():
         assert subprocess.check_output(asks, text=True) == "True\n"
         with pytest.raises(KeyboardInterrupt):
             _interrupt_this()
     assert subprocess.check_output(asks, text=True) == "False\n"
 
 
+def _sleep_unblocked() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, asking())
+    time.sleep(3600)
+
+
 def test_a_signal_reaches_a_child_that_is_just_being_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parent does not know it yet, and would wait for ever."""
-    child = multiprocessing.get_context("spawn").Process(
-        target=time.sleep, args=(3600,)
-    )
+    child = multiprocessing.get_context("spawn").Process(target=_sleep_unblocked)
 
     def starting(*_: object, **__: object) -> None:
         child.start()
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for_signal()
 
-    monkeypatch.setattr("torch.multiprocessing.spawn", starting)
+    monkeypatch.setattr("torch.multiprocessing.start_processes", starting)
     try:
         assert (
             launch.launch_apart(compose(settings(tmp_path / "run", "compute.nproc=2")))
