@@ -266,7 +266,7 @@ def _spawn(config: Config, world_size: int) -> int:
             child.kill()
         logging.disable(logging.NOTSET)
         # The next run of this process may have other variables and outputs.
-        forkserver._forkserver._stop()
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
         # Rank 0 may have been killed; another machine could not know it.
         lock.remove_dead(config.run_dir)
     return 0
