@@ -381,7 +381,7 @@ def machine(bench: Bench) -> dict[str, Any]:
         assert figures["compiler"], "no C compiler: Triton cannot start its kernels"
         assert gpu_kernels(bench.device) is not None, "Triton's resize does not work"
         figures["capability"] = torch.cuda.get_device_capability()
-        block = SharedBlock(1, 4, 1 << 22)
+        block = SharedBlock(4, 1 << 22)
         figures["page_locked"] = Slots(block, 4, True)._pinned
         bench.keep(figures)
     return figures | gpu_speed.bandwidth(bench)

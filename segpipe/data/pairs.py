@@ -25,12 +25,14 @@ import csv
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
-from itertools import product
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from segpipe.data.catalog import PUBLISHED, SetLayout, missing, near, published
+from segpipe.data.catalog import PUBLISHED, PublishedSet, missing, near, published
 from segpipe.errors import DataError, listed
 from segpipe.files import files_below
 
@@ -104,20 +106,24 @@ COMPANIONS = (
 )
 MOST_UNREAD = 0.05  # share of the files of a folder that may be of unknown formats
 LOSSLESS = tuple(suffix for suffix in SUFFIXES if suffix not in LOSSY)
+Files = dict[str, str]  # pictures by their relative path without suffix
+
+
+class Place(NamedTuple):
+    """A folder, and what ends the stems of its pictures; None: the ending that makes most pairs."""
+
+    folder: Path
+    ending: str | None = None
 
 
 class FolderLayout(NamedTuple):
     """Where the files of a split are: in two folders, all of them or those on a list; or in a table of pairs."""
 
-    images: Path
-    masks: Path
-    image_ending: str | None = (
-        None  # what ends the stems of the images; None: found by pairs.py
-    )
-    mask_ending: str | None = None
+    images: Place
+    masks: Place
     listing: Path | None = None  # SPLIT.txt
     table: Path | None = None  # SPLIT.csv, or pairs of paths with a space between them
-    sequences: tuple[str, ...] = ()  # the subfolders that count; none: all
+    sequences: Sequence[str] = ()  # the subfolders that count; none: all
 
 
 class Pair(NamedTuple):
@@ -134,16 +140,13 @@ class Scan(NamedTuple):
     pairs: list[Pair]  # sorted by name
     faults: list[str]  # a message for every file that is not part of a pair
     notes: list[str]  # a message for each folder with a few files that are not read
+    lists: list[Path]  # that say which files make a split or a pair
 
 
 def scan(data: DataConfig, split: str) -> Scan:
     """Pairs of a split, sorted by name, and messages about the other files."""
-    found = Scan([], [], [])
-    for one in joined(data, split):
-        own = _scan(_layout(data, one), one)
-        found.pairs.extend(own.pairs)
-        found.faults.extend(own.faults)
-        found.notes.extend(own.notes)
+    scans = [_scan(partial(_layout, data, one)) for one in joined(data, split)]
+    found = Scan(*(list(chain(*parts)) for parts in zip(*scans, strict=True)))
     found.pairs.sort()
     return found
 
@@ -155,67 +158,48 @@ def joined(data: DataConfig, split: str) -> list[str]:
 
 def scan_undivided(data: DataConfig) -> Scan:
     """As `scan`, of all pairs of a folder data set that has no splits yet."""
-    return _scan(undivided(Path(data.root), data.images, data.masks), "all")
+    return _scan(partial(_undivided, data))
 
 
-def pairings(data: DataConfig, split: str) -> list[Path]:
-    """The files that say which images belong to a split, or which mask to which image, if the folders do not."""
-    layouts = [_layout(data, one) for one in joined(data, split)]
-    found = [one.table or one.listing for one in layouts if not isinstance(one, str)]
-    return [path for path in found if path]
-
-
-def _layout(data: DataConfig, split: str) -> FolderLayout | str:
-    """Where the files of a split are, or a message why nothing says so."""
-    root = Path(data.root)
-    if data.name not in PUBLISHED or data.images or data.masks:
-        return locate(root, split, data.images, data.masks)
-    layout = _published(published(data.name).layout, root, split)
-    if isinstance(layout, str):
-        return f"{layout} `segpipe prepare data={data.name}` says where it comes from."
-    return layout
-
-
-def _scan(layout: FolderLayout | str, split: str) -> Scan:
-    """The scan of a layout, or the message why there is none."""
-    if isinstance(layout, str):
-        return Scan([], [layout], [])
-
-    found = Scan([], [], [])
-    if layout.table:
-        _pair_by_table(layout.images, layout.table, found)
-    else:
-        _pair_by_name(layout, split, found)
-
+def _scan(locate: Callable[[], FolderLayout]) -> Scan:
+    """The scan of a layout, or why there is none."""
+    found = Scan([], [], [], [])
+    try:
+        layout = locate()
+        source = layout.table or layout.listing
+        if source:
+            found.lists.append(source)
+        pair = _pair_by_table if layout.table else _pair_by_name
+        pair(layout, found)
+        if not found.pairs and not found.faults:
+            where = source or layout.images.folder
+            raise DataError(f"{where} is empty: it has no pair of image and mask.")
+    except DataError as error:
+        found.faults.append(str(error))
     found.pairs.sort()
     return found
 
 
-def _pair_by_name(layout: FolderLayout, split: str, found: Scan) -> None:
+def _pair_by_name(layout: FolderLayout, found: Scan) -> None:
     """Pairs of images and masks with the same stem, those on a list if there is one."""
-    for folder in (layout.images, layout.masks):
+    folders = layout.images.folder, layout.masks.folder
+    for folder in folders:
         if not folder.is_dir():
-            found.faults.append(missing(folder))
-            return
+            raise DataError(missing(folder))
+    together = folders[0] == folders[1]
+    images = _pictures(folders[0], LOSSLESS if together else (), found)
+    # The files of one folder are told about once.
+    others = Scan([], [], [], []) if together else found
+    masks = _pictures(folders[1], LOSSY, others)
+    if together and images != masks:  # told apart by their suffixes
+        images, masks = _other(images, LOSSLESS), _other(masks, LOSSY)
 
-    together = layout.masks == layout.images
-    if together:
-        images, masks = _in_one_folder(layout.images, found)
-    else:
-        images = _pictures(layout.images, (), found)
-        masks = _pictures(layout.masks, LOSSY, found)
-    endings = _endings(layout, images, masks)
-    if isinstance(endings, str):
-        found.faults.append(endings)
-        return
-
-    of_image, of_mask = endings
-    masks = _without(masks, of_mask)
+    of_image, of_mask = _endings(layout, images, masks)
     if together and of_mask:
-        others = images.items()
-        images = {name: path for name, path in others if not name.endswith(of_mask)}
-
-    images = _without(images, of_image)
+        images = {
+            stem: path for stem, path in images.items() if not stem.endswith(of_mask)
+        }
+    images, masks = _without(images, of_image), _without(masks, of_mask)
     chosen = images.keys() | masks.keys()
     if layout.sequences:
         chosen = {stem for stem in chosen if stem.split("/")[0] in layout.sequences}
@@ -224,62 +208,25 @@ def _pair_by_name(layout: FolderLayout, split: str, found: Scan) -> None:
 
     for stem in sorted(chosen & images.keys() & masks.keys()):
         found.pairs.append(Pair(f"{stem}{of_image}", images[stem], masks[stem]))
-
-    _report_single(layout, images, masks, sorted(chosen), of_mask, found)
-    if not found.pairs and not found.faults:
-        where = layout.listing or layout.images
-        found.faults.append(
-            f"{where} is empty: split {split} has no pair of image and mask."
-        )
-
-
-def _in_one_folder(folder: Path, found: Scan) -> tuple[dict[str, str], dict[str, str]]:
-    """Images and masks of a folder that holds both: those of another suffix if there are any, or all files twice."""
-    images = _pictures(folder, LOSSLESS, found)
-    masks = _pictures(folder, LOSSY, Scan([], [], []))
-    if images != masks:
-        for paths, of_others in ((images, LOSSLESS), (masks, LOSSY)):
-            for stem, path in list(paths.items()):
-                if path.lower().endswith(of_others):
-                    del paths[stem]
-    return images, masks
-
-
-def _report_single(
-    layout: FolderLayout,
-    images: dict[str, str],
-    masks: dict[str, str],
-    chosen: list[str],
-    of_mask: str,
-    found: Scan,
-) -> None:
-    """Add a fault for each image without a mask, and for each mask without an image."""
-    without_mask, without_image = [], []
-    for stem in chosen:
-        image, mask = images.get(stem), masks.get(stem)
-        if image and not mask:
-            place = f"{layout.masks / stem}{of_mask}.png"
-            without_mask.append(
-                f"{image} has no mask {place}. Draw it, or remove the image."
-            )
-        if mask and not image:
-            without_image.append(f"{mask} has no image in {layout.images}.")
-
+    without_mask = sorted((chosen & images.keys()) - masks.keys())
+    without_image = sorted((chosen & masks.keys()) - images.keys())
     if without_mask and not found.pairs and not without_image:
-        without_mask = [
-            f"{layout.masks} holds no masks of the {len(without_mask)} images. Labels "
+        raise DataError(
+            f"{folders[1]} holds no masks of the {len(without_mask)} images. Labels "
             "of another format: `segpipe import --help`."
-        ]
+        )
+    for stem in without_mask:
+        place = f"{folders[1] / stem}{of_mask}.png"
+        found.faults.append(
+            f"{images[stem]} has no mask {place}. Draw it, or remove the image."
+        )
+    for stem in without_image:
+        found.faults.append(f"{masks[stem]} has no image in {folders[0]}.")
 
-    found.faults.extend([*without_mask, *without_image])
 
-
-def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> dict[str, str]:
-    """Pictures below `folder` by their relative path without suffix.
-
-    A file with a suffix in `inferior` counts only if it is the only one of its stem.
-    """
-    pictures: dict[str, str] = {}
+def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> Files:
+    """Pictures below `folder`. A file with a suffix in `inferior` counts only if it is the only one of its stem."""
+    pictures: Files = {}
     unread: list[str] = []
     start = len(str(folder)) + 1
     for path in sorted(files_below(folder)):
@@ -291,18 +238,16 @@ def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> dict[str,
             if suffix and suffix not in COMPANIONS:
                 unread.append(path)
             continue
-        if not _is_text(path):
+        if path.encode(errors="replace").decode() != path:
             found.faults.append(
                 f"{folder}/{path[start:]!a} has a name that is not UTF-8. Rename "
                 "it, with convmv for instance."
             )
             continue
         other = pictures.setdefault(_composed(stem), path)
-        if other == path:
-            continue
         if other.lower().endswith(inferior):
             pictures[_composed(stem)] = path
-        elif suffix not in inferior:
+        elif other != path and suffix not in inferior:
             found.faults.append(
                 f"{other} and {path} have the same stem. Remove one of them."
             )
@@ -316,12 +261,13 @@ def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> dict[str,
     return pictures
 
 
-def _is_text(path: str) -> bool:
-    """Whether a name can be written to UTF-8 files, such as inputs.json and the report."""
-    try:
-        return bool(path.encode())
-    except UnicodeEncodeError:
-        return False
+def _other(files: Files, suffixes: tuple[str, ...]) -> Files:
+    """Files with other suffixes than these."""
+    return {
+        stem: path
+        for stem, path in files.items()
+        if not path.lower().endswith(suffixes)
+    }
 
 
 def _composed(name: str) -> str:
@@ -329,59 +275,49 @@ def _composed(name: str) -> str:
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
-def _endings(
-    layout: FolderLayout, images: Iterable[str], masks: Iterable[str]
-) -> tuple[str, str] | str:
-    """What ends the stems of images and masks, or a message if two endings fit equally well."""
-    of_images, of_masks = [*IMAGE_ENDINGS], ["", *MASK_ENDINGS]
-    if layout.image_ending is not None:
-        of_images = [layout.image_ending]
-    if images == masks:
-        of_masks = [*MASK_ENDINGS]
-    if layout.mask_ending is not None:
-        of_masks = [layout.mask_ending]
+def _endings(layout: FolderLayout, images: Files, masks: Files) -> tuple[str, str]:
+    """What ends the stems of images and masks. Raises DataError if two endings fit equally well."""
+    of_images, of_masks = [*IMAGE_ENDINGS], [*MASK_ENDINGS]
+    if images != masks:
+        of_masks = ["", *of_masks]
+    if layout.images.ending is not None:
+        of_images = [layout.images.ending]
+    if layout.masks.ending is not None:
+        of_masks = [layout.masks.ending]
 
     ways = list(product(of_images, of_masks))
-    stems = set(masks)
-    if len(ways) == 1 or (ways[0] == ("", "") and not stems.isdisjoint(images)):
+    if len(ways) == 1 or (ways[0] == ("", "") and images.keys() & masks.keys()):
         return ways[0]
 
     counts: Counter[tuple[str, str]] = Counter()
     for of_image in of_images:
-        bare = _without(dict.fromkeys(images, ""), of_image)
+        bare = _without(images, of_image)
         for of_mask in of_masks:
-            expected = (f"{stem}{of_mask}" for stem in bare)
-            counts[of_image, of_mask] = sum(stem in stems for stem in expected)
-
+            counts[of_image, of_mask] = sum(stem + of_mask in masks for stem in bare)
     (best, most), (_, second) = counts.most_common(2)
-    if not most:
-        return ways[0]
-    if second == most:
+    if most and second == most:
         fits = [f"*{ending}" for (_, ending), count in counts.items() if count == most]
-        return (
-            f"{layout.masks} has the masks {' and '.join(fits)} for its images. Choose with "
+        raise DataError(
+            f"{layout.masks.folder} has the masks {' and '.join(fits)} for its images. Choose with "
             f"data.masks=FOLDER/SPLIT/{fits[0]}."
         )
+    return best if most else ways[0]
 
-    return best
 
-
-def _without(paths: dict[str, str], ending: str) -> dict[str, str]:
+def _without(files: Files, ending: str) -> Files:
     """Files by what is before the ending; those that do not have it are left out."""
     return {
         stem.removesuffix(ending): path
-        for stem, path in paths.items()
+        for stem, path in files.items()
         if stem.endswith(ending)
     }
 
 
-def _listed(
-    listing: Path, images: dict[str, str], ending: str, found: Scan
-) -> set[str]:
+def _listed(listing: Path, images: Files, ending: str, found: Scan) -> set[str]:
     """Stems in a split file, whose lines are stems or paths of images, with any suffix."""
     known = {f"{stem}{ending}": stem for stem in images}
-    known |= {stem: stem for stem in images}
     for stem, path in images.items():
+        known[stem] = stem
         known[_composed(os.path.splitext(os.path.normpath(path))[0])] = stem
 
     stems: Counter[str] = Counter()
@@ -396,28 +332,28 @@ def _listed(
             found.faults.append(
                 f"{listing} lists {line:.200}, but images has no such stem."
             )
-
-    _report_repeated(listing, "lists", stems, found)
+    _report_repeated(listing, stems, found)
     return set(stems)
 
 
-def _report_repeated(
-    listing: Path, verb: str, names: Counter[str], found: Scan
-) -> None:
+def _report_repeated(listing: Path, names: Counter[str], found: Scan) -> None:
     """Add a fault for each name that a list has more than once."""
     for name, times in names.items():
         if times > 1:
-            found.faults.append(f"{listing} {verb} {name} {times} times.")
+            found.faults.append(f"{listing} has {name} {times} times.")
 
 
-def _pair_by_table(root: Path, table: Path, found: Scan) -> None:
-    """Pairs of a CSV file with the columns image and mask, whose paths are relative to `root`."""
+def _pair_by_table(layout: FolderLayout, found: Scan) -> None:
+    """Pairs of a CSV file with the columns image and mask, whose paths are relative to the root."""
+    root, table = layout.images.folder, layout.table
+    assert table is not None
     text = _text(table)
     first = text.partition("\n")[0]
     separators = ",;\t" if table.suffix == ".csv" else " "
-    separator = max(separators, key=first.count)
     try:
-        rows = list(csv.reader(text.splitlines(), delimiter=separator))
+        rows = list(
+            csv.reader(text.splitlines(), delimiter=max(separators, key=first.count))
+        )
     except csv.Error as error:
         raise DataError(
             f"{table} is no table of image and mask: {error}. Write a row for each pair."
@@ -446,9 +382,7 @@ def _pair_by_table(root: Path, table: Path, found: Scan) -> None:
         if not absent:
             found.pairs.append(pair)
 
-    _report_repeated(table, "has", names, found)
-    if not names and not found.faults:
-        found.faults.append(f"{table} is empty: it has no pair of image and mask.")
+    _report_repeated(table, names, found)
 
 
 def _text(path: Path) -> str:
@@ -462,83 +396,86 @@ def _text(path: Path) -> str:
         ) from None
 
 
-def _published(layout: SetLayout, root: Path, split: str) -> FolderLayout | str:
-    """FolderLayout of a split, or a message why there is none."""
+def _layout(data: DataConfig, split: str) -> FolderLayout:
+    """Where the files of a split are. Raises DataError if nothing says so."""
+    root = Path(data.root)
+    if data.images or data.masks:
+        divided = SPLIT in data.images + data.masks
+        listing = None if divided else root / f"{split}.txt"
+        if listing and not listing.is_file():
+            raise DataError(no_split(root, split))
+        return _named(data, f"/{SPLIT}" * divided, split)._replace(listing=listing)
+    if data.name in PUBLISHED:
+        return _published(published(data.name), root, split)
+    return _found(root, split)
+
+
+def _published(entry: PublishedSet, root: Path, split: str) -> FolderLayout:
+    """Where the files of a split of a published set are."""
+    layout = entry.layout
     named = layout.folders.get(split, split)
     path = root / (layout.listing or layout.table).replace(SPLIT, named)
-    if (layout.listing or layout.table) and not path.is_file():
-        return f"{path} does not exist, which lists the files of split {split}."
-    if layout.table:
-        return FolderLayout(root, root, table=path)
+    fault = ""
+    if path != root and not path.is_file():
+        fault = f"{path} does not exist, which lists the files of split {split}."
     if layout.sequences and split not in layout.sequences:
-        return f"data.split = {split} is not one of {', '.join(layout.sequences)}."
-    images, image_ending = _place(root, layout.images, named)
-    places = [_place(root, masks, named) for masks in layout.masks]
-    masks, mask_ending = next(
-        (place for place in places if place[0].is_dir()), places[0]
-    )
-    listing = path if layout.listing else None
-    sequences = tuple(layout.sequences.get(split, ()))
+        fault = f"data.split = {split} is not one of {', '.join(layout.sequences)}."
+    if fault:
+        raise DataError(f"{fault} {entry.title} comes from {entry.page}.")
+    if layout.table:
+        return FolderLayout(Place(root), Place(root), table=path)
+    masks = [_place(root, pattern, named) for pattern in layout.masks]
     return FolderLayout(
-        images, masks, image_ending, mask_ending, listing, sequences=sequences
+        _place(root, layout.images, named),
+        next((place for place in masks if place.folder.is_dir()), masks[0]),
+        path if layout.listing else None,
+        sequences=layout.sequences.get(split, ()),
     )
 
 
-def locate(
-    root: Path, split: str, images: str = "", masks: str = ""
-) -> FolderLayout | str:
-    """FolderLayout of a split, or a message why there is none; `images` and `masks` are those of the settings."""
+def _found(root: Path, split: str) -> FolderLayout:
+    """Where the files of a split are, by the names of folders and lists."""
     listing, table = root / f"{split}.txt", root / f"{split}.csv"
-    if images or masks:
-        behind = f"/{SPLIT}" if SPLIT in images + masks else ""
-        image_place = _place(root, images or f"images{behind}", split)
-        mask_place = _place(root, masks or f"masks{behind}", split)
-        if not behind and not listing.is_file():
-            return no_split(root, split)
-        return FolderLayout(
-            image_place[0],
-            mask_place[0],
-            image_place[1],
-            mask_place[1],
-            None if behind else listing,
-        )
-    inner, outer = _synonyms(root), _synonyms(root / split)
-    if isinstance(inner, str):
-        return FolderLayout(root, root, table=table) if table.is_file() else inner
-    if (inner.images / split).is_dir():
-        return FolderLayout(inner.images / split, inner.masks / split)
-    if (root / split).is_dir() and not isinstance(outer, str) and outer.images.is_dir():
-        return outer
+    in_table = FolderLayout(Place(root), Place(root), table=table)
+    try:
+        whole = _synonyms(root)
+    except DataError:
+        if table.is_file():
+            return in_table
+        raise
+    images, masks = whole.images.folder, whole.masks.folder
+    divided = FolderLayout(Place(images / split), Place(masks / split))
+    if (images / split).is_dir():
+        return divided
+    with suppress(DataError):  # it has two folders of a kind
+        outer = _synonyms(root / split)
+        if outer.images.folder.is_dir():
+            return outer
     if table.is_file() and listing.is_file():
-        return f"{table} and {listing} both list split {split}. Remove one of them."
+        raise DataError(
+            f"{table} and {listing} both list split {split}. Remove one of them."
+        )
     if table.is_file():
-        return FolderLayout(root, root, table=table)
+        return in_table
     if listing.is_file():
-        return inner._replace(listing=listing)
-    if (
-        inner.images.is_dir()
-        and inner.masks.is_dir()
-        and not _divided(inner.images, split)
-    ):
-        return no_split(root, split)
-    return FolderLayout(inner.images / split, inner.masks / split)
+        return whole._replace(listing=listing)
+    if images.is_dir() and masks.is_dir() and not _divided(images, split):
+        raise DataError(no_split(root, split))
+    return divided
 
 
-def undivided(root: Path, images: str = "", masks: str = "") -> FolderLayout | str:
-    """Layout of all files of a data set whose folders no split divides, or a message why there is none."""
+def _undivided(data: DataConfig) -> FolderLayout:
+    """Where all files of a data set are that no split divides. Raises DataError if there are splits."""
+    root = Path(data.root)
     for divided in (root / "images" / "train", root / "train" / "images"):
-        if divided.is_dir() and not (images and masks):
-            return (
+        if divided.is_dir() and not (data.images and data.masks):
+            raise DataError(
                 f"{divided} exists, so {root} is divided into splits already. To divide one of its folders again, name "
                 "it here and in every other command: data.images=images/train data.masks=masks/train."
             )
-    if not (images or masks):
-        return _synonyms(root)
-    (images_at, image_ending), (masks_at, mask_ending) = (
-        _place(root, value or kind, "")
-        for value, kind in ((images, "images"), (masks, "masks"))
-    )
-    return FolderLayout(images_at, masks_at, image_ending, mask_ending)
+    if data.images or data.masks:
+        return _named(data, "", "")
+    return _synonyms(root)
 
 
 def no_split(root: Path, split: str) -> str:
@@ -570,30 +507,37 @@ def _divided(folder: Path, split: str) -> bool:
     return any(name in SPLITS for name in names) or bool(near(split, names))
 
 
-def _place(root: Path, pattern: str, split: str) -> tuple[Path, str | None]:
+def _named(data: DataConfig, behind: str, split: str) -> FolderLayout:
+    """The folders of the settings; `behind` is what follows the usual name of the one that is not set."""
+    root = Path(data.root)
+    images = _place(root, data.images or f"images{behind}", split)
+    return FolderLayout(images, _place(root, data.masks or f"masks{behind}", split))
+
+
+def _place(root: Path, pattern: str, split: str) -> Place:
     """Folder and ending of stems that a setting names."""
     folder, star, ending = pattern.replace(SPLIT, split).partition("*")
     for suffix in SUFFIXES:
         ending = ending.removesuffix(suffix)
-    return root / folder, ending if star else None
+    return Place(root / folder, ending if star else None)
 
 
-def _synonyms(root: Path) -> FolderLayout | str:
-    """Folders of images and masks below `root`, or a message if one of them has two candidates."""
-    found = []
+def _synonyms(root: Path) -> FolderLayout:
+    """Folders of images and masks below `root`. Raises DataError if one of them has two candidates."""
+    places = []
     for kind, names in (("images", IMAGE_FOLDERS), ("masks", MASK_FOLDERS)):
         present = [name for name in names if (root / name).is_dir()]
         if present[:1] != [kind] and len(present) > 1:
-            return (
+            raise DataError(
                 f"{root} has {' and '.join(present)}, and each may hold the {kind}. Set data.{kind}={present[0]} or "
                 f"another, with /{SPLIT} behind it if there is a folder per split."
             )
-        found.append(root / (present or [kind])[0])
-    if not found[0].is_dir() and not found[1].is_dir() and _has_pictures(root):
-        return FolderLayout(root, root)
-    return FolderLayout(found[0], found[1])
+        places.append(Place(root / (present or [kind])[0]))
+    images, masks = places
+    if images.folder.is_dir() or masks.folder.is_dir() or not _has_pictures(root):
+        return FolderLayout(images, masks)
+    return FolderLayout(Place(root), Place(root))
 
 
 def _has_pictures(folder: Path) -> bool:
-    paths = folder.iterdir() if folder.is_dir() else ()
-    return any(path.suffix.lower() in SUFFIXES for path in paths)
+    return any(path.suffix.lower() in SUFFIXES for path in folder.glob("*"))

@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -33,7 +32,7 @@ from segpipe.data.facts import facts_of
 from segpipe.data.masks import settled
 from segpipe.data.mix import main_set, parts, shared_ids
 from segpipe.data.pack import Sample, open_pack
-from segpipe.data.pairs import Scan, pairings, scan
+from segpipe.data.pairs import Scan, scan
 from segpipe.data.readers import Progress, R, silent, threaded
 from segpipe.errors import DataError
 from segpipe.plugins import is_path
@@ -164,21 +163,23 @@ def _open_files(data: DataConfig, split: str) -> FileSamples:
     found = scan(data, split)
     if found.faults:
         raise DataError(found.faults[0])
-    sources = pairings(data, split)
-    if data.classes or data.name == "folder":
-        sources.append(table_path(data))
-    return file_samples(data, found, sources)
+    return file_samples(data, found)
 
 
-def file_samples(
-    data: DataConfig, found: Scan, sources: Sequence[Path] = ()
-) -> FileSamples:
+def file_samples(data: DataConfig, found: Scan) -> FileSamples:
     """The samples of the pairs of a data set in files."""
     facts = facts_of(data.root)
     table = settled(mask_table(data), [pair.mask for pair in found.pairs], facts.header)
-    pack, paths = open_pack(data, table), tuple(map(str, sources))
+    sources = [*found.lists]
+    if data.classes or data.name == "folder":
+        sources.append(table_path(data))
     return FileSamples(
-        table, tuple(found.pairs), pack, facts, paths, tuple(found.notes)
+        table,
+        tuple(found.pairs),
+        open_pack(data, table),
+        facts,
+        tuple(map(str, sources)),
+        tuple(found.notes),
     )
 
 

@@ -40,7 +40,7 @@ def make(root: Path, *names: str) -> DataConfig:
 
 def found(data: DataConfig, split: str = "train") -> list[tuple[str, str, str]]:
     """Name, image and mask of each pair, the files relative to the root."""
-    pairs, faults, _ = scan(data, split)
+    pairs, faults, *_ = scan(data, split)
     assert faults == []
     root = Path(data.root)
     return [
@@ -105,7 +105,7 @@ def test_one_folder_is_divided_by_lists_and_a_lone_image_is_named(
 ) -> None:
     data = make(tmp_path, "a.png", "mask:a_mask.png", "b.png", "mask:b_mask.png")
     assert "nothing says which belong to split train" in scan(data, "train")[1][0]
-    pairs, faults, _ = scan_undivided(data)
+    pairs, faults, *_ = scan_undivided(data)
     assert ([pair.name for pair in pairs], faults) == (["a", "b"], [])
     (tmp_path / "train.txt").write_text("a\n")
     assert found(data) == [("a", "a.png", "a_mask.png")]
