@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,19 +34,16 @@ class Line(NamedTuple):
     text: str
 
 
-def shortened(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    return listed(names, joint="; ")
-
-
 def differences(changed: Mapping[str, tuple[Any, Any]], here: str, there: str) -> str:
     """Settings that differ, with both values."""
-    return shortened(
-        [
-            f"{name} is {one!r} in {here} and {two!r} in {there}"
-            for name, (one, two) in changed.items()
-        ]
+    return _first(
+        f"{name} is {one!r} in {here} and {two!r} in {there}"
+        for name, (one, two) in changed.items()
     )
+
+
+def _first(faults: Iterable[str]) -> str:
+    return listed([*faults], joint="; ")
 
 
 def check_inputs(run: Path, config: Config) -> list[Line]:
@@ -59,37 +56,34 @@ def check_inputs(run: Path, config: Config) -> list[Line]:
         content = read_inputs(path)
     except SegpipeError as error:
         return [Line("data", FAILED, str(error))]
-    return [_check_data(config, content["data"]), _check_code(content["code"])]
+    data, code = content["data"], content["code"]
+
+    # Other sources are noted: the replayed bits decide.
+    now = inputs.source_hashes()
+    status, text = PASSED, f"{len(now)} files are unchanged: {code['sha256']}"
+    if changed := changes(code["files"], now):
+        status, text = NOTED, f"this segpipe is not that of the run: {_first(changed)}"
+    return [Line("data", *_check_data(config, data)), Line("code", status, text)]
 
 
-def _check_data(config: Config, recorded: Mapping[str, Any]) -> Line:
+def _check_data(config: Config, recorded: Mapping[str, Any]) -> tuple[str, str]:
+    """Status and text."""
     if absent := absent_root(config.data):
-        return Line("data", UNCHECKED, f"data.root = {absent} does not exist here")
+        return UNCHECKED, f"data.root = {absent} does not exist here"
     try:
         changed = inputs.changed_files(recorded, open_splits(config, packed=False))
     except SegpipeError as error:
-        return Line("data", FAILED, f"the data cannot be read: {error}")
+        return FAILED, f"the data cannot be read: {error}"
+    root, files = config.data.root, recorded["files"]
     if changed:
-        return Line("data", FAILED, f"{config.data.root}: {shortened(changed)}")
-    if recorded["files"]:
-        text = f"{len(recorded['files'])} files in {config.data.root} are unchanged: {recorded['sha256']}"
-        return Line("data", PASSED, text)
+        return FAILED, f"{root}: {_first(changed)}"
+    if files:
+        text = f"{len(files)} files in {root} are unchanged: {recorded['sha256']}"
+        return PASSED, text
     if recorded.get("hashed"):
-        return Line(
-            "data", PASSED, "the samples are made from the seed, not from files"
-        )
+        return PASSED, "the samples are made from the seed, not from files"
     text = "contents were not recorded (data.hash=false); names and sizes are unchanged"
-    return Line("data", UNCHECKED, text)
-
-
-def _check_code(recorded: Mapping[str, Any]) -> Line:
-    """Other sources are noted: the replayed bits decide."""
-    now = inputs.source_hashes()
-    if changed := changes(recorded["files"], now):
-        text = f"this segpipe is not that of the run: {shortened(changed)}"
-        return Line("code", NOTED, text)
-    text = f"{len(now)} files are unchanged: {recorded['sha256']}"
-    return Line("code", PASSED, text)
+    return UNCHECKED, text
 
 
 def check_weights(config: Config) -> list[Line]:
@@ -97,15 +91,16 @@ def check_weights(config: Config) -> list[Line]:
     if not config.model.weights:
         return []
     path, expected = weights_path(config), config.model.weights_sha256
+    status = UNCHECKED
     if not path.is_file():
+        text = "does not exist here. Set model.weights=FILE to replay from step 0"
+    elif sha256(path) != expected:
         text = (
-            f"{path} does not exist here. Set model.weights=FILE to replay from step 0"
+            f"is not the file that the run was started with: its SHA-256 was {expected}"
         )
-        return [Line("weights", UNCHECKED, text)]
-    if sha256(path) != expected:
-        text = f"{path} is not the file that the run was started with: its SHA-256 was {expected}"
-        return [Line("weights", UNCHECKED, text)]
-    return [Line("weights", PASSED, f"{path} is unchanged: {expected}")]
+    else:
+        status, text = PASSED, f"is unchanged: {expected}"
+    return [Line("weights", status, f"{path} {text}")]
 
 
 def check_ledger(run: Path) -> tuple[RunLedger | None, list[Line]]:
@@ -114,12 +109,11 @@ def check_ledger(run: Path) -> tuple[RunLedger | None, list[Line]]:
         ledger = read_run(run)
     except CheckpointError as error:
         return None, [Line("ledger", FAILED, str(error))]
-    lines = [Line("ledger", FAILED, fault) for fault in ledger.faults]
-    if not lines:
-        rows = len(ledger.rows)
-        text = f"{rows} rows of {ledger.num_updates} updates are whole"
-        lines.append(Line("ledger", PASSED, text))
-    return ledger, lines + [Line("ledger", NOTED, note) for note in ledger.notes]
+    found = [(FAILED, fault) for fault in ledger.faults]
+    text = f"{len(ledger.rows)} rows of {ledger.num_updates} updates are whole"
+    found = found or [(PASSED, text)]
+    found += [(NOTED, note) for note in ledger.notes]
+    return ledger, [Line("ledger", *each) for each in found]
 
 
 class CheckedCheckpoint(NamedTuple):
@@ -141,22 +135,17 @@ def check_checkpoints(
             saved = checkpoint.load(path)
             found = CheckedCheckpoint(path, int(saved["step"]), saved["digests"])
             # All of them: a resume may set those anew that do not affect the numbers.
-            is_known = config_hash(saved["config"]) in sessions
-        except SegpipeError as error:
+            if config_hash(saved["config"]) not in sessions:
+                raise ValueError("its settings are those of no session of the ledger")
+        except (SegpipeError, *MALFORMED) as error:
             lines.append(Line(path.name, FAILED, str(error)))
             continue
-        except MALFORMED as error:
-            lines.append(Line(path.name, FAILED, f"its content is malformed: {error}"))
-            continue
-        if not is_known:
-            text = "its settings are those of no session of the ledger"
-            lines.append(Line(path.name, FAILED, text))
-            continue
         passed.append(found)
-        digests = (
-            f"weights {found.digests['model']}, averaged weights {found.digests['ema']}"
+        weights, averaged = (found.digests[part] for part in ("model", "ema"))
+        text = (
+            f"after {found.step} updates; the file is unchanged; weights {weights}, "
+            f"averaged weights {averaged}"
         )
-        text = f"after {found.step} updates; the file is unchanged; {digests}"
         lines.append(Line(path.name, PASSED, text))
     return sorted(passed, key=lambda each: (each.step, each.path.name)), lines
 
@@ -183,25 +172,23 @@ def check_result(
         return Line("result", UNCHECKED, text)
     except (OSError, ValueError, TypeError) as error:
         return Line("result", FAILED, f"{path} cannot be read: {error}")
-    last = next((each for each in checkpoints if each.path.name == "last.pt"), None)
     expected: dict[str, Any] = {"steps": ledger.num_updates}
+    faults = []
+    last = next((each for each in checkpoints if each.path.name == "last.pt"), None)
     if last:
-        expected |= {
-            "weights_digest": last.digests["model"],
-            "ema_digest": last.digests["ema"],
-        }
-    faults = [
-        f"{name} is {result.get(name)!r}, but the other files have {value!r}"
-        for name, value in expected.items()
-        if result.get(name) != value
-    ]
-    if last and last.step != ledger.num_updates:
-        updates = f"the ledger has {ledger.num_updates} updates"
-        faults.append(f"last.pt is of step {last.step}, but {updates}")
+        expected["weights_digest"] = last.digests["model"]
+        expected["ema_digest"] = last.digests["ema"]
+        if last.step != ledger.num_updates:
+            updates = f"the ledger has {ledger.num_updates} updates"
+            faults.append(f"last.pt is of step {last.step}, but {updates}")
+    for name, value in expected.items():
+        if result.get(name) != value:
+            there = f"the other files have {value!r}"
+            faults.append(f"{name} is {result.get(name)!r}, but {there}")
     if result.get("config_hash") not in {each.config_hash for each in ledger.headers}:
         faults.append("config_hash belongs to no session of the ledger")
     if faults:
-        return Line("result", FAILED, f"result.json: {shortened(faults)}")
+        return Line("result", FAILED, f"result.json: {_first(faults)}")
     if last is None:
         text = "result.json matches the ledger; last.pt was not checked"
         return Line("result", UNCHECKED, text)
@@ -210,15 +197,18 @@ def check_result(
 
 def check_export(run: Path, config: Config, verify: Verify | None) -> Line:
     """The gates of the exported folder, run again."""
-    folder = Path(config.export.dir) if config.export.dir else run / "export"
+    folder = Path(config.export.dir or run / "export")
+    status = UNCHECKED
     if not folder.is_dir() or not any(folder.iterdir()):
         status = UNCHECKED if config.export.enabled else NOTED
-        return Line("export", status, f"{folder} holds no exported network")
-    if verify is None:
-        return Line("export", UNCHECKED, f"{folder} was not verified again")
-    try:
-        return Line("export", PASSED, verify(config, folder))
-    except ConfigError as error:  # other versions or data than at the export
-        return Line("export", UNCHECKED, str(error))
-    except SegpipeError as error:
-        return Line("export", FAILED, str(error))
+        text = f"{folder} holds no exported network"
+    elif verify is None:
+        text = f"{folder} was not verified again"
+    else:
+        try:
+            status, text = PASSED, verify(config, folder)
+        except SegpipeError as error:
+            text = str(error)
+            # Other versions or data than at the export are a ConfigError.
+            status = UNCHECKED if isinstance(error, ConfigError) else FAILED
+    return Line("export", status, text)

@@ -27,19 +27,14 @@ from segpipe.audit.replay import first_difference, read_config, replay
 from segpipe.data.mix import absent_root
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import plugin_sources
-from segpipe.errors import (
-    CHECKED_IN_PART,
-    CheckpointError,
-    ConfigError,
-    SegpipeError,
-)
+from segpipe.errors import CHECKED_IN_PART, CheckpointError, ConfigError, SegpipeError
 from segpipe.files import to_json, write_atomically
 from segpipe.ledger.divergence import compare
 from segpipe.ledger.reader import RunLedger
 from segpipe.ledger.rows import FOLDER, ledger_files
 from segpipe.losses.total import backend
 from segpipe.settings.compose import with_settings
-from segpipe.settings.config import Config, check
+from segpipe.settings.config import Config
 
 EXIT_CODES = {
     "passed": 0,
@@ -47,8 +42,6 @@ EXIT_CODES = {
     "failed": 13,
     "cannot audit": 2,
 }
-
-
 # What is being done, updates done, updates in all.
 Progress = Callable[[str, int, int], None]
 
@@ -91,20 +84,25 @@ class Audit:
     seconds: float
 
     @property
+    def _faults(self) -> list[str]:
+        return [
+            f"{line.part}: {line.text}" for line in self.lines if line.status == FAILED
+        ]
+
+    @property
     def verdict(self) -> str:
         """Passed, passed in part, failed or cannot audit.
 
         In part: nothing is wrong, but not every update was trained again. Failed: the run is not repeatable, or
         something was altered.
         """
-        if any(line.status == FAILED for line in self.lines):
+        if self._faults:
             return "failed"
         if self.obstacle:
             return "cannot audit"
-        whole = self.replayed >= self.updates and all(
-            line.status != UNCHECKED for line in self.lines
-        )
-        return "passed" if whole else "passed in part"
+        unchecked = any(line.status == UNCHECKED for line in self.lines)
+        in_part = unchecked or self.replayed < self.updates
+        return "passed in part" if in_part else "passed"
 
     @property
     def exit_code(self) -> int:
@@ -114,26 +112,15 @@ class Audit:
     @property
     def sentence(self) -> str:
         """The verdict with its reason."""
-        reasons = {
-            "failed": "; ".join(
-                f"{line.part}: {line.text}"
-                for line in self.lines
-                if line.status == FAILED
-            ),
-            "cannot audit": self.obstacle,
-        }
-        share = f"{self.replayed} of {self.updates} updates ({self.replayed / max(self.updates, 1):.0%})"
-        return f"{self.verdict}: {reasons.get(self.verdict, f'{share} were trained again and gave the same bits')}"
+        share = f"{self.replayed / max(self.updates, 1):.0%}"
+        told = f"{self.replayed} of {self.updates} updates ({share}) were trained again and gave the same bits"
+        return f"{self.verdict}: {'; '.join(self._faults) or self.obstacle or told}"
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain JSON values."""
         lines = [line._asdict() for line in self.lines]
-        return {
-            "verdict": self.verdict,
-            "sentence": self.sentence,
-            **asdict(self),
-            "lines": lines,
-        }
+        head = {"verdict": self.verdict, "sentence": self.sentence}
+        return {**head, **asdict(self), "lines": lines}
 
 
 def choose_spans(
@@ -160,10 +147,7 @@ def choose_spans(
 
 
 def examine(
-    request: AuditRequest,
-    progress: Progress,
-    *,
-    verify: Verify | None = None,
+    request: AuditRequest, progress: Progress, *, verify: Verify | None = None
 ) -> Audit:
     """All lines of the report. Without `verify`, the exported files are not checked.
 
@@ -218,7 +202,7 @@ def examine(
 
 
 def _obstacle(config: Config, ledger: RunLedger, request: AuditRequest) -> str:
-    """Why nothing can be replayed; empty when it can."""
+    """Why nothing can be replayed; empty when it can, and torch then has the switches of the run."""
     if absent := absent_root(config.data):
         key = "data.mix" if config.data.mix else "data.root=FOLDER"
         return f"data.root = {absent} does not exist here. Set {key}"
@@ -227,14 +211,15 @@ def _obstacle(config: Config, ledger: RunLedger, request: AuditRequest) -> str:
             plugins.load(key, path)
     except ConfigError as error:
         return str(error).rstrip(".")
-    mode = config.compute.mode
+    mode, threads = config.compute.mode, config.compute.threads
     if mode not in ("elastic", "audit"):
         return f"compute.mode = {mode} does not promise the same bits for any number of processes; elastic does"
     if not ledger.num_updates:
         return "the ledger holds no update"
-    check(config, world_size=1)
-    flags.set_environment(config.compute.threads, mode)
-    flags.apply(config.compute.threads, mode)
+    flags.set_environment(threads, mode)
+    flags.apply(threads, mode)
+    if request.any_environment:
+        return ""
     on_gpu = torch.cuda.is_available() and config.compute.device != "cpu"
     now = {
         **flags.fingerprint(),
@@ -242,8 +227,7 @@ def _obstacle(config: Config, ledger: RunLedger, request: AuditRequest) -> str:
         flags.LOSS: backend(config.loss, "cuda" if on_gpu else "cpu"),
     }
     for header in ledger.headers:
-        changed = flags.differences(header.fingerprint, now)
-        if changed and not request.any_environment:
+        if changed := flags.differences(header.fingerprint, now):
             named = evidence.differences(changed, "the ledger", "this environment")
             return (
                 f"equal bits are promised within one environment only: {named}. Audit where the run was trained, or "
@@ -261,14 +245,15 @@ def _chosen(
     starts: dict[int, Path | None] = {each.step: each.path for each in checkpoints}
     if all(line.status == PASSED for line in lines if line.part == "weights"):
         starts[0] = None
-    ends = [each.step for each in checkpoints if each.path.stem in ("last", "best")]
     return choose_spans(
         starts,
         ledger.num_updates,
         count=request.spans,
         longest=request.span_steps,
         seed=request.seed,
-        always=ends,
+        always=[
+            each.step for each in checkpoints if each.path.stem in ("last", "best")
+        ],
     )
 
 
@@ -285,7 +270,6 @@ def _replay(
     before = 0
     ends: dict[int, dict[str, str]] = {}  # digests by the updates after which they are
     for span in spans:
-        updates = range(span.first, span.last)
 
         def report(
             done: int, *, base: int = before - span.first, span: Span = span
@@ -293,34 +277,28 @@ def _replay(
             progress(f"replaying {span}", base + done, total)
 
         report(span.first)
+        status = FAILED
         try:
-            again = replay(
+            again, tensors = replay(
                 config,
                 span.start,
-                updates,
+                range(span.first, span.last),
                 report,
                 any_environment=request.any_environment,
             )
-            line = _judge(span, ledger, again.ledger)
-            if line.status == PASSED:
-                ends[span.last] = again.tensors
+            found = compare(ledger, again)
+            if not found.no_difference:
+                text = f"{found.sentence} (A: the ledger, B: the replay)"
+            elif found.steps < span.last - span.first:
+                text = f"the ledger has {found.steps} of these updates"
+            else:
+                status, text = PASSED, f"{len(again.rows)} rows are bitwise equal"
+                ends[span.last] = tensors
         except SegpipeError as error:
-            line = Line("replay", FAILED, f"{span}: {error}")
-        yield line
-        before += len(updates)
+            text = str(error)
+        yield Line("replay", status, f"{span}: {text}")
+        before += span.last - span.first
     yield from _check_states(checkpoints, ends)
-
-
-def _judge(span: Span, ledger: RunLedger, again: RunLedger) -> Line:
-    found = compare(ledger, again)
-    if not found.no_difference:
-        text = f"{span}: {found.sentence} (A: the ledger, B: the replay)"
-        return Line("replay", FAILED, text)
-    if found.steps < span.last - span.first:
-        text = f"{span}: the ledger has {found.steps} of these updates"
-        return Line("replay", FAILED, text)
-    rows = len(again.rows)
-    return Line("replay", PASSED, f"{span}: {rows} rows are bitwise equal")
 
 
 def _check_states(

@@ -7,38 +7,21 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
-from segpipe.distributed import group as processes
-from segpipe.distributed.agreement import common_fingerprint
-from segpipe.distributed.group import Group
+from segpipe.distributed.group import Group, choose_device
 from segpipe.distributed.health import out_of_memory_named
 from segpipe.errors import CheckpointError, ConfigError
 from segpipe.ledger.digest import tensor_digests
 from segpipe.ledger.reader import RunLedger, read_run
-from segpipe.losses.total import backend
-from segpipe.settings.config import (
-    Config,
-    check,
-    saved_config,
-)
-from segpipe.train import checkpoint, state
+from segpipe.settings.config import Config, check, saved_config
+from segpipe.train import checkpoint, opening
 from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.recorder import Recorder
 from segpipe.train.step import TrainStep, train_step
 
 PARTS = ("model", "ema", "optimizer")  # of a checkpoint, whose tensors are compared
-
-Report = Callable[[int], None]  # updates done
-
-
-class Replay(NamedTuple):
-    """What updates gave when they were trained again."""
-
-    ledger: RunLedger
-    tensors: dict[str, str]  # digests of all tensors at its end, as `tensor_digests`
 
 
 def read_config(run: Path) -> Config:
@@ -51,68 +34,55 @@ def read_config(run: Path) -> Config:
     return config
 
 
-def in_folder(config: Config, root: Path, *, any_environment: bool) -> Config:
-    """Configuration for a replay of a run below `root`; settings that affect numbers are unchanged."""
-    run = replace(
-        config.run,
-        root=str(root),
-        exists="resume",
-        allow_fingerprint_change=any_environment,
-    )
-    compute = replace(config.compute, ledger=True, nproc="auto")
-    return replace(config, run=run, compute=compute)
-
-
 def replay(
     config: Config,
     start: Path | None,
     updates: range,
-    report: Report,
+    report: Callable[[int], None],
     *,
-    any_environment: bool = False,
-) -> Replay:
+    any_environment: bool,
+) -> tuple[RunLedger, dict[str, str]]:
     """Train updates of a run again, from a checkpoint or the seed, in this process and a folder that is then deleted.
 
+    Returns their ledger, and the digests of all tensors of the state after them. Torch's switches are those of the run.
     Nothing is validated, exported or saved. `report(done)` is called after each update.
     Raises CheckpointError when the checkpoint is truncated, altered, or of another recipe or environment, and DataError
     when a sample cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="segpipe-replay-") as root:
-        copy = in_folder(config, Path(root), any_environment=any_environment)
+        run = replace(config.run, root=root, allow_fingerprint_change=any_environment)
+        compute = replace(config.compute, ledger=True)
+        copy = replace(config, run=run, compute=compute)
         tensors = _train(copy, start, updates, report)
-        return Replay(read_run(copy.run_dir), tensors)
+        return read_run(copy.run_dir), tensors
 
 
 def _train(
-    config: Config, start: Path | None, updates: range, report: Report
+    config: Config,
+    start: Path | None,
+    updates: range,
+    report: Callable[[int], None],
 ) -> dict[str, str]:
     """Write the ledger of the updates; digests of the state after them."""
-    compute = config.compute
-    flags.set_environment(compute.threads, compute.mode)
-    flags.apply(compute.threads, compute.mode)
-    group = Group(0, 0, 1, processes.choose_device(compute.device, 0))
+    group = Group(0, 0, 1, choose_device(config.compute.device, 0))
     samples = open_samples(config.data, "train", config.seed, packed=False)
-    weights = None if start else checkpoint.read_start(config)
-    current = state.build_state(config, samples.classes, group.device, weights)
-    current.teacher = checkpoint.teacher_of(config, group.device)
-    loss_backend = backend(config.loss, group.device.type)
-    fingerprint, _ = common_fingerprint(config, group, loss_backend)
-    if start:
-        checkpoint.restore(start, current, config, samples.classes, fingerprint)
-    assert current.step == updates.start
+    found = checkpoint.Found(start, checkpoint.load(start)) if start else None
+    state, fingerprint, _ = opening.state_of(config, group, samples.classes, found)
+    assert state.step == updates.start
     counts = counted(config, group, samples)
-    recorder = Recorder(config, group, current, samples, fingerprint)
+    recorder = Recorder(config, group, state, samples, fingerprint)
     stream = shard_stream(config, group, samples, updates, counts)
     with contextlib.closing(recorder), contextlib.closing(stream):
         step = TrainStep(config, recorder, loss_weights(config, samples, counts))
-        with out_of_memory_named(0, group.device, lambda: current.step):
+        with out_of_memory_named(0, group.device, lambda: state.step):
             for _ in updates:
-                train_step(step, [next(stream) for _ in range(compute.shards)])
-                report(current.step)
+                shards = [next(stream) for _ in range(config.compute.shards)]
+                train_step(step, shards)
+                report(state.step)
     content = {
-        "model": current.model.state_dict(),
-        "ema": current.ema.model.state_dict(),
-        "optimizer": current.optimizer.state_dict(),
+        "model": state.model.state_dict(),
+        "ema": state.ema.model.state_dict(),
+        "optimizer": state.optimizer.state_dict(),
     }
     return tensor_digests(content)
 
