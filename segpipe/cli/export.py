@@ -12,8 +12,8 @@ from safetensors.torch import save
 
 from segpipe import __version__
 from segpipe.disk import sha256
-from segpipe.errors import ConfigError, DataError, ExportMismatch
-from segpipe.export.artifact.manifest import every_tensor_used, origin_of
+from segpipe.errors import ConfigError, DataError, ExportMismatch, WeightsError
+from segpipe.export.artifact.manifest import origin_of
 from segpipe.export.artifact.place import sums_line
 from segpipe.export.dataset import gather, training_images, validation_samples
 from segpipe.export.publish import export_checkpoint
@@ -23,6 +23,7 @@ from segpipe.export.verify_report import (
     NOT_EXPORTED,
     NOT_VERIFIED,
     ExportReport,
+    integrity_refusal,
 )
 from segpipe.files import write_atomically
 from segpipe.ledger.inputs import changed_since
@@ -44,8 +45,7 @@ def main(given: dict[str, Any]) -> int:
 def export(given: dict[str, Any]) -> ExportReport:
     """The published folder, with the result of every gate."""
     run = Path(given["run"])
-    with every_tensor_used(NOT_EXPORTED):
-        trained = load_network(run, given["which"])
+    trained = _load(run, given["which"], NOT_EXPORTED)
     config = with_settings(trained.config, given)
     return export_checkpoint(
         run,
@@ -55,6 +55,14 @@ def export(given: dict[str, Any]) -> ExportReport:
         validation=validation_samples(config, trained.classes),
         training=training_images(config),
     )
+
+
+def _load(run: Path, which: str, verdict: str) -> TrainedNetwork:
+    """The network of a run. Tensors that are missing, unexpected or misshaped are a refusal of G1."""
+    try:
+        return load_network(run, which)
+    except WeightsError as error:
+        raise integrity_refusal(verdict, [str(error)], "the checkpoint") from error
 
 
 def verify_main(given: dict[str, Any]) -> int:
@@ -78,8 +86,7 @@ def verify(given: dict[str, Any], *, engines: Sequence[str] = ()) -> ExportRepor
     engines: besides those of `export.engines`, names that the caller put into `segpipe.runtime.engines.ENGINES`.
     """
     run, which, folder = Path(given["run"]), given["which"], Path(given["artifact"])
-    with every_tensor_used(NOT_VERIFIED):
-        trained = load_network(run, which)
+    trained = _load(run, which, NOT_VERIFIED)
     config = with_settings(trained.config, given)
     config.export.engines = [*config.export.engines, *engines]
     manifest = read_manifest(folder)
@@ -91,6 +98,7 @@ def verify(given: dict[str, Any], *, engines: Sequence[str] = ()) -> ExportRepor
         report = verify_folder(
             trained,
             folder,
+            manifest,
             gather(samples, config, image_size(manifest)),
             origin=origin_of(run, which, trained),
             train_images=training_images(config),

@@ -8,22 +8,23 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from segpipe.data.catalog import ClassTable
 from segpipe.errors import ConfigError
-from segpipe.export.artifact.frame_statistics import frames_of
-from segpipe.export.artifact.golden import (
-    golden_entry,
-    golden_figures,
-    write_golden,
+from segpipe.export.artifact.golden import golden_figures, write_golden
+from segpipe.export.artifact.manifest import (
+    NO_ORIGIN,
+    Origin,
+    described,
+    origin_of,
+    require_schema,
 )
-from segpipe.export.artifact.manifest import Origin, describe, origin_of, require_schema
 from segpipe.export.artifact.place import (
     beside,
     check_place,
@@ -35,15 +36,11 @@ from segpipe.export.artifact.place import (
 from segpipe.export.convert import convert
 from segpipe.export.dataset import Check, GateInputs, check_set, gather
 from segpipe.export.gates.judge import judge, load_as_robot, require_engines
-from segpipe.export.gates.quality import calibration_entry
 from segpipe.export.graph.network import (
-    CONFIDENCE,
     PROFILES,
     DeployModel,
     Image,
-    Manifest,
     Size,
-    deploy_model,
     manifest_text,
 )
 from segpipe.export.verify_report import (
@@ -102,7 +99,7 @@ def export_run(
     inputs: GateInputs,
     out_dir: Path,
     *,
-    origin: Origin | None = None,
+    origin: Origin = NO_ORIGIN,
     train_images: Iterable[Image] | None = None,
 ) -> ExportReport:
     """Report of the export that is now in `out_dir`: model files, and the files that describe and check them.
@@ -129,8 +126,16 @@ def export_run(
             for folder in folders:
                 folder.mkdir(parents=True)
         with one_thread():
-            entries, frames = frames_of(inputs.real_images, train_images, (*size, 3))
-            model, manifest = _described(trained, inputs, origin or Origin(), entries)
+            model, manifest, frames = described(
+                trained,
+                inputs,
+                origin,
+                train_images,
+                profile=PROFILES[settings.profile],
+                mask_stride=settings.mask_stride,
+            )
+            manifest["allow_unverified"] = settings.allow_unverified
+            require_schema(manifest)
             result = ExportReport(out_dir, manifest)
             with writing(out_dir):
                 kinds = _kinds(settings)
@@ -163,35 +168,6 @@ def _check_request(
         )
     check_critical_classes(settings.critical_classes, trained.classes.names)
     check_place(out_dir)
-
-
-def _described(
-    trained: TrainedNetwork,
-    inputs: GateInputs,
-    origin: Origin,
-    frames: Mapping[str, Any],
-) -> tuple[DeployModel, Manifest]:
-    """The model to export, with the fitted temperature, and its manifest without figures."""
-    settings = inputs.settings
-    profile = PROFILES[settings.profile]
-    labelled = inputs.labelled if CONFIDENCE in profile.outputs else None
-    calibration = calibration_entry(trained, labelled)
-    temperature = calibration["temperature"]
-    model = deploy_model(
-        trained,
-        profile=profile,
-        temperature=temperature,
-        mask_stride=settings.mask_stride,
-    )
-    entries = {
-        "calibration": calibration,
-        "allow_unverified": settings.allow_unverified,
-        "golden": golden_entry(inputs.checks),
-        **frames,
-    }
-    manifest = describe(trained, model, inputs.size, origin, entries)
-    require_schema(manifest)
-    return model, manifest
 
 
 def _kinds(settings: ExportConfig) -> list[tuple[str, str]]:

@@ -6,16 +6,16 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from segpipe.errors import ConfigError
-from segpipe.export.artifact.frame_statistics import frames_of
-from segpipe.export.artifact.golden import golden_entry, golden_problems
+from segpipe.export.artifact.golden import golden_problems
 from segpipe.export.artifact.manifest import (
+    NO_ORIGIN,
     NOT_REPEATED,
     Origin,
     converters,
-    describe,
+    described,
     differences,
     parse_manifest,
     schema_problems,
@@ -25,17 +25,8 @@ from segpipe.export.convert import conversion_problems, convert
 from segpipe.export.dataset import GateInputs
 from segpipe.export.gates.comparison import gate_integrity
 from segpipe.export.gates.judge import judge, load_as_robot, require_engines
-from segpipe.export.gates.quality import calibration_entry
 from segpipe.export.graph.formats import ModelFile
-from segpipe.export.graph.network import (
-    CONFIDENCE,
-    PROFILES,
-    DeployModel,
-    Image,
-    Manifest,
-    Size,
-    deploy_model,
-)
+from segpipe.export.graph.network import PROFILES, DeployModel, Image, Manifest, Size
 from segpipe.export.graph.onnx_format import write_probe
 from segpipe.export.verify_report import (
     FOLDER,
@@ -91,25 +82,32 @@ def image_size(manifest: Manifest) -> Size:
 def verify_folder(
     trained: TrainedNetwork,
     folder: Path,
+    manifest: Manifest,
     inputs: GateInputs,
     *,
-    origin: Origin | None = None,
-    train_images: Iterable[Image] | None = None,
+    origin: Origin = NO_ORIGIN,
+    train_images: Iterable[Image] | None,
 ) -> ExportReport:
     """Report of all gates on the files of `folder`, against a trained network. Writes nothing there.
 
-    inputs: of the size of the files; without real images only with `allow_unverified`. origin, train_images: as in
-    `export_run`. Raises ExportMismatch or one of its subclasses when a gate fails, a file was altered, or the manifest
-    is about another network; ConfigError where the data or the versions of the export are not here.
+    manifest: what `read_manifest` gave. inputs: of the size of the files; without real images only with
+    `allow_unverified`. origin, train_images: as in `export_run`. Raises ExportMismatch or one of its subclasses when a
+    gate fails, a file was altered, or the manifest is about another network; ConfigError where the data or the versions
+    of the export are not here.
     """
     require_engines(inputs.settings)
-    manifest = read_manifest(folder)
     result = ExportReport(folder, manifest, files=manifest["files"])
     with one_thread(), tempfile.TemporaryDirectory() as scratch:
-        entries, frames = frames_of(inputs.real_images, train_images, (*inputs.size, 3))
-        model, problems = _claims(
-            manifest, trained, inputs, origin or Origin(), entries
+        model, computed, frames = described(
+            trained,
+            inputs,
+            origin,
+            train_images,
+            profile=PROFILES[manifest["profile"]],
+            mask_stride=manifest["io"]["outputs"][0]["stride"],
         )
+        model.temperature = manifest["calibration"]["temperature"]
+        problems = _false_claims(manifest, computed, len(inputs.real_images))
         files: list[ModelFile] = []
         if not problems:
             problems = list(golden_problems(model, folder, inputs.checks))
@@ -124,49 +122,30 @@ def verify_folder(
     return result
 
 
-def _claims(
-    claimed: Manifest,
-    trained: TrainedNetwork,
-    inputs: GateInputs,
-    origin: Origin,
-    frame_entries: dict[str, Any],
-) -> tuple[DeployModel, list[str]]:
-    """The network with the temperature of the manifest, and where the manifest differs from what is computed again.
+def _false_claims(claimed: Manifest, computed: Manifest, real_images: int) -> list[str]:
+    """Where the manifest differs from what is computed again.
 
     Raises ConfigError where it was made from other images than are here.
     """
-    profile = PROFILES[claimed["profile"]]
-    model = deploy_model(
-        trained,
-        profile=profile,
-        temperature=claimed["calibration"]["temperature"],
-        mask_stride=claimed["io"]["outputs"][0]["stride"],
-    )
-    labelled = inputs.labelled if CONFIDENCE in profile.outputs else None
-    entries = {
-        "calibration": calibration_entry(trained, labelled),
-        "golden": golden_entry(inputs.checks),
-        **frame_entries,
-    }
-    computed = describe(trained, model, inputs.size, origin, entries)
     then = _images_of(claimed, claimed["real_images"])
-    now = _images_of(computed, len(inputs.real_images))
+    now = _images_of(computed, real_images)
     if then != now:
         raise ConfigError(
             f"the manifest was made from {then}, here are {now}. Verify with the data set of the export and its "
             "export.images and export.quality_images, or export again."
         )
-
-    # Where it was exported from: the weights are compared by their digest.
-    unknown = {"git": None, "checkpoint": None}
-    pair = [dict(manifest) for manifest in (claimed, computed)]
-    for manifest in pair:
-        manifest["source"] = {**manifest["source"], **unknown}
-        if claimed["metrics"] is None or computed["metrics"] is None:
-            manifest["metrics"] = None
-    names = computed.keys() - set(NOT_REPEATED)
-    one, other = ({name: manifest[name] for name in names} for manifest in pair)
-    return model, list(differences(one, other))
+    left_out = {*NOT_REPEATED}
+    if None in (claimed["metrics"], computed["metrics"]):
+        left_out.add("metrics")
+    one, other = (
+        {name: manifest[name] for name in computed.keys() - left_out}
+        for manifest in (claimed, computed)
+    )
+    for manifest in (one, other):
+        # Where it was exported from: the weights are compared by their digest.
+        unknown = {"git": None, "checkpoint": None}
+        manifest["source"] = manifest["source"] | unknown
+    return list(differences(one, other))
 
 
 def _images_of(manifest: Manifest, check_images: int) -> str:
@@ -188,43 +167,43 @@ def _model_files(
     Nothing of the folder is run before it is known to be that. Raises ConfigError for a difference that other versions
     explain.
     """
-    entries = result.manifest["files"]
-    kinds = [(entry["format"], entry["precision"]) for entry in entries.values()]
+    entries, versions = result.manifest["files"], result.manifest["versions"]
+    kinds = {(entry["format"], entry["precision"]) for entry in entries.values()}
     if any(precision != "fp32" for _, precision in kinds):
-        kinds.append(("onnx", "fp32"))  # from which they are made
-    kinds = sorted(dict.fromkeys(kinds), key=lambda kind: kind[1] != "fp32")
+        kinds.add(("onnx", "fp32"))  # from which they are made
+    ordered = sorted(kinds, key=lambda kind: (kind[1] != "fp32", kind))
     folders = scratch / "again", scratch / "probes"
     for folder in folders:
         folder.mkdir()
     again = ExportReport(scratch, result.manifest)
-    made = convert(again, model, size, folders, kinds, frames)
-
+    made = {
+        converted.path.name: converted
+        for converted in convert(again, model, size, folders, ordered, frames)
+    }
     others = [
-        f"{name} {result.manifest['versions'].get(name)}, here {version}"
+        f"{name} {versions.get(name)}, here {version}"
         for name, version in converters().items()
-        if result.manifest["versions"].get(name) != version
+        if versions.get(name) != version
     ]
     files = []
-    for converted in made:
-        name = converted.path.name
-        if name not in entries:
-            continue
-        problems = conversion_problems(result.folder / name, converted)
-        if problems and others:
-            raise ConfigError(
-                f"{problems[0]}; it was exported with {'; '.join(others)}. Verify with these versions, or export again."
-            )
+    for name in entries:
+        path = result.folder / name
+        if name not in made:
+            no_such = "no conversion of the checkpoint has this name"
+            problems = [f"{name}: {again.dropped.get(name, no_such)}"]
+        else:
+            problems = conversion_problems(path, made[name])
+            if problems and others:
+                raise ConfigError(
+                    f"{problems[0]}; it was exported with {'; '.join(others)}. Verify with these versions, or export "
+                    "again."
+                )
         if problems:
             result.gates[name] = [gate_integrity(problems)]
             continue
-        path, probe = result.folder / name, converted.probe
-        if converted.format == "onnx":  # its own graph is looked into
-            probe = scratch / name
-            write_probe(path, probe)
-        files.append(replace(converted, path=path, probe=probe))
-    for name in entries.keys() - {converted.path.name for converted in made}:
-        reason = again.dropped.get(
-            name, "no conversion of the checkpoint has this name"
-        )
-        result.gates[name] = [gate_integrity([f"{name}: {reason}"])]
+        file = replace(made[name], path=path)
+        if file.format == "onnx":  # its own graph is looked into
+            file = replace(file, probe=scratch / name)
+            write_probe(path, file.probe)
+        files.append(file)
     return files

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,40 +200,33 @@ class ExportReport:
         return shown
 
 
-def sidecars(manifest: Manifest) -> dict[str, str]:
-    """Text of the model card and of ros/labels.yaml, which depend on the manifest alone.
+def write_sidecars(manifest: Manifest, folder: Path) -> None:
+    """Writes the model card and ros/labels.yaml below `folder`, which depend on the manifest alone.
 
     Free of time stamps and latencies, so equal exports have equal files. Source: vision_msgs 4, msg/LabelInfo.msg.
     """
     note = caveat(manifest["status"], manifest["real_images"])
-    return {name: render(Path(name).name, **manifest, caveat=note) for name in SIDECARS}
-
-
-def write_sidecars(manifest: Manifest, folder: Path) -> None:
-    """Writes the files of `sidecars` below `folder`."""
-    for name, text in sidecars(manifest).items():
+    for name in SIDECARS:
         path = folder / name
         path.parent.mkdir(exist_ok=True)
+        text = render(path.name, **manifest, caveat=note)
         path.write_text(text, encoding="utf-8")
+
+
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("artifact") / "templates"),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    autoescape=False,  # Markdown and YAML
+)
+_TEMPLATES.filters |= {
+    "percent": lambda share: "-" if share is None else f"{100 * share:.2f} %",
+    "json": lambda value: json.dumps(value, ensure_ascii=False),
+}
 
 
 def render(template: str, **values: Any) -> str:
     """Text of a template. Raises UndefinedError for a missing value."""
-    return _environment().get_template(f"{template}.j2").render(values)
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).with_name("artifact") / "templates"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # Markdown and YAML
-    )
-    environment.filters["percent"] = lambda share: (
-        "-" if share is None else f"{100 * share:.2f} %"
-    )
-    environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
-    return environment
+    return _TEMPLATES.get_template(f"{template}.j2").render(values)

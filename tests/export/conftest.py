@@ -10,8 +10,7 @@ import pytest
 from plants import METRICS
 
 from exports import Tiny, export, tiny_network, write_run
-from segpipe.export import publish
-from segpipe.export import verify as verification
+from segpipe.export.artifact import manifest
 from segpipe.train import checkpoint
 
 NOT_FITTED = {"method": "none", "temperature": 1.0}
@@ -35,12 +34,11 @@ def tiny_networks() -> Iterator[None]:
         patch.setattr(
             checkpoint, "build_model", lambda _, num_classes, *args: Tiny(num_classes)
         )
-        for module in (publish, verification):
-            patch.setattr(
-                module,
-                "calibration_entry",
-                lambda _, labelled: dict(fixed if labelled else NOT_FITTED),
-            )
+        patch.setattr(
+            manifest,
+            "calibration_entry",
+            lambda _, labelled: dict(fixed if labelled else NOT_FITTED),
+        )
         yield
 
 

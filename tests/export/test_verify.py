@@ -401,7 +401,7 @@ def test_int8_is_held_to_its_own_limits(
     with monkeypatch.context() as patch:
         int8_takes(patch, 0.91)
         assert export(run, folder, *wanted) == 0
-    told = "processor time is 0.91 > 0.9 of the fp32 file's, so the file is no gain"
+    told = "latency as processor time is 0.91 > 0.9 of the fp32 file's, so the file is no gain"
     line = last_line(capsys)
     assert line.startswith(
         f"EXPORT verified: model.onnx, model.fp16.onnx in {folder}; "

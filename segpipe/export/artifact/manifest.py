@@ -1,11 +1,10 @@
-"""Where a trained network comes from: commit, checkpoint file, and what its run measured."""
+"""The manifest: where a trained network comes from, what its files take and give, and what a schema says of that."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,17 +15,31 @@ from jsonschema import Draft202012Validator
 
 from segpipe import __version__
 from segpipe.disk import sha256
-from segpipe.errors import DataError, WeightsError
-from segpipe.export.graph.network import CONFIDENCE, INPUT, MASK, Manifest, Size
+from segpipe.errors import DataError
+from segpipe.export.artifact.frame_statistics import frames_of
+from segpipe.export.artifact.golden import golden_entry
+from segpipe.export.gates.quality import calibration_entry
+from segpipe.export.graph.network import (
+    CONFIDENCE,
+    INPUT,
+    MASK,
+    DeployModel,
+    Image,
+    Manifest,
+    Profile,
+    Size,
+    deploy_model,
+    dtype_name,
+)
 from segpipe.export.graph.onnx_format import OLDEST_ONNXRUNTIME
 from segpipe.export.verify_report import NOT_EXPORTED, integrity_refusal
-from segpipe.files import ROOT, git_state, plain
+from segpipe.files import ROOT, git_state, plain, read_json
 from segpipe.runtime.artifact import FORMAT
 from segpipe.runtime.frames import NO_ANSWER
 from segpipe.settings.config import config_hash
 
 if TYPE_CHECKING:
-    from segpipe.export.graph.network import DeployModel
+    from segpipe.export.dataset import GateInputs
     from segpipe.train.checkpoint import TrainedNetwork
 
 _METRICS = ("miou", "pixel_accuracy", "iou", "absent", "pixels")
@@ -42,6 +55,9 @@ class Origin:
     warnings: tuple[str, ...] = ()  # sentences that a reader of the scores must know
 
 
+NO_ORIGIN = Origin()
+
+
 def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
     """Origin of a network loaded from a run folder, or from one checkpoint file.
 
@@ -51,7 +67,15 @@ def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
     if run.is_dir():
         has_best = which == "best" and (run / "best.pt").is_file()
         path = run / ("best.pt" if has_best else "last.pt")
-    result = _result(path.parent)
+    result_path = path.with_name("result.json")
+    try:
+        result = dict(read_json(result_path))
+    except OSError:
+        result = {}
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{result_path} is not valid JSON ({error}). Run segpipe evaluate, or remove the file."
+        ) from None
     git = result.get("git")
     metrics = None
     if result.get("ema_digest") == trained.ema_digest:
@@ -59,40 +83,17 @@ def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
         metrics["split"] = trained.config.data.split
     planned = trained.config.train.steps
     done = max(trained.step, int(result.get("steps") or 0))
-    warnings: tuple[str, ...] = ()
-    if done < planned and not result.get("stopped_early"):
-        warnings = (
-            f"trained for {trained.step} of {planned} steps: the run was interrupted, or goes on",
-        )
+    warning = f"trained for {trained.step} of {planned} steps: the run was interrupted, or goes on"
+    is_whole = done >= planned or result.get("stopped_early")
+    checkpoint = None
+    if path.is_file():
+        checkpoint = {"file": path.name, "sha256": sha256(path)}
     return Origin(
         git={**git, "known_at": "train"} if isinstance(git, dict) else git_state(ROOT),
-        checkpoint={"file": path.name, "sha256": sha256(path)}
-        if path.is_file()
-        else None,
+        checkpoint=checkpoint,
         metrics=metrics,
-        warnings=warnings,
+        warnings=() if is_whole else (warning,),
     )
-
-
-@contextlib.contextmanager
-def every_tensor_used(verdict: str) -> Iterator[None]:
-    """Turns a WeightsError of `load_network` into the refusal of G1: tensors are missing, unexpected or misshaped."""
-    try:
-        yield
-    except WeightsError as error:
-        raise integrity_refusal(verdict, [str(error)], "the checkpoint") from error
-
-
-def _result(folder: Path) -> dict[str, Any]:
-    path = folder / "result.json"
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise DataError(
-            f"{path} is not valid JSON ({error}). Run segpipe evaluate, or remove the file."
-        ) from None
 
 
 SCHEMA = Path(__file__).with_name("manifest.schema.json")
@@ -117,6 +118,34 @@ _QUOTED = 60  # characters of a value in a message
 _LONGEST = 200  # characters of a schema message, which may quote a whole entry
 
 
+def described(
+    trained: TrainedNetwork,
+    inputs: GateInputs,
+    origin: Origin,
+    train_images: Iterable[Image] | None,
+    *,
+    profile: Profile,
+    mask_stride: int,
+) -> tuple[DeployModel, Manifest, list[Image]]:
+    """The model to export, with the fitted temperature; its manifest without figures; frames to calibrate int8 on.
+
+    Call it inside `one_thread`.
+    """
+    size = inputs.size
+    frame_entries, frames = frames_of(inputs.real_images, train_images, (*size, 3))
+    labelled = inputs.labelled if CONFIDENCE in profile.outputs else None
+    calibration = calibration_entry(trained, labelled)
+    model = deploy_model(
+        trained,
+        profile=profile,
+        temperature=calibration["temperature"],
+        mask_stride=mask_stride,
+    )
+    golden = golden_entry(inputs.checks)
+    entries = {"calibration": calibration, "golden": golden, **frame_entries}
+    return model, describe(trained, model, size, origin, entries), frames
+
+
 def describe(
     trained: TrainedNetwork,
     model: DeployModel,
@@ -133,7 +162,7 @@ def describe(
         {"id": index, "name": name, "color": list(color)}
         for index, (name, color) in enumerate(named)
     ]
-    manifest = {
+    return {
         "format": FORMAT,
         "model": trained.config.model.name,
         "profile": model.profile.name,
@@ -159,8 +188,8 @@ def describe(
         "requires": {"onnxruntime": OLDEST_ONNXRUNTIME},
         "versions": {"python": platform.python_version(), **converters()},
         "unverified": ["tensorrt", "jetson", "isaac", "triton"],
+        **extra,
     }
-    return {**manifest, **extra}
 
 
 def converters() -> dict[str, str]:
@@ -209,17 +238,15 @@ def differences(claimed: Any, computed: Any, where: str = "") -> Iterator[str]:
     """
     if isinstance(claimed, dict) and isinstance(computed, dict):
         for name in sorted(claimed.keys() | computed.keys()):
-            inner = f"{where}.{name}" if where else name
+            inner = f"{where}.{name}".lstrip(".")
             yield from differences(claimed.get(name), computed.get(name), inner)
-    elif (
-        isinstance(claimed, list)
-        and isinstance(computed, list)
-        and len(claimed) == len(computed)
-    ):
-        for index, (one, other) in enumerate(zip(claimed, computed, strict=True)):
-            yield from differences(one, other, f"{where}[{index}]")
+        return
+    both = (claimed, computed)
+    if all(isinstance(each, list) for each in both) and len(claimed) == len(computed):
+        for index, pair in enumerate(zip(*both, strict=True)):
+            yield from differences(*pair, f"{where}[{index}]")
     elif not _agree(claimed, computed, where):
-        found, needed = (json.dumps(value)[:_QUOTED] for value in (claimed, computed))
+        found, needed = (json.dumps(value)[:_QUOTED] for value in both)
         yield f"manifest.json has {where} = {found}, but the checkpoint and the data give {needed}"
 
 
@@ -239,28 +266,24 @@ def _io(model: DeployModel, size: Size) -> dict[str, Any]:
     }
     example = profile.example(size)
     with torch.no_grad():
-        outputs = dict(zip(profile.outputs, model(example), strict=True))
+        outputs = zip(profile.outputs, model(example), strict=True)
     image = {
         "name": INPUT,
-        "dtype": _name_of(example),
+        "dtype": dtype_name(example),
         "shape": list(example.shape),
         "layout": "NCHW" if profile.planar else "NHWC",
         "color_order": "RGB",
         "range": [0, 255],
         "normalised": "in the graph",
     }
-    described = [
+    found = [
         {
             "name": name,
-            "dtype": _name_of(output),
+            "dtype": dtype_name(output),
             "shape": list(output.shape),
             "stride": round(size[0] / output.shape[-2]),
             **meanings[name],
         }
-        for name, output in outputs.items()
+        for name, output in outputs
     ]
-    return {"inputs": [image], "outputs": described}
-
-
-def _name_of(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return {"inputs": [image], "outputs": found}

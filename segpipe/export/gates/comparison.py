@@ -14,6 +14,7 @@ from torch import nn
 
 from segpipe.errors import ExportMismatch, IntegrityError, LatencyError, QualityError
 from segpipe.export.graph.network import Answer, Image, Run
+from segpipe.files import plain
 from segpipe.runtime.artifact import BF16_LEVELS, CONFIDENCE_SHARE
 
 if TYPE_CHECKING:
@@ -129,7 +130,9 @@ class GateResult:
         cls, gate: str, failure: str, figures: dict[str, Any], finding: str
     ) -> GateResult:
         """Result of a gate that failed for the reason `failure`, or passed without one."""
-        return cls(gate, not failure, figures, failure or finding)
+        message = f"{gate} {failure}" if failure else finding
+        # JSON has no infinity: null
+        return cls(gate, not failure, plain(figures), message)
 
     @property
     def name(self) -> str:
@@ -140,9 +143,9 @@ class GateResult:
 
 def gate_integrity(problems: Sequence[str]) -> GateResult:
     """G1: the file is whole, loadable, and what the manifest says."""
-    failure = f"G1 integrity: {'; '.join(problems)}" if problems else ""
-    figures = {"problems": list(problems)}
-    return GateResult.of("G1", failure, figures, "checker, loader and manifest agree")
+    failure = f"integrity: {'; '.join(problems)}" if problems else ""
+    finding = "checker, loader and manifest agree"
+    return GateResult.of("G1", failure, {"problems": problems}, finding)
 
 
 @dataclass(frozen=True)
@@ -216,16 +219,14 @@ def compare(
             if candidate.broken:
                 continue
             try:
-                probed, shipped = (
-                    candidate.probe(check.image),
-                    candidate.shipped(check.image),
-                )
+                probed = candidate.probe(check.image)
+                shipped = candidate.shipped(check.image)
                 found = compare_answers(check, expected, probed, shipped)
                 candidate.comparisons.append(found)
             # The libraries raise many types; a file that does not run is refused.
             except Exception as error:
-                where = f"(on {check.name})"
-                candidate.broken = f"{type(error).__name__}: {error} {where}"
+                reason = f"{type(error).__name__}: {error}"
+                candidate.broken = f"{reason} (on {check.name})"
     real = [row for row, check in zip(moments, checks, strict=True) if check.is_real]
     return Sigma(_spread(moments), _spread(real or moments))
 
@@ -284,21 +285,19 @@ def gate_logits(
     relative, limit = worst.relative(sigma), limits.logits_sigma
     failure = ""
     if not math.isfinite(worst.logits_difference):
-        failure = f"are NaN or infinite (worst: {worst.name})"
+        failure = f"logits are NaN or infinite (worst: {worst.name})"
     elif not math.isfinite(relative):
-        failure = "of the trained network are constant, so there is nothing to compare"
+        failure = (
+            "logits of the trained network are constant, so there is nothing to compare"
+        )
     elif not relative <= limit:
-        failure = f"differ by {relative:.2g} > {limit:g} sigma (worst: {worst.name})"
-    figures = {
-        "max_sigma": _number(relative),
-        "limit_sigma": _number(limit),
-        "worst": worst.name,
-    }
+        failure = (
+            f"logits differ by {relative:.2g} > {limit:g} sigma (worst: {worst.name})"
+        )
+    figures = {"max_sigma": relative, "limit_sigma": limit, "worst": worst.name}
     judged = ", not judged" if math.isinf(limit) else ""
-    message = f"largest difference {relative:.1e} sigma{judged}"
-    return GateResult.of(
-        "G2", f"G2 logits {failure}" if failure else "", figures, message
-    )
+    finding = f"largest difference {relative:.1e} sigma{judged}"
+    return GateResult.of("G2", failure, figures, finding)
 
 
 def gate_mask(
@@ -308,16 +307,14 @@ def gate_mask(
     if not limits.made_images:
         scenes = [entry for entry in comparisons if entry.is_real]
         comparisons = scenes or comparisons
-    unexplained = [
-        entry.unexplained(sigma, limits.margin_sigma) for entry in comparisons
-    ]
+    margin, share = limits.margin_sigma, limits.confidence_share
+    unexplained = [entry.unexplained(sigma, margin) for entry in comparisons]
     pairs = zip(unexplained, comparisons, strict=True)
     most, worst = max(pairs, key=lambda pair: (pair[0], pair[1].margins.size))
     pixels = sum(entry.pixels for entry in comparisons)
     differing = sum(entry.margins.size for entry in comparisons)
     agreement = 1.0 - differing / pixels
     lowest = min(entry.agreement for entry in comparisons)
-    share = limits.confidence_share
     levels = max(entry.confidence_levels(share) for entry in comparisons)
 
     where = f"(worst: {worst.name}, {most} unexplained pixels)"
@@ -327,7 +324,7 @@ def gate_mask(
     elif not lowest >= limits.image_agreement:
         failure = f"mask agreement {_percent(lowest, limits.image_agreement)} {where}"
     elif most:
-        failure = f"mask differs where the reference is more than {limits.margin_sigma:g} sigma from a tie {where}"
+        failure = f"mask differs where the reference is more than {margin:g} sigma from a tie {where}"
     elif not levels <= limits.confidence_levels:
         failure = f"confidence differs by {levels} > {limits.confidence_levels} levels at more than {1 - share:.1%}"
     figures = {
@@ -339,10 +336,14 @@ def gate_mask(
         "worst": worst.name,
         "images": len(comparisons),
     }
-    message = (
-        f"{differing} of {pixels} pixels differ" if differing else "all pixels equal"
-    )
-    return GateResult.of("G3", f"G3 {failure}" if failure else "", figures, message)
+    part = f"{differing} of {pixels} pixels differ"
+    finding = part if differing else "all pixels equal"
+    return GateResult.of("G3", failure, figures, finding)
+
+
+def _percent(share: float, limit: float) -> str:
+    # Rounded down, so that 99.9899 % is not printed as 99.99 % < 99.99 %.
+    return f"{math.floor(share * 1e4) / 100:.2f} % < {limit * 100:g} %"
 
 
 def gate_preprocessing(
@@ -350,24 +351,12 @@ def gate_preprocessing(
 ) -> GateResult:
     """G4: the normalised image inside the graph is the one that training makes of the decoded image."""
     worst = max(comparisons, key=lambda entry: entry.normalised_difference)
-    difference, limit = worst.normalised_difference, limits.normalised
+    found, limit = worst.normalised_difference, limits.normalised
     failure = ""
-    if not difference <= limit:
-        failure = f"G4 preprocessing differs by {difference:.2g} > {limit:.2g} (worst: {worst.name})"
-    figures = {
-        "max_difference": _number(difference),
-        "limit": limit,
-        "worst": worst.name,
-    }
-    message = f"largest difference of the normalised image {difference:.1e}"
-    return GateResult.of("G4", failure, figures, message)
-
-
-def _number(value: float) -> float | None:
-    """For JSON, which has no infinity."""
-    return value if math.isfinite(value) else None
-
-
-def _percent(share: float, limit: float) -> str:
-    # Rounded down, so that 99.9899 % is not printed as 99.99 % < 99.99 %.
-    return f"{math.floor(share * 1e4) / 100:.2f} % < {limit * 100:g} %"
+    if not found <= limit:
+        failure = (
+            f"preprocessing differs by {found:.2g} > {limit:.2g} (worst: {worst.name})"
+        )
+    figures = {"max_difference": found, "limit": limit, "worst": worst.name}
+    finding = f"largest difference of the normalised image {found:.1e}"
+    return GateResult.of("G4", failure, figures, finding)

@@ -147,15 +147,15 @@ def gate_power(
         "without_effect": without_effect,
         "impossible": impossible,
     }
-    message = f"all {len(CONTROLS) - len(impossible)} negative controls are refused"
+    finding = f"all {len(CONTROLS) - len(impossible)} negative controls are refused"
     if impossible:
-        message += f"; {', '.join(impossible)} is no fault of this network"
+        finding += f"; {', '.join(impossible)} is no fault of this network"
     if without_effect:
-        message = f"the network is too flat to show {', '.join(without_effect)}; the other controls are refused"
+        finding = f"the network is too flat to show {', '.join(without_effect)}; the other controls are refused"
     failure = ""
     if unseen:
-        failure = f"G6 power: negative controls pass: {', '.join(unseen)}, so the gates are inconclusive"
-    return GateResult.of("G6", failure, figures, message)
+        failure = f"power: negative controls pass: {', '.join(unseen)}, so the gates are inconclusive"
+    return GateResult.of("G6", failure, figures, finding)
 
 
 def _effect(expected: Answer, answer: Answer) -> float:

@@ -93,17 +93,14 @@ def gate_latency(
     part = measured["cpu_ms"] / max(fp32["cpu_ms"], 1e-3) if fp32 is not None else 0.0
     failure = ""
     if 0 < budget_ms < measured["p50_ms"]:
-        failure = f"latency p50 {measured['p50_ms']:.1f} ms > {budget_ms:g} ms of export.latency_budget_ms, 1 thread"
+        failure = f"p50 {measured['p50_ms']:.1f} ms > {budget_ms:g} ms of export.latency_budget_ms, 1 thread"
     elif not part <= share:
-        failure = f"processor time is {part:.2f} > {share:g} of the fp32 file's, so the file is no gain"
-    message = f"within {budget_ms:g} ms" if budget_ms else "no budget"
+        failure = f"as processor time is {part:.2f} > {share:g} of the fp32 file's, so the file is no gain"
+    finding = f"within {budget_ms:g} ms" if budget_ms else "no budget"
     if math.isfinite(share):
-        message += f", at most {share:g} of fp32"
-    figures = {
-        "budget_ms": budget_ms,
-        "share_of_fp32": share if math.isfinite(share) else None,
-    }
-    return GateResult.of("latency", failure, figures, message)
+        finding += f", at most {share:g} of fp32"
+    figures = {"budget_ms": budget_ms, "share_of_fp32": share}
+    return GateResult.of("latency", failure, figures, finding)
 
 
 @dataclass

@@ -59,25 +59,23 @@ def fit_temperature(
     by the index of the image only. Raises DataError when no pixel is labelled, a target is no class, or logits are not
     finite.
     """
-    scores: list[NDArray[np.float64]] = []
-    labels: list[NDArray[np.int64]] = []
-    for index, (logits, target) in enumerate(logits_and_targets):
-        score, label = _pixels(index, logits, target, ignore_index)
-        scores.append(score)
-        labels.append(label)
-    if not sum(map(len, labels)):
+    found = [
+        _pixels(index, logits, target, ignore_index)
+        for index, (logits, target) in enumerate(logits_and_targets)
+    ]
+    if not any(len(label) for _, label in found):
         raise DataError(
-            f"{len(labels)} images have no labelled pixel, but the confidence is calibrated on labels. Choose a "
+            f"{len(found)} images have no labelled pixel, but the confidence is calibrated on labels. Choose a "
             "data.split with labels."
         )
-    score, label = np.concatenate(scores), np.concatenate(labels)
+    score, label = (np.concatenate(parts) for parts in zip(*found, strict=True))
     temperature = _most_likely(score, label)
     return {
         "method": "temperature",
         "temperature": temperature,
         "ece_before": calibration_error(score, label),
         "ece_after": calibration_error(score / temperature, label),
-        "images": len(labels),
+        "images": len(found),
     }
 
 
@@ -96,13 +94,12 @@ def calibration_error(score: NDArray[np.float64], label: NDArray[np.int64]) -> f
 def _logits(
     trained: TrainedNetwork, labelled: Iterable[tuple[Image, Target]]
 ) -> Iterator[tuple[Logits, Target]]:
-    """Logits of the trained network in fp32, with the target, image by image."""
-    device = next(trained.model.parameters()).device
+    """Logits of the trained network in fp32 on the CPU, with the target, image by image."""
     for image, target in labelled:
-        batch = torch.from_numpy(image.copy())[None].to(device)
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        batch = torch.from_numpy(image.copy())[None]
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             logits = trained.model(trained.preprocess(batch))
-        yield logits[0].float().cpu().numpy(), target
+        yield logits[0].numpy(), target
 
 
 def _pixels(
@@ -161,7 +158,7 @@ class Score:
         num_classes = len(self.counts)
         mask = enlarged(answer.mask, *target.shape)
         invalid = (mask < 0) | (mask >= num_classes)
-        self.invalid_pixels += int(np.count_nonzero(invalid))
+        self.invalid_pixels += int(invalid.sum())
         pred = torch.from_numpy(np.where(invalid, 0, mask).astype(np.uint8))
         self.counts += confusion(pred, torch.from_numpy(target.copy()), num_classes)
         self.images += 1
@@ -194,19 +191,21 @@ def gate_quality(
 
     fp32 may move by the limits in either direction; fp16 and int8 may only not fall by more.
     """
-    pairs = zip(
-        names, iou_per_class(reference.counts), iou_per_class(found.counts), strict=True
-    )
+    before, now = (iou_per_class(each.counts) for each in (reference, found))
     moves = {
-        name: 100 * (now - before)
-        for name, before, now in pairs
-        if before is not None and now is not None
+        name: 100 * (new - old)
+        for name, old, new in zip(names, before, now, strict=True)
+        if old is not None and new is not None
     }
+    images = reference.images
     if not moves:
-        message = f"G5 quality: no labelled pixel in {reference.images} images; choose another data.split"
-        return GateResult("G5", False, {"images": reference.images}, message)
+        failure = (
+            f"quality: no labelled pixel in {images} images; choose another data.split"
+        )
+        return GateResult.of("G5", failure, {"images": images}, "")
 
-    before, now = 100 * miou(reference.counts), 100 * miou(found.counts)
+    old_miou, new_miou = (100 * miou(each.counts) for each in (reference, found))
+    gain = new_miou - old_miou
 
     def size(move: float) -> float:
         return abs(move) if limits.both_ways else -move
@@ -219,29 +218,33 @@ def gate_quality(
     ]
     unlabelled = [name for name in critical if name not in moves]
     figures = {
-        "miou_reference": before,
-        "miou": now,
-        "points": now - before,
+        "miou_reference": old_miou,
+        "miou": new_miou,
+        "points": gain,
         "worst_class": worst,
         "class_points": moves[worst],
-        "images": reference.images,
+        "images": images,
     }
 
     failure = ""
     if found.invalid_pixels:
-        failure = f"{found.invalid_pixels} pixels have an id that is no class"
-    elif not size(now - before) <= limits.miou_points:
-        failure = f"mIoU {before:.3f} -> {now:.3f} % moves by {now - before:+.3f} points, limit {limits.miou_points:g}"
+        failure = f"quality: {found.invalid_pixels} pixels have an id that is no class"
+    elif not size(gain) <= limits.miou_points:
+        failure = (
+            f"quality: mIoU {old_miou:.3f} -> {new_miou:.3f} % moves by {gain:+.3f} points, limit "
+            f"{limits.miou_points:g}"
+        )
     elif not size(moves[worst]) <= limits.class_points:
-        failure = f"IoU of {worst} moves by {moves[worst]:+.3f} points, limit {limits.class_points}"
+        failure = f"quality: IoU of {worst} moves by {moves[worst]:+.3f} points, limit {limits.class_points}"
     elif falling:
-        failure = f"IoU of critical class {', '.join(falling)} falls by more than {limits.critical_points} points"
+        failure = (
+            f"quality: IoU of critical class {', '.join(falling)} falls by more than {limits.critical_points} "
+            "points"
+        )
     elif unlabelled and math.isfinite(limits.critical_points):
         failure = (
-            f"critical class {unlabelled[0]} has no pixel in the {reference.images} labelled images; raise "
+            f"quality: critical class {unlabelled[0]} has no pixel in the {images} labelled images; raise "
             "export.quality_images, or take it out of export.critical_classes"
         )
-    message = f"mIoU {before:.2f} % moves by {now - before:+.4f} points on {reference.images} images"
-    return GateResult.of(
-        "G5", f"G5 quality: {failure}" if failure else "", figures, message
-    )
+    finding = f"mIoU {old_miou:.2f} % moves by {gain:+.4f} points on {images} images"
+    return GateResult.of("G5", failure, figures, finding)

@@ -19,6 +19,7 @@ from segpipe.export.graph.network import (
     Profile,
     Run,
     Size,
+    dtype_name,
     io_problems,
     manifest_text,
     torch_run,
@@ -128,7 +129,7 @@ def problems_of_torchscript(path: Path, manifest: Manifest) -> list[str]:
     got = [
         {
             "name": entry["name"],
-            "dtype": str(output.dtype).removeprefix("torch."),
+            "dtype": dtype_name(output),
             "shape": list(output.shape),
         }
         for entry, output in zip(needed, outputs, strict=False)

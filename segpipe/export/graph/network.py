@@ -99,6 +99,11 @@ def torch_run(module: Any, profile: Profile) -> Run:
     return run
 
 
+def dtype_name(tensor: Tensor) -> str:
+    """Name of its dtype, as numpy has it."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def io_problems(
     kind: str, got: list[dict[str, Any]], expected: list[dict[str, Any]]
 ) -> list[str]:
