@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from segpipe.models.layers import (
     Classifier,
-    SegmentationNet,
     conv_bn,
     init_weights,
     renames,
 )
-from segpipe.models.packages import check_flag, create_encoder, encoder_weights
+from segpipe.models.packages import EncoderNet
 from segpipe.models.resize import bicubic
 
 
@@ -31,7 +30,7 @@ Hardswish = partial(nn.Hardswish, inplace=True)
 _conv = partial(conv_bn, names=("conv", "norm", "act"))
 
 
-class EfficientViT(SegmentationNet):
+class EfficientViT(EncoderNet):
     """Encoder efficientvit_`size` of timm and a head of `depth` inverted residuals, `width` channels wide.
 
     19 classes: 706,691 parameters for B0 and 4,803,443 for B1, all used in inference. Raises ConfigError without timm.
@@ -46,11 +45,8 @@ class EfficientViT(SegmentationNet):
         depth: int,
         pretrained: bool,
     ) -> None:
-        super().__init__()
+        super().__init__(f"efficientvit_{size}", pretrained)
 
-        self.name = f"efficientvit_{size}"
-        self.wants_pretrained = check_flag(pretrained)
-        self.encoder = create_encoder(self.name)
         channels = self.encoder.feature_info.channels()[:0:-1]
         self.inputs = nn.ModuleList(_conv(num, width, 1) for num in channels)
         self.middle = nn.Sequential(*(MBConv(width) for _ in range(depth)))
@@ -70,10 +66,6 @@ class EfficientViT(SegmentationNet):
         x = bicubic(at32(stride32), size) + bicubic(at16(stride16), size) + at8(stride8)
 
         return self.head(self.widen(self.middle(x))), {}
-
-    def pretrained(self) -> tuple[str, dict[str, Tensor]]:
-        """timm's weights of the encoder, if the arguments ask for them. Raises ConfigError if they are out of reach."""
-        return encoder_weights(self.name) if self.wants_pretrained else ("", {})
 
 
 class MBConv(nn.Module):

@@ -212,12 +212,10 @@ def basic_stage(
     num_in: int, num_out: int, num_blocks: int, *, stride: int = 1
 ) -> nn.Sequential:
     """`num_blocks` basic blocks, the first with `stride`; the last without its final ReLU."""
-    first = BasicBlock(num_in, num_out, stride=stride, final_relu=num_blocks > 1)
-    later = (
-        BasicBlock(num_out, num_out, final_relu=i < num_blocks - 1)
-        for i in range(1, num_blocks)
-    )
-    return nn.Sequential(first, *later)
+    block = partial(BasicBlock, final_relu=True)
+    blocks = stage(block, num_in, num_out, num_blocks, stride=stride)
+    blocks[-1].final_relu = False  # type: ignore[assignment]
+    return blocks
 
 
 def stage(
@@ -274,6 +272,17 @@ class GlobalPool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return adaptive_avg_pool(x, 1)
+
+
+def excitation(planes: int, hidden: int, *, bias: bool) -> nn.Sequential:
+    """Weights of `planes` channels, 0 to 1, from their means over the image by two 1x1 convolutions."""
+    return nn.Sequential(
+        GlobalPool(),
+        nn.Conv2d(planes, hidden, 1, bias=bias),
+        ReLU(),
+        nn.Conv2d(hidden, planes, 1, bias=bias),
+        nn.Sigmoid(),
+    )
 
 
 class PyramidPool(nn.Module, ABC):

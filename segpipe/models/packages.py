@@ -29,7 +29,31 @@ from segpipe.settings.setting import nearest
 STRIDES = (8, 16, 32)
 
 
-class TimmEncoder(SegmentationNet):
+class EncoderNet(SegmentationNet):
+    """A network on timm's encoder `name`, whose weights `pretrained` asks for."""
+
+    def __init__(self, name: str, pretrained: bool) -> None:
+        super().__init__()
+
+        if not isinstance(pretrained, bool):
+            raise ConfigError(
+                f"model.args.pretrained = {pretrained!r}, but true or false was needed. For a file of encoder weights "
+                f"set model.weights={pretrained} and model.weights_partial=true."
+            )
+        self.name, self.wants_pretrained = name, pretrained
+        self.encoder = create_encoder(name)
+
+    def pretrained(self) -> tuple[str, dict[str, Tensor]]:
+        """timm's weights of the encoder, if the arguments ask for them. Raises ConfigError if they are out of reach."""
+        if not self.wants_pretrained:
+            return "", {}
+        tensors = create_encoder(self.name, pretrained=True).state_dict()
+        named = {f"encoder.{key}": value for key, value in tensors.items()}
+
+        return f"timm's {self.name}", named
+
+
+class TimmEncoder(EncoderNet):
     """`encoder` of timm below a decoder `width` channels wide; "aux" reads the encoder at stride 8.
 
     The decoder sums the encoder's features at strides 32, 16 and 8 from coarse to fine, as feature pyramids do
@@ -48,11 +72,8 @@ class TimmEncoder(SegmentationNet):
         pretrained: bool = False,
         width: int = 128,
     ) -> None:
-        super().__init__()
+        super().__init__(encoder, pretrained)
 
-        self.name = encoder
-        self.wants_pretrained = check_flag(pretrained)
-        self.encoder = create_encoder(encoder)
         info = self.encoder.feature_info
         strides, channels = info.reduction(), info.channels()
         if [strides.count(stride) for stride in STRIDES] != [1, 1, 1]:
@@ -96,20 +117,6 @@ class TimmEncoder(SegmentationNet):
 
         return self.head(self.smooth(x)), {"aux": fine}
 
-    def pretrained(self) -> tuple[str, dict[str, Tensor]]:
-        """timm's weights of the encoder, if the arguments ask for them. Raises ConfigError if they are out of reach."""
-        return encoder_weights(self.name) if self.wants_pretrained else ("", {})
-
-
-def check_flag(pretrained: bool) -> bool:
-    """`pretrained`. Raises ConfigError for anything else, such as the name of a file."""
-    if not isinstance(pretrained, bool):
-        raise ConfigError(
-            f"model.args.pretrained = {pretrained!r}, but true or false was needed. For a file of encoder weights "
-            f"set model.weights={pretrained} and model.weights_partial=true."
-        )
-    return pretrained
-
 
 def create_encoder(name: str, *, pretrained: bool = False) -> Any:
     """timm's encoder that returns features. Raises ConfigError for a name that it does not know."""
@@ -141,12 +148,6 @@ def create_encoder(name: str, *, pretrained: bool = False) -> Any:
                 f"model.weights_partial=true."
             )
         raise ConfigError(problem) from error
-
-
-def encoder_weights(name: str) -> tuple[str, dict[str, Tensor]]:
-    """Where timm's weights of an encoder are from, and tensors below `encoder.`. Raises ConfigError out of reach."""
-    tensors = create_encoder(name, pretrained=True).state_dict()
-    return f"timm's {name}", {f"encoder.{key}": value for key, value in tensors.items()}
 
 
 def _constant(image: Tensor, values: list[float]) -> Tensor:

@@ -5,17 +5,19 @@ from torch import Tensor, nn
 
 from segpipe.models.layers import (
     Classifier,
-    GlobalPool,
     SegmentationNet,
     conv_bn,
     conv_bn_relu,
+    excitation,
     init_weights,
     relu,
     renames,
+    stage,
     upsample_like,
 )
 
-# Of the blocks after the first at stride 16.
+# Of the first block of a stage, and of those after it at stride 16.
+FIRST = ((1,),)
 DILATIONS = ((1,), (1, 2), *[(1, 4)] * 4, *[(1, 14)] * 7)
 
 
@@ -55,9 +57,9 @@ class RegSeg(SegmentationNet):
 
         p4, p8, p16, last = planes
         self.stem = conv_bn_relu(3, 32, 3, stride=2)
-        self.stage4 = _stage(32, p4, [(1,)] * (blocks[0] - 1), group_width)
-        self.stage8 = _stage(p4, p8, [(1,)] * (blocks[1] - 1), group_width)
-        self.stage16 = _stage(p8, p16, DILATIONS[:-1], group_width)
+        self.stage4 = _stage(32, p4, blocks[0] * FIRST, group_width)
+        self.stage8 = _stage(p4, p8, blocks[1] * FIRST, group_width)
+        self.stage16 = _stage(p8, p16, FIRST + DILATIONS[:-1], group_width)
         self.stage16.append(DBlock(p16, last, DILATIONS[-1], group_width))
         deep, fine, width = decoder
         self.head16 = conv_bn_relu(last, deep, 1)
@@ -111,28 +113,18 @@ class DBlock(nn.Module):
             for dilation in dilations
         )  # fmt: skip
         self.bn2 = nn.BatchNorm2d(num_out)
-        self.gate = nn.Sequential(
-            GlobalPool(),
-            nn.Conv2d(num_out, num_in // 4, 1),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(num_in // 4, num_out, 1),
-            nn.Sigmoid(),
-        )
+        self.gate = excitation(num_out, num_in // 4, bias=True)
         self.conv3 = nn.Conv2d(num_out, num_out, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(num_out)
         self.shortcut: nn.Module = nn.Identity()
-        if stride > 1:
-            shrink = nn.AvgPool2d(2, ceil_mode=True)
+        if stride > 1 or num_in != num_out:
+            shrink = nn.AvgPool2d(2, ceil_mode=True) if stride > 1 else nn.Identity()
             self.shortcut = nn.Sequential(shrink, *conv_bn(num_in, num_out, 1))
-        elif num_in != num_out:
-            self.shortcut = nn.Sequential(nn.Identity(), *conv_bn(num_in, num_out, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         out = relu(self.bn1(self.conv1(x)))
-        parts = out.chunk(len(self.conv2), dim=1)
-        out = torch.cat(
-            [conv(part) for conv, part in zip(self.conv2, parts, strict=True)], dim=1
-        )
+        parts = zip(self.conv2, out.chunk(len(self.conv2), dim=1), strict=True)
+        out = torch.cat([conv(part) for conv, part in parts], dim=1)
         out = relu(self.bn2(out))
         out = self.bn3(self.conv3(out * self.gate(out)))
 
@@ -142,13 +134,19 @@ class DBlock(nn.Module):
 def _stage(
     num_in: int,
     num_out: int,
-    later: list[tuple[int, ...]] | tuple[tuple[int, ...], ...],
+    dilations: tuple[tuple[int, ...], ...],
     group_width: int,
 ) -> nn.Sequential:
-    """A block of stride 2, then one for each entry of `later`, with these dilations."""
-    first = DBlock(num_in, num_out, (1,), group_width, stride=2)
-    blocks = (DBlock(num_out, num_out, dilations, group_width) for dilations in later)
-    return nn.Sequential(first, *blocks)
+    """A block for each entry of `dilations`, the first of stride 2."""
+    blocks = iter(dilations)
+    return stage(
+        lambda *planes, stride: DBlock(
+            *planes, next(blocks), group_width, stride=stride
+        ),
+        num_in,
+        num_out,
+        len(dilations),
+    )
 
 
 SINGLE_KEYS = renames(r"""

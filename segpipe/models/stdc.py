@@ -4,6 +4,8 @@ PP-LiteSeg, arXiv:2204.02681: the same encoder, and a decoder that weights two s
 published weights of that are of another framework (PaddleSeg), so there is no map of names.
 """
 
+import re
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,7 @@ from segpipe.models.layers import (
     SegmentationNet,
     conv_bn,
     conv_bn_relu,
+    excitation,
     init_weights,
     nearest_like,
     renames,
@@ -130,11 +133,11 @@ class STDCModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.convs[0](x)
-        second = self.convs[1](self.down(first))
-        third = self.convs[2](second)
-        fourth = self.convs[3](third)
+        outs = [self.down(first)]
+        for conv in self.convs[1:]:
+            outs.append(conv(outs[-1]))
 
-        return torch.cat([self.skip(first), second, third, fourth], dim=1)
+        return torch.cat([self.skip(first), *outs[1:]], dim=1)
 
 
 class Gate(nn.Module):
@@ -156,13 +159,7 @@ class Fusion(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = conv_bn_relu(384, 256, 1)
-        self.weight = nn.Sequential(
-            GlobalPool(),
-            nn.Conv2d(256, 64, 1, bias=False),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(64, 256, 1, bias=False),
-            nn.Sigmoid(),
-        )
+        self.weight = excitation(256, 64, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x)
@@ -178,19 +175,21 @@ def seg_head(num_in: int, planes: int, num_out: int) -> nn.Sequential:
 
 def _encoder_keys(blocks: tuple[int, int, int]) -> tuple[tuple[str, str], ...]:
     """Published files number stem and blocks through, and hold each a second time as `features`."""
-    stem = [(r"^encoder\.stem\.0\.", "x2.0.0."), (r"^encoder\.stem\.1\.", "x4.0.1.")]
-    keys, number = stem, 2
+    places = [(2, "stem.0"), (4, "stem.1")]
     for stride, num_blocks in zip((8, 16, 32), blocks, strict=True):
-        for block in range(num_blocks):
-            ours = rf"^encoder\.stage{stride}\.{block}\."
-            keys.append((ours, f"x{stride}.0.{number}."))
-            number += 1
-
-    keys += [(r"\.convs\.", ".conv_list."), (r"\.down\.", ".avd_layer.")]
-
-    return (*keys, (r"^x", "cp.backbone.x"))
+        places += [(stride, f"stage{stride}.{block}") for block in range(num_blocks)]
+    keys = [
+        (rf"^encoder\.{re.escape(ours)}\.", f"x{stride}.0.{number}.")
+        for number, (stride, ours) in enumerate(places)
+    ]
+    return *keys, *ENCODER_KEYS
 
 
+ENCODER_KEYS = renames(r"""
+    \.convs\.  .conv_list.
+    \.down\.   .avd_layer.
+    ^x          cp.backbone.x
+""")
 PUBLISHED_KEYS = renames(r"""
     ^gate(\d+)\.conv\.       cp.arm\1.conv.
     ^gate(\d+)\.weight\.1\.  cp.arm\1.conv_atten.
@@ -266,11 +265,11 @@ class SimplePyramid(nn.Module):
         self.out = conv_bn_relu(num_out, num_out, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        total: Tensor | None = None
-        for bins, scale in zip(BINS, self.scales, strict=True):
-            pooled = upsample_like(scale(adaptive_avg_pool(x, bins)), x)
-            total = pooled if total is None else total + pooled
-        return self.out(total)
+        first, *others = (
+            upsample_like(scale(adaptive_avg_pool(x, bins)), x)
+            for bins, scale in zip(BINS, self.scales, strict=True)
+        )
+        return self.out(sum(others, first))
 
 
 class AttentionFusion(nn.Module):
@@ -288,11 +287,11 @@ class AttentionFusion(nn.Module):
     def forward(self, fine: Tensor, coarse: Tensor) -> Tensor:
         fine = self.fine(fine)
         coarse = upsample_like(coarse, fine)
-        summary = []
-        for features in (fine, coarse):
-            summary.append(features.mean(1, keepdim=True))
-            summary.append(features.amax(1, keepdim=True))
-
+        summary = [
+            reduce(features, 1, keepdim=True)
+            for features in (fine, coarse)
+            for reduce in (torch.mean, torch.amax)
+        ]
         # Autocast computes a mean in fp32. Without the cast the rest would run in fp32 as well.
         share = self.attention(torch.cat(summary, dim=1)).to(fine.dtype)
 
