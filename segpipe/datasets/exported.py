@@ -78,8 +78,8 @@ class Export:
         """
         ids = dict.fromkeys([*IGNORED, *ignored], IGNORE_INDEX)
         ordered = dict.fromkeys([*self.declared, *sorted(self.drawn)])
-        drawn = [each for each in ordered if each in self.drawn]
-        drawn = [BACKGROUND if each == BACKGROUND_TOO else each for each in drawn]
+        own = {BACKGROUND_TOO: BACKGROUND}
+        drawn = [own.get(each, each) for each in ordered if each in self.drawn]
         drawn = [each for each in drawn if each not in ids]
         first = [BACKGROUND] if BACKGROUND in drawn and BACKGROUND not in names else []
         chosen = tuple(dict.fromkeys([*first, *(names or drawn)]))
@@ -113,23 +113,27 @@ class Export:
         file_name: str,
         image: Path,
         size: Size,
-        shapes: Sequence[tuple[str, Shape]],
+        shapes: Sequence[tuple[str, Shape | str]],
     ) -> None:
-        """An image with shapes on it, of which later ones cover those before; label "" is of one without an area."""
+        """An image with shapes on it, of which later ones cover those before; label "" is of one without an area.
+
+        Text instead of a shape says why it has no pixels.
+        """
         self.drawn |= {BACKGROUND, *(label for label, _ in shapes if label)}
 
         def paint(ids: Mapping[str, int]) -> Target:
             target = np.full(size, ids.get(BACKGROUND, IGNORE_INDEX), np.uint8)
             for label, shape in shapes:
-                where = f" an area of {label}" if label else ""
-                try:
-                    target[shape(size)] = ids.get(label, IGNORE_INDEX)
-                except ValueError as error:
-                    raise DataError(f"{image}:{where} {error}.") from None
-                except INCOMPLETE as error:
-                    raise DataError(
-                        f"{image}:{where} cannot be read ({error!r})."
-                    ) from None
+                where, fault = f" an area of {label}" if label else "", shape
+                if not isinstance(shape, str):
+                    try:
+                        target[shape(size)] = ids.get(label, IGNORE_INDEX)
+                        continue
+                    except ValueError as error:
+                        fault = str(error)
+                    except INCOMPLETE as error:
+                        fault = f"cannot be read ({error!r})"
+                raise DataError(f"{image}:{where} {fault}.")
             return target
 
         self.items.append(Item(split, entry_name(file_name), image, paint, size))

@@ -45,11 +45,6 @@ WITHOUT_AREA = ("line", "linestrip", "point", "points")
 Corners = list[tuple[float, float]]  # (x, y)
 
 
-def wrong(message: str, size: Size) -> Area:
-    """Raise ValueError: a shape that has no pixels, because of what `message` says."""
-    raise ValueError(message)
-
-
 def polygon(points: ArrayLike, size: Size) -> Area:
     """The pixels whose center lies inside a polygon of (x, y) points. Raises ValueError.
 
@@ -89,12 +84,7 @@ def polygon(points: ArrayLike, size: Size) -> Area:
 
 def rectangle(left: float, top: float, right: float, bottom: float) -> Corners:
     """The corners of a rectangle."""
-    return [
-        (left, top),
-        (right, top),
-        (right, bottom),
-        (left, bottom),
-    ]
+    return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
 def runs(counts: Sequence[int], size: Size) -> Area:
@@ -135,15 +125,18 @@ def coco_counts(text: str) -> list[int]:
     return counts
 
 
-def _window(part: Size, left: int, top: int, size: Size) -> tuple[Area, Area]:
-    """An empty area of the whole size, and the view of it where a part lies. Raises ValueError for one outside."""
+def _pasted(
+    make: Callable[[], Area], part: Size, left: int, top: int, size: Size
+) -> Area:
+    """The pixels of a mask of part of the image. Raises ValueError for one outside, before it takes memory."""
     height, width = part
     if min(left, top) < 0 or top + height > size[0] or left + width > size[1]:
         raise ValueError(
             f"has a mask of {height}x{width} at row {top}, column {left}, outside the image"
         )
     area = np.zeros(size, np.bool_)
-    return area, area[top : top + height, left : left + width]
+    area[top : top + height, left : left + width] = make()
+    return area
 
 
 def coco(source: Path, names: Sequence[str] = ()) -> Export:
@@ -172,23 +165,19 @@ def coco(source: Path, names: Sequence[str] = ()) -> Export:
 def _read_coco(path: Path, source: Path, export: Export) -> None:
     """Add the images of a JSON file, with their areas."""
     content = load_json(path, "images", "annotations", "categories")
-    labels = {}
-    for each in content["categories"]:
-        labels[int(each["id"])] = str(each["name"])
-
+    labels = {int(each["id"]): str(each["name"]) for each in content["categories"]}
     export.declared += [labels[number] for number in sorted(labels)]
     # Of each image its areas: size, label, shape.
-    shapes: dict[int, list[tuple[float, str, Shape]]] = {}
+    shapes: dict[int, list[tuple[float, str, Shape | str]]] = {}
     for each in content["annotations"]:
         category = int(each.get("category_id", -1))
         label = labels.get(category, "")
-        shape: Shape = partial(_coco_area, each.get("segmentation"))
+        shape: Shape | str = partial(_coco_area, each.get("segmentation"))
         if not label:
-            fault = (
+            shape = (
                 f"annotation {each.get('id')} of {path} has the category {category}, "
                 "which categories does not list"
             )
-            shape = partial(wrong, fault)
         row = float(each.get("area", 0.0)), label, shape
         shapes.setdefault(int(each["image_id"]), []).append(row)
 
@@ -292,11 +281,11 @@ def _read_labelme(path: Path, name: Path, export: Export) -> None:
     export.add("", str(name), image, size, shapes)
 
 
-def _labelme_shape(shape: dict[str, Any]) -> tuple[str, Shape]:
+def _labelme_shape(shape: dict[str, Any]) -> tuple[str, Shape | str]:
     """Label and shape of an entry."""
     label, kind = str(shape["label"]), str(shape.get("shape_type") or "polygon")
     if kind in WITHOUT_AREA:
-        return "", partial(wrong, f"a {kind} of {label} has no area. Draw a polygon")
+        return "", f"a {kind} of {label} has no area. Draw a polygon"
 
     points = [(float(x), float(y)) for x, y in shape["points"]]
     if kind == "polygon":
@@ -310,8 +299,7 @@ def _labelme_shape(shape: dict[str, Any]) -> tuple[str, Shape]:
         left, top = min(points)
         return label, partial(_png, str(shape.get("mask")), round(left), round(top))
 
-    fault = f"is a {kind} of {len(points)} points, which is not read"
-    return label, partial(wrong, fault)
+    return label, f"is a {kind} of {len(points)} points, which is not read"
 
 
 def _png(text: str, left: int, top: int, size: Size) -> Area:
@@ -325,9 +313,7 @@ def _png(text: str, left: int, top: int, size: Size) -> Area:
         raise ValueError("has a mask that is not a PNG")
 
     height, width = part.shape
-    area, window = _window((height, width), left, top, size)
-    window[:] = part > 0
-    return area
+    return _pasted(lambda: part > 0, (height, width), left, top, size)
 
 
 def cvat(source: Path, names: Sequence[str] = ()) -> Export:
@@ -346,9 +332,7 @@ def cvat(source: Path, names: Sequence[str] = ()) -> Export:
         )
 
     export = Export()
-    for label in root.findall("meta//label/name"):
-        export.declared.append(label.text or "")
-
+    export.declared += [one.text or "" for one in root.findall("meta//label/name")]
     for image in root.findall("image"):
         name = image.get("name", "")
         with export.part(f"{path}: {name}"):
@@ -371,45 +355,36 @@ def _read_cvat(
     export.add(split, name, path, size, list(map(_cvat_shape, shapes)))
 
 
-def _cvat_shape(element: ElementTree.Element) -> tuple[str, Shape]:
+def _cvat_shape(element: ElementTree.Element) -> tuple[str, Shape | str]:
     """Label and shape of an element."""
-    label = element.attrib["label"]
-    kind = element.tag
+    label, kind = element.attrib["label"], element.tag
 
     def numbers(*keys: str) -> list[float]:
         """The values of these attributes."""
         return [float(element.attrib[key]) for key in keys]
 
     if float(element.get("rotation", 0)):
-        fault = (
-            f"is a rotated {kind}, which is not read. Convert it to a polygon in CVAT"
+        return (
+            label,
+            f"is a rotated {kind}, which is not read. Convert it to a polygon in CVAT",
         )
-        return label, partial(wrong, fault)
 
     if kind == "polygon":
-        corners = []
-        for point in element.attrib["points"].split(";"):
-            x, y = point.split(",")
-            corners.append((float(x), float(y)))
+        points = [point.split(",") for point in element.attrib["points"].split(";")]
+        corners = [(float(x), float(y)) for x, y in points]
         return label, partial(polygon, corners)
 
     if kind == "box":
         corners = rectangle(*numbers("xtl", "ytl", "xbr", "ybr"))
         return label, partial(polygon, corners)
     if kind == "mask":
-        left, top = map(int, numbers("left", "top"))
-        height, width = map(int, numbers("height", "width"))
+        sides = map(int, numbers("height", "width", "left", "top"))
+        height, width, left, top = sides
         counts = list(map(int, element.attrib["rle"].split(",")))
-        return label, partial(_cvat_mask, counts, left, top, (height, width))
+        part = height, width
+        return label, partial(_pasted, partial(runs, counts, part), part, left, top)
 
-    return "", partial(wrong, f"a {kind} of {label} is not read. Draw a polygon")
-
-
-def _cvat_mask(counts: list[int], left: int, top: int, part: Size, size: Size) -> Area:
-    """The pixels of a mask of part of the image."""
-    area, window = _window(part, left, top, size)  # before run lengths take memory
-    window[:] = runs(counts, part)
-    return area
+    return "", f"a {kind} of {label} is not read. Draw a polygon"
 
 
 def voc(source: Path, names: Sequence[str]) -> Export:
@@ -432,12 +407,11 @@ def voc(source: Path, names: Sequence[str]) -> Export:
         color: table.classes.names[train] for color, train in table.colors.items()
     }
     pictures = root / "JPEGImages"
-    images = {}
-    for path in map(Path, files_below(pictures)):
-        if path.suffix.lower() in SUFFIXES:
-            stem = path.relative_to(pictures).with_suffix("")
-            images[stem.as_posix()] = path
-
+    images = {
+        path.relative_to(pictures).with_suffix("").as_posix(): path
+        for path in map(Path, files_below(pictures))
+        if path.suffix.lower() in SUFFIXES
+    }
     lists = sorted(root.glob("ImageSets/Segmentation/*.txt"))
     if {"train", "val"} & {path.stem for path in lists}:  # trainval is their union
         lists = [path for path in lists if path.stem != "trainval"]
@@ -465,8 +439,8 @@ def voc(source: Path, names: Sequence[str]) -> Export:
 def _voc_target(path: Path, table: MaskTable, ids: Mapping[str, int]) -> Target:
     """Train ids of a mask that is drawn in ids or colors of its own table."""
     lut = np.full(256, IGNORE_INDEX, np.uint8)
-    for own, name in enumerate(table.classes.names):
-        lut[own] = ids.get(name, IGNORE_INDEX)
+    names = table.classes.names
+    lut[: len(names)] = [ids.get(name, IGNORE_INDEX) for name in names]
     return lut[read_target(table, str(path))]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -226,20 +226,23 @@ def shared_files(first: DataSet, second: DataSet) -> list[tuple[str, str]]:
 
     Reads only files whose sizes occur in both, and whose SHA-256 is not known.
     """
-    sets = first.file_sets(), second.file_sets()
-    files = [[pair.image for one in each for pair in one.pairs] for each in sets]
-    sizes = {path: os.stat(path).st_size for path in chain(*files)}
-    common = {sizes[path] for path in files[0]} & {sizes[path] for path in files[1]}
-    known = dict(ChainMap(*(one.hashes() for one in chain(*sets))))
-
-    def hashed(paths: Sequence[str]) -> list[tuple[str, str]]:
-        """SHA-256 and path of the files whose size occurs on both sides."""
-        same_size = [path for path in paths if sizes[path] in common]
-        return [(known.get(path) or sha256(Path(path)), path) for path in same_size]
-
-    others = dict(hashed(files[0]))
-    found = [(others.get(digest, ""), path) for digest, path in hashed(files[1])]
-    return [pair for pair in found if pair[0]]
+    sides = []
+    for samples in (first, second):
+        pairs = chain(*(one.pairs for one in samples.file_sets()))
+        sides.append({pair.image: os.stat(pair.image).st_size for pair in pairs})
+    sets = (*first.file_sets(), *second.file_sets())
+    known = ChainMap(*(dict(one.hashes()) for one in sets))
+    common = set(sides[0].values()) & set(sides[1].values())
+    one, two = (
+        [
+            (known.get(path) or sha256(Path(path)), path)
+            for path, size in side.items()
+            if size in common
+        ]
+        for side in sides
+    )
+    others = dict(one)
+    return [(others[digest], path) for digest, path in two if digest in others]
 
 
 def check_overlap(train: DataSet, val: DataSet, split: str) -> None:
@@ -276,11 +279,7 @@ class Census(NamedTuple):
         return np.array([row.content.pixels for row in self.rows]).reshape(shape)
 
 
-def take(
-    split: str,
-    samples: DataSet,
-    progress: Progress = silent,
-) -> Census:
+def take(split: str, samples: DataSet, progress: Progress = silent) -> Census:
     """The census of a split: of all files, and of some samples of any other data set.
 
     A file that cannot be read is left out: problems.py reports it.

@@ -10,7 +10,6 @@ from typing import Any
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import Color
 from segpipe.data.readers import (
-    MaskValues,
     Progress,
     Value,
     read_mask,
@@ -111,15 +110,11 @@ def _table(tally: Tally, classes: Sequence[Value]) -> list[str]:
     return [*lines, f"ignore: {ignored}{note if ignored else ''}"]
 
 
-def _examined(path: str) -> MaskValues:
-    return values_of(read_mask(path))
-
-
 def _tally(masks: Sequence[str], progress: Progress) -> Tally:
     """What the masks hold: ids or colors. Colors with three equal channels are ids, if there are no others."""
     examples: dict[str, str] = {}
     tally = Tally("")
-    found = threaded(_examined, masks, progress)
+    found = threaded(lambda path: values_of(read_mask(path)), masks, progress)
     for path, mask in zip(masks, found, strict=True):
         examples.setdefault(mask.kind, path)
         tally.richest = max(tally.richest, (len(mask.pixels), path))
