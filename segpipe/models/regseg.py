@@ -138,15 +138,12 @@ def _stage(
     group_width: int,
 ) -> nn.Sequential:
     """A block for each entry of `dilations`, the first of stride 2."""
-    blocks = iter(dilations)
-    return stage(
-        lambda *planes, stride: DBlock(
-            *planes, next(blocks), group_width, stride=stride
-        ),
-        num_in,
-        num_out,
-        len(dilations),
-    )
+    left = iter(dilations)
+
+    def block(num_in: int, num_out: int, *, stride: int) -> DBlock:
+        return DBlock(num_in, num_out, next(left), group_width, stride=stride)
+
+    return stage(block, num_in, num_out, len(dilations))
 
 
 SINGLE_KEYS = renames(r"""
