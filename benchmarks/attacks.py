@@ -19,8 +19,7 @@ from rich.console import Console
 
 from benchmarks import measure as measuring
 from segpipe.checks import purity as checker
-from segpipe.data.augment import Augmenter
-from segpipe.data.transforms import TRANSFORMS
+from segpipe.data.augment import TRANSFORMS, Augmenter
 from segpipe.errors import ImpureAugmentError
 from segpipe.settings.groups import AugmentConfig
 from segpipe.train import checkpoint

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from segpipe.cli.commands import COMMANDS
+from segpipe.data.augment import TRANSFORMS
 from segpipe.data.catalog import PUBLISHED
-from segpipe.data.transforms import TRANSFORMS
 from segpipe.models import MODELS
 from segpipe.run.trackers import TRACKERS
 from segpipe.settings.config import SETTINGS

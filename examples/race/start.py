@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.race.augment import Racy, Repaired
 from segpipe.cli.main import main
-from segpipe.data.transforms import TRANSFORMS
+from segpipe.data.augment import TRANSFORMS
 
 TRANSFORMS.update(racy=Racy, repaired=Repaired)
 

@@ -3,6 +3,12 @@
 albumentations creates its random state when a pipeline is built, and every forked worker inherits a copy of it: 8
 samples from 4 workers then get 2 distinct augmentations. Here every sample has its own key, and every process builds
 its own pipeline.
+
+Further transforms come by name: `augment.extra=[noise, jpeg]` applies them after scale, crop, flip and color. One of
+your own is given by its import path, `augment.extra=[package.module:Class]`, see docs/plugins.md. A transform may draw
+only from `self.py_random` and `self.random_generator`, which are set from the sample's key before every call, and must
+keep nothing from one call to the next; segpipe check-augment checks this. albumentations' GaussNoise, AdditiveNoise and
+RGBShift pass it, but seed OpenCV's global generator with one of only 65,536 values.
 """
 
 from __future__ import annotations
@@ -18,7 +24,8 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from segpipe.data.transforms import PAD_COLOR, Builder, Uint8, builder  # isort: skip
+# Or the import of albumentations asks the network for a newer release.
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import albumentations as A
 import cv2
@@ -29,18 +36,53 @@ from segpipe import IGNORE_INDEX, plugins
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.keys import generator
 from segpipe.models.preprocess import COLOR_UNIT
+from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import AugmentConfig
 
+KEY = "augment.extra"
+Uint8 = NDArray[np.uint8]
 # Called with a transform's name and its input image and target.
 Look = Callable[[str, Uint8, Uint8], None]
 Transform: TypeAlias = A.BasicTransform | A.BaseCompose
+Builder = Callable[[], Transform]
+PAD_COLOR = (124, 116, 104)  # mean color of ImageNet: about 0 after normalization
 GREY = np.array([0.299, 0.587, 0.114])
 IDENTITY = COLOR_UNIT * np.eye(3, 4, dtype=np.int32)
 RGB_TO_YIQ = np.array(
     [[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]]
 )
+
+
+TRANSFORMS: dict[str, Builder] = {
+    "shadow": partial(
+        A.RandomShadow,
+        num_shadows_limit=(1, 2),
+        shadow_intensity_range=(0.3, 0.6),
+        p=0.2,
+    ),
+    "gaussian_blur": partial(A.GaussianBlur, sigma_limit=(0.3, 1.5), p=0.15),
+    # Camera motion during the exposure; without a shift, the image stays aligned with its target.
+    "motion_blur": partial(
+        A.MotionBlur,
+        blur_limit=(3, 9),
+        allow_shifted=False,
+        direction_range=(0.0, 0.0),
+        p=0.15,
+    ),
+    "noise": partial(A.ISONoise, p=0.3),
+    "jpeg": partial(A.ImageCompression, quality_range=(30, 90), p=0.2),
+    "cutout": partial(
+        A.CoarseDropout,
+        num_holes_range=(1, 4),
+        hole_height_range=(0.05, 0.2),
+        hole_width_range=(0.05, 0.2),
+        fill=PAD_COLOR,
+        fill_mask=IGNORE_INDEX,
+        p=0.2,
+    ),
+}
 
 
 class Crop(NamedTuple):
@@ -277,10 +319,67 @@ def color_matrix(
     return np.column_stack([(1 + contrast) * linear, offset])
 
 
-def steps(
-    config: AugmentConfig, extra: tuple[Builder, ...]
-) -> list[tuple[str, Builder]]:
-    """Name and builder of each transform, in the order of application; the first four have no name.
+class CallableTransform(A.DualTransform):  # type: ignore[misc]
+    """`function(image, target, rng)`, applied to every sample.
+
+    `rng` is a numpy generator that restarts from the sample's key before every call.
+
+    Shapes: image uint8 (H, W, 3), target uint8 (H, W) -> both of the same size.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        super().__init__(p=1.0)
+        self.function, self.name = function, name
+
+    def __call__(self, *args: Any, force_apply: bool = False, **data: Any) -> Any:
+        """The sample that the function makes. Raises ConfigError for other shapes or dtypes."""
+        before = data["image"], data["mask"]
+        now = self.function(*before, self.random_generator)
+        for what, old, new in zip(("image", "target"), before, now, strict=True):
+            wanted = f"{old.dtype} {old.shape}"
+            found = f"a {type(new).__name__}"
+            if isinstance(new, np.ndarray):
+                found = f"{new.dtype} {new.shape}"
+            if found != wanted:
+                raise ConfigError(
+                    f"{KEY} = {self.name} made {found} of the {what} {wanted}, but dtype and shape must stay: the crop "
+                    "has its size already."
+                )
+
+        return {**data, "image": now[0], "mask": now[1]}
+
+
+def builder(name: str) -> Builder:
+    """Builds the transform of this name or import path; can be pickled.
+
+    Raises ConfigError when it cannot be imported, and with the nearest name when there is none.
+    """
+    if plugins.is_path(name):
+        return partial(_made, plugins.load(KEY, name), name)
+    if name not in TRANSFORMS:
+        valid = list(TRANSFORMS)
+        raise ConfigError(
+            f"{KEY} = {name!r} is not one of {', '.join(valid)}.{nearest(name, valid)}"
+        )
+    return partial(_made, TRANSFORMS[name], name)
+
+
+def _made(kind: Callable[..., Any], path: str) -> Any:
+    """The transform that a class or function makes. Raises ConfigError for anything else."""
+    built = plugins.call(KEY, path, kind, {})
+    if isinstance(built, A.BasicTransform | A.BaseCompose):
+        return built
+    if not callable(built) or isinstance(built, type):
+        raise ConfigError(
+            f"{KEY} = {path} made {built!r}, but a transform of albumentations, or an object that is called with "
+            f"image, target and a random generator, was needed."
+        )
+
+    return CallableTransform(built, path)
+
+
+def _steps(config: AugmentConfig) -> list[tuple[str, Builder]]:
+    """Name and builder of each transform, in the order of application; only those of `config.extra` have a name.
 
     Transforms of strength zero are left out.
     """
@@ -296,9 +395,8 @@ def steps(
     if strengths := _strengths(config):
         deferred = config.color_on == "device"
         found.append(partial(ColorMatrix, **strengths, deferred=deferred))
-
-    named = zip(config.extra, extra, strict=True)
-    return [*(("", build) for build in found), *named]
+    extra = [(name, builder(name)) for name in config.extra]
+    return [*(("", build) for build in found), *extra]
 
 
 def _strengths(config: AugmentConfig) -> dict[str, tuple[float, float]]:
@@ -317,27 +415,18 @@ def _strengths(config: AugmentConfig) -> dict[str, tuple[float, float]]:
     return found if any(map(any, found.values())) else {}
 
 
-def _built(name: str, build: Builder) -> Transform:
-    """The transform of a step. Raises ConfigError for what is none."""
-    step = build()
-    if not isinstance(step, Transform):
-        raise ConfigError(
-            f"augment.extra = {name!r} builds {step!r}, but a transform of albumentations was needed: an instance of "
-            f"A.BasicTransform or A.BaseCompose."
-        )
-    return step
-
-
-def _leaves(
-    step: Transform, certain: bool = True
-) -> list[tuple[A.BasicTransform, bool]]:
-    """The transform, or those inside OneOf and the like, and whether each is applied to every sample."""
+def _leaves(step: Transform) -> list[A.BasicTransform]:
+    """The transform, or those inside OneOf and the like."""
     if not isinstance(step, A.BaseCompose):
-        return [(step, certain and step.p >= 1)]
-    found = []
-    for inner in step.transforms:
-        found += _leaves(inner, False)
-    return found
+        return [step]
+    return [leaf for inner in step.transforms for leaf in _leaves(inner)]
+
+
+def _alone(build: Builder, place: int) -> A.BasicTransform:
+    """One of the transforms inside a step, always applied."""
+    leaf = _leaves(build())[place]
+    leaf.p = 1.0
+    return leaf
 
 
 class Augmenter:
@@ -358,7 +447,7 @@ class Augmenter:
     def __init__(self, config: AugmentConfig) -> None:
         self.config = config
         self.defers_color = config.color_on == "device" and bool(_strengths(config))
-        self.extra = tuple(map(builder, config.extra))
+        self.steps = _steps(config)
         self._pipeline: A.Compose | None = None if config.keyed else self._build()
         self._owner = os.getpid()
 
@@ -385,7 +474,7 @@ class Augmenter:
         more = {"color": IDENTITY} if self.defers_color else {}
         inner = pipeline.transforms
         if look is not None:
-            names = [name for name, _ in steps(self.config, self.extra)]
+            names = [name for name, _ in self.steps]
             pairs = zip(names, inner, strict=True)
             pipeline.transforms = [partial(_shown, *pair, look) for pair in pairs]
 
@@ -396,7 +485,7 @@ class Augmenter:
             if not own or isinstance(error, SegpipeError):
                 raise
             raise ConfigError(
-                f"augment.extra = {self.config.extra}: {plugins.located(error)}."
+                f"{KEY} = {self.config.extra}: {plugins.located(error)}."
             ) from error
         finally:
             pipeline.transforms = inner
@@ -415,20 +504,24 @@ class Augmenter:
             self._pipeline, self._owner = self._build(), os.getpid()
         return self._pipeline
 
-    def parts(self) -> list[Part]:
-        """Every transform of the pipeline alone, in the order of application.
+    def parts(self) -> list[Augmenter]:
+        """Every transform of the pipeline alone, always applied and always keyed, in the order of application.
 
         The first takes a sample; the others take the output of the first.
         """
-        found: list[Part] = []
-        for place, step in enumerate(steps(self.config, self.extra)):
-            leaves = range(len(_leaves(_built(*step))))
-            found += [Part(self, place, leaf) for leaf in leaves]
+        found = []
+        for name, build in self.steps:
+            for place, leaf in enumerate(_leaves(build())):
+                part = self.fresh()
+                part.config = replace(self.config, keyed=True)
+                part.steps = [(name, partial(_alone, build, place))]
+                part.name = _title(name, leaf)
+                found.append(part)
         return found
 
     def _build(self) -> A.Compose:
         """The pipeline of all transforms."""
-        transforms = [_built(*step) for step in steps(self.config, self.extra)]
+        transforms = [build() for _, build in self.steps]
         return A.Compose(transforms, seed=None if self.config.keyed else 0)
 
 
@@ -443,27 +536,3 @@ def _title(name: str, step: Transform) -> str:
     """Name of a transform in messages: its name in the configuration, if it has one, and its class."""
     kind = type(step).__name__
     return f"{name} ({kind})" if name else kind
-
-
-class Part(Augmenter):
-    """One transform of a pipeline, always applied and always keyed, for the purity checker.
-
-    `certain` tells whether the pipeline applies it to every sample.
-    """
-
-    def __init__(self, whole: Augmenter, step: int, leaf: int) -> None:
-        super().__init__(replace(whole.config, keyed=True))
-        self.extra, self.place = whole.extra, (step, leaf)
-        transform, self.certain = self._leaf()
-        self.name = _title(steps(self.config, self.extra)[step][0], transform)
-
-    def _build(self) -> A.Compose:
-        """A pipeline of this transform alone, always applied."""
-        transform, _ = self._leaf()
-        transform.p = 1.0
-        return A.Compose([transform])
-
-    def _leaf(self) -> tuple[A.BasicTransform, bool]:
-        """The transform, newly built, and whether the pipeline applies it to every sample."""
-        step, leaf = self.place
-        return _leaves(_built(*steps(self.config, self.extra)[step]))[leaf]

@@ -17,7 +17,7 @@ from examples.race import augment, plain
 from examples.race.demo import Demo, Sizes
 from impure import Noise
 from runs import run
-from segpipe.data.transforms import TRANSFORMS
+from segpipe.data.augment import TRANSFORMS
 
 SMALL = Sizes(num=16, size=(64, 96), crop=(64, 64), epochs=2, steps=3, canary=2)
 

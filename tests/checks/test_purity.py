@@ -26,10 +26,9 @@ from segpipe import plugins
 from segpipe.checks import elsewhere, purity
 from segpipe.checks.purity import Finding
 from segpipe.cli.main import main as segpipe
-from segpipe.data.augment import Augmenter
+from segpipe.data.augment import TRANSFORMS, Augmenter
 from segpipe.data.loader import train_batches
 from segpipe.data.order import Order
-from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ConfigError, ImpureAugmentError
 from segpipe.keys import sample_key
 from segpipe.train.canary import first_difference

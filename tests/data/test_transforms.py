@@ -7,8 +7,7 @@ import albumentations as A
 import numpy as np
 import pytest
 
-from segpipe.data.augment import Augmenter
-from segpipe.data.transforms import TRANSFORMS, builder
+from segpipe.data.augment import TRANSFORMS, Augmenter, builder
 from segpipe.errors import ConfigError
 from segpipe.keys import generator, sample_key
 from segpipe.settings.compose import compose
@@ -99,8 +98,8 @@ def test_unknown_names_are_refused_with_the_nearest():
 
 
 def test_what_is_not_a_transform_is_refused(monkeypatch, frame):
-    monkeypatch.setitem(TRANSFORMS, "odd", lambda: len)
-    with pytest.raises(ConfigError, match=r"augment.extra = 'odd' builds"):
+    monkeypatch.setitem(TRANSFORMS, "odd", lambda: 3)
+    with pytest.raises(ConfigError, match=r"augment.extra = odd made 3"):
         Augmenter(AugmentConfig(extra=["odd"]))(*frame, 1)
 
 

@@ -20,11 +20,10 @@ import torch
 import impure
 from impure import Noise, config
 from runs import command, settings
-from segpipe.data.augment import Augmenter, ColorMatrix
+from segpipe.data.augment import TRANSFORMS, Augmenter, ColorMatrix
 from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import REPEATS, Member, Order, Request, chosen, requests
 from segpipe.data.samples import CachedSamples
-from segpipe.data.transforms import TRANSFORMS
 from segpipe.errors import ConfigError, ImpureAugmentError
 from segpipe.ledger.digest import digest_groups
 from segpipe.settings.compose import compose
