@@ -18,8 +18,8 @@ from typing import Any
 
 import segpipe
 from segpipe import plugins
-from segpipe.data import frequency
 from segpipe.data.data_set import DataSet, Input
+from segpipe.data.order import COUNTS_NAME, load_counts
 from segpipe.data.readers import threaded
 from segpipe.data.samples import open_samples
 from segpipe.disk import sha256
@@ -68,7 +68,7 @@ def record(
     before = read_inputs(path)
     changed = _changed(before["data"], found, contents=hashed, known=known)
     if "pixels" in before and before["pixels"] != _pixel_counts(config):
-        changed.append(f"{config.run_dir / frequency.FILE_NAME} was altered")
+        changed.append(f"{config.run_dir / COUNTS_NAME} was altered")
     if changed:
         raise DataError(
             f"data.root = {config.data.root}: {changed[0]} since the run {config.run_dir} was started "
@@ -108,7 +108,7 @@ def _content(
 
 def _pixel_counts(config: Config) -> str:
     """SHA-256 of the counts from which class weights and repeats are made; empty where there are none."""
-    counts = frequency.load(config.run_dir / frequency.FILE_NAME)
+    counts = load_counts(config.run_dir / COUNTS_NAME)
     if counts is None:
         return ""
     content = counts.pixels.tobytes() + counts.indices.tobytes()

@@ -25,7 +25,7 @@ Checks = Iterable[Callable[[], object]]
 
 def checks(config: Config, splits: Splits) -> list[Callable[[], object]]:
     """What raises DataError or ConfigError for data of whole files that would spoil a run."""
-    from segpipe.data.frequency import check_given_weights
+    from segpipe.data.order import check_given_weights
     from segpipe.data.samples import check_labelled, check_scorable, sequences
     from segpipe.datasets.problems import check_overlap
 

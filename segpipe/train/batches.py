@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from segpipe.data import frequency
 from segpipe.data.augment import Augmenter
-from segpipe.data.frequency import PixelCounts
 from segpipe.data.loader import train_batches
-from segpipe.data.order import Order
+from segpipe.data.order import (
+    Order,
+    PixelCounts,
+    check_given_weights,
+    draws,
+    load_counts,
+    merged_counts,
+    pixels_seen,
+    repeats_by_class,
+    repeats_by_sequence,
+)
 from segpipe.data.samples import CachedSamples, image_pixels, sequences
 from segpipe.errors import DataError
 from segpipe.keys import sample_key
@@ -76,7 +84,7 @@ def order_of(config: Config, samples: DataSet, counts: PixelCounts | None) -> Or
     """Which samples each update takes; `counts` as `counted` returns them."""
     compute = config.compute
     repeats = _repeats(config, samples, counts)
-    positions = frequency.draws(repeats, _sets(samples), config.seed)
+    positions = draws(repeats, _sets(samples), config.seed)
     return Order(
         config.seed, len(samples), compute.shards, compute.samples_per_shard, positions
     )
@@ -88,13 +96,13 @@ def _repeats(
     """How often each sample comes in a pass over its data set; None: once."""
     data, sets = config.data, samples.parts()
     if data.balance_by == "sequence":
-        return frequency.repeats_by_sequence(
+        return repeats_by_sequence(
             [sequences(part.samples, data.sequence, part.label) for part in sets]
         )
     if not data.balance:
         return None
     assert counts is not None
-    return frequency.repeats_by_class(data.balance, _sets(samples), counts)
+    return repeats_by_class(data.balance, _sets(samples), counts)
 
 
 def _sets(samples: DataSet) -> list[tuple[int, float]]:
@@ -125,7 +133,7 @@ def counted(
     indices = list(range(len(samples))) if balance else samples.countable()
     if (
         kept is not None
-        and (found := group.gather(frequency.load(kept) if group.is_main else None)[0])
+        and (found := group.gather(load_counts(kept) if group.is_main else None)[0])
         is not None
     ):
         if (
@@ -150,7 +158,7 @@ def counted(
 
     shape = len(own), samples.classes.num_classes
     rows = np.array(image_pixels(samples, own, progress), np.int64).reshape(shape)
-    counts = frequency.merged(group.gather(PixelCounts(rows, np.array(own, np.int64))))
+    counts = merged_counts(group.gather(PixelCounts(rows, np.array(own, np.int64))))
     say(
         f"counted the classes of {len(indices)} training masks in {time.monotonic() - start:.1f} s"
     )
@@ -179,7 +187,7 @@ def _extremes(config: Config, samples: DataSet, counts: PixelCounts) -> str:
     weights = loss_weights(config, samples, counts)
     assert weights is not None
     repeats = _repeats(config, samples, counts)
-    pixels = frequency.pixels_seen(repeats, _sets(samples), counts)
+    pixels = pixels_seen(repeats, _sets(samples), counts)
     present = np.flatnonzero(pixels)
     if not present.size:
         return "no class has a pixel"
@@ -200,9 +208,9 @@ def loss_weights(
     if chosen == "none":
         return None
     if isinstance(chosen, list):
-        frequency.check_given_weights(chosen, samples.classes.names)
+        check_given_weights(chosen, samples.classes.names)
         return torch.tensor(chosen)
     assert counts is not None
     repeats = _repeats(config, samples, counts)
-    pixels = frequency.pixels_seen(repeats, _sets(samples), counts)
+    pixels = pixels_seen(repeats, _sets(samples), counts)
     return class_weights(torch.from_numpy(pixels), chosen)

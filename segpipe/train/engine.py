@@ -39,8 +39,8 @@ from segpipe.train.validate import eval_gap, validate
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import DataSet
-    from segpipe.data.frequency import PixelCounts
     from segpipe.data.loader import ShardBatch
+    from segpipe.data.order import PixelCounts
     from segpipe.distributed.group import Group
     from segpipe.train.recorder import Watch
     from segpipe.train.state import TrainState

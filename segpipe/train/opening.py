@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from segpipe.data import frequency
+from segpipe.data.order import COUNTS_NAME
 from segpipe.distributed.agreement import common_fingerprint
 from segpipe.errors import CheckpointError
 from segpipe.files import to_json, write_atomically
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from segpipe.data.catalog import ClassTable
     from segpipe.data.data_set import DataSet, Samples
-    from segpipe.data.frequency import PixelCounts
+    from segpipe.data.order import PixelCounts
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
 
@@ -71,7 +71,7 @@ def counts_of(
         if group.is_main and config.train.progress:
             print(text, file=sys.stderr)  # the view is not open yet
 
-    kept = config.run_dir / frequency.FILE_NAME if found else None
+    kept = config.run_dir / COUNTS_NAME if found else None
     return counted(config, group, samples, kept=kept, say=say)
 
 
@@ -88,7 +88,7 @@ def write_origin(
         write_atomically(folder / "config.json", to_json(to_mapping(config)))
     if state.weights and not found:
         write_atomically(folder / WEIGHTS, to_json(state.weights))
-    kept = folder / frequency.FILE_NAME
+    kept = folder / COUNTS_NAME
     if counts is not None and not (found and kept.is_file()):
         counts.save(kept)
 

@@ -6,17 +6,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from segpipe.data.frequency import (
+from segpipe.data.order import (
+    Draws,
+    Order,
+    Passes,
     PixelCounts,
     draws,
-    load,
-    merged,
+    load_counts,
+    merged_counts,
+    permutation,
     pixels_seen,
     repeat_factors,
     repeats_by_class,
     repeats_by_sequence,
+    whole_shares,
 )
-from segpipe.data.order import Draws, Order, Passes, permutation, whole_shares
 from segpipe.errors import ConfigError, DataError
 from segpipe.keys import sample_key
 
@@ -230,17 +234,17 @@ def test_pixels_are_weighed_as_training_meets_them() -> None:
 
 def test_counts_are_kept_and_put_together(tmp_path) -> None:
     path = tmp_path / "pixels.npz"
-    assert load(path) is None
+    assert load_counts(path) is None
     parts = [
         PixelCounts(COUNTS.pixels[rank::3], COUNTS.indices[rank::3])
         for rank in range(3)
     ]
-    merged(parts).save(path)
-    found = load(path)
+    merged_counts(parts).save(path)
+    found = load_counts(path)
     assert found is not None
     assert np.array_equal(found.pixels, COUNTS.pixels)
     assert np.array_equal(found.indices, COUNTS.indices)
     for damage in (path.read_bytes()[:-30], b"no archive", b""):
         path.write_bytes(damage)
         with pytest.raises(DataError, match=r"pixels\.npz is damaged.*Delete it"):
-            load(path)
+            load_counts(path)

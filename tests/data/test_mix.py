@@ -13,8 +13,8 @@ import pytest
 from runs import DIGESTS, run
 from segpipe.cli.main import main as segpipe
 from segpipe.data.data_set import DataSet, MixedSamples
-from segpipe.data.frequency import FILE_NAME, PixelCounts, load
 from segpipe.data.mix import absent_root, parts
+from segpipe.data.order import COUNTS_NAME, PixelCounts, load_counts
 from segpipe.data.samples import (
     CachedSamples,
     check_labelled,
@@ -228,11 +228,11 @@ def test_a_balanced_mixture_trains_the_same_in_any_layout(
         (folder / name).unlink(missing_ok=True)
     assert run(folder, *settings, "run.exists=resume", "data.workers=1") == 0
     assert results(folder) == whole
-    counts = load(folder / FILE_NAME)
+    counts = load_counts(folder / COUNTS_NAME)
     assert counts is not None
-    PixelCounts(counts.pixels[::-1], counts.indices).save(folder / FILE_NAME)
+    PixelCounts(counts.pixels[::-1], counts.indices).save(folder / COUNTS_NAME)
     assert run(folder, *settings, "run.exists=resume") == 2, "edited counts are refused"
-    PixelCounts(counts.pixels[:5], counts.indices[:5]).save(folder / FILE_NAME)
+    PixelCounts(counts.pixels[:5], counts.indices[:5]).save(folder / COUNTS_NAME)
     assert run(folder, *settings, "run.exists=resume") == 2, (
         "counts of other masks are refused"
     )

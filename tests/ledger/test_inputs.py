@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from runs import run
-from segpipe.data import frequency
+from segpipe.data.order import COUNTS_NAME, PixelCounts, load_counts
 from segpipe.errors import DataError
 
 RUN = (
@@ -23,13 +23,13 @@ def test_a_resume_refuses_pixel_counts_that_were_edited(
 ) -> None:
     folder = tmp_path / "run"
     assert run(folder, *RUN, "train.steps=1") == 0
-    path = folder / frequency.FILE_NAME
-    counts = frequency.load(path)
+    path = folder / COUNTS_NAME
+    counts = load_counts(path)
     assert counts is not None
     path.unlink()  # the control: counted again
     assert run(folder, *RUN, "train.steps=2", "run.exists=resume") == 0
     pixels = np.flip(counts.pixels, axis=1).copy()
-    frequency.PixelCounts(pixels, counts.indices).save(path)
+    PixelCounts(pixels, counts.indices).save(path)
     capsys.readouterr()
     code = run(folder, *RUN, "train.steps=3", "run.exists=resume")
     assert code == DataError.exit_code
