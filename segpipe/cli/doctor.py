@@ -45,7 +45,7 @@ def main(given: dict[str, Any]) -> int:
     data = config.data
     if data.name in PUBLISHED and not (data.root or data.mix):
         entry = published(data.name)
-        files = [entry.layout.listing, entry.layout.images, *entry.layout.masks]
+        files = [entry.listing, entry.images, *entry.labels]
         CONSOLE.print(
             f"{data.name}: {entry.title}\npage: {entry.page}, {', '.join(entry.downloads)}\n"
             f"data.root: {entry.root}: {', '.join(filter(None, files))}\n{entry.note}"

@@ -23,9 +23,10 @@ from colorsys import hsv_to_rgb
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache, cached_property
+from itertools import filterfalse
+from operator import itemgetter
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import cv2
 import numpy as np
@@ -136,32 +137,26 @@ class MaskTable:
         return keys[order], np.array([*self.colors.values()], np.uint8)[order]
 
 
-class SetLayout(NamedTuple):
-    """Where the files of a published data set are, in the form of data.images and data.masks."""
-
-    images: str = ""
-    masks: Sequence[str] = ()  # of each release, the newest first
-    folders: Mapping[str, str] = MappingProxyType(
-        {}
-    )  # what stands for SPLIT, if it is not the split's name
-    sequences: Mapping[str, list[str]] = MappingProxyType(
-        {}
-    )  # the subfolders that belong to each split
-    listing: str = ""  # the stems of a split
-    table: str = ""  # the pairs of a split
-
-
 @dataclass(frozen=True)
 class PublishedSet:
-    """A published data set: where it comes from, where its files lie, and what its masks mean."""
+    """A published data set: where it comes from, where its files lie, and what its masks mean; as in sets/NAME.yaml."""
 
     title: str
     source: str  # of ids and colors
     page: str  # with its downloads
     downloads: list[str]
     splits: dict[str, int]  # number of images; 0: not published
-    layout: SetLayout
     table: MaskTable
+    images: str = ""  # in the form of data.images
+    labels: Sequence[str] = ()  # of each release, the newest first
+    folders: Mapping[str, str] = field(
+        default_factory=dict
+    )  # for SPLIT, if named otherwise
+    sequences: Mapping[str, list[str]] = field(
+        default_factory=dict
+    )  # subfolders of a split
+    listing: str = ""  # the stems of a split
+    pairs: str = ""  # the pairs of a split
     root: str = "the folder that holds the following"  # what data.root is
     note: str = ""
 
@@ -190,18 +185,9 @@ def mask_table(data: DataConfig) -> MaskTable:
 def published(name: str) -> PublishedSet:
     """The published data set of that name, one of PUBLISHED."""
     entries = _entries(name)
-    found: dict[str, Any] = {}
-    for key in ("title", "source", "page", "downloads", "splits", "root", "note"):
-        if key in entries:
-            found[key] = entries.pop(key)
-
-    labels = entries.pop("labels", "")
-    masks = [labels] if isinstance(labels, str) else labels
-    keys = entries.keys() & {"images", "folders", "sequences", "listing", "table"}
-    layout = SetLayout(**{key: entries.pop(key) for key in keys}, masks=masks)
-    found.setdefault("splits", dict.fromkeys(layout.sequences or ("train", "val"), 0))
-    table = _mask_table(_rows(entries), name)
-    return PublishedSet(**found, layout=layout, table=table)
+    keys = entries.keys() & {"classes", "more", "masks", "ids", "ignore"}
+    table = _rows({key: entries.pop(key) for key in keys})
+    return PublishedSet(**entries, table=_mask_table(table, name))
 
 
 def _entries(name: str) -> dict[str, Any]:
@@ -215,7 +201,7 @@ def _rows(entries: dict[str, Any]) -> dict[str, Any]:
     """The keys of a classes.yaml, from rows `class: [id, R, G, B]` or `[id]`, for masks of colors `[R, G, B]`."""
     rows, more = entries.pop("classes"), entries.pop("more", {})
     table: dict[str, Any] = {"names": list(rows)}
-    if entries["masks"] == "ids" and entries.pop("ids", "") != "positions":
+    if entries["masks"] == "ids":
         table["ids"] = {row[0]: name for name, row in rows.items()} | more
     colors = [row[-3:] for row in rows.values()]
     if len(colors[0]) == 3:
@@ -290,10 +276,9 @@ def _mask_table(entries: dict[str, Any], name: str) -> MaskTable:
     ignore = entries.get("ignore", [IGNORE_INDEX])
     if not isinstance(ignore, list):
         raise _needed("ignore", ignore, "a list such as [255, [0, 0, 0]]")
-
     kind = _one_of("masks", entries.get("masks", ""), ("", "ids", "colors"))
     exif = _one_of("exif", entries.get("exif", ""), ("", "apply", "ignore"))
-    given, more = entries.get("palette", []), entries.get("colors", {})
+    given = entries.get("palette", [])
     if not isinstance(given, list) or len(given) not in (0, len(names)):
         found = f"{len(given)} colors" if isinstance(given, list) else given
         raise ValueError(
@@ -301,21 +286,30 @@ def _mask_table(entries: dict[str, Any], name: str) -> MaskTable:
         )
 
     palette = tuple(_color("palette", color) for color in given)
+    more = entries.get("colors", {})
     colors = {}
     if palette or more:
-        colors = _colors(names, palette, more, ignore, strict=kind == "colors")
+        colors = _colors(names, palette, more, filter(_is_color, ignore))
     elif kind == "colors":
         raise ValueError(
             "masks = colors, but there is no palette. Give one color [R, G, B] per name."
         )
+    for color, trains in colors.items():
+        if kind == "colors" and len(trains) > 1:
+            named = dict(enumerate(names)) | {IGNORE_INDEX: "ignore"}
+            both = " and of ".join(named[train] for train in trains[:2])
+            raise ValueError(
+                f"{list(color)} is the color of {both}. Give each its own."
+            )
 
     classes = ClassTable(
         str(entries.get("name", name)),
         names,
         palette or distinct_colors(len(names)),
-        _train_ids(names, entries.get("ids"), ignore),
+        _train_ids(names, entries.get("ids"), filterfalse(_is_color, ignore)),
     )
-    return MaskTable(classes, kind, colors, exif)
+    clear = {color: trains[0] for color, trains in colors.items() if len(trains) == 1}
+    return MaskTable(classes, kind, clear, exif)
 
 
 def _one_of(key: str, value: Any, choices: Sequence[str]) -> str:
@@ -346,20 +340,18 @@ def _names(value: Any) -> tuple[str, ...]:
         )
 
     for name in names:
-        if isinstance(name, list | dict):
-            raise ValueError("names holds a list or a map, but words were needed.")
-        if isinstance(name, bool) or name is None:
-            raise ValueError(
-                f'names holds {name}, which YAML makes of words such as yes, no, on and null: quote it, as in ["no"].'
-            )
         text = str(name)
-        if not text.isprintable() or not text or text != text.strip():
-            raise ValueError(
-                f"names holds {text!r}, but printable characters without a space around them were needed."
-            )
-        if names.count(name) > 1:
-            raise ValueError(f"names holds {name} twice.")
-
+        fault = ""
+        if isinstance(name, list | dict):
+            fault = "a list or a map, but words were needed"
+        elif isinstance(name, bool) or name is None:
+            fault = f'{name}, which YAML makes of words such as yes, no, on and null: quote it, as in ["no"]'
+        elif not text.isprintable() or not text or text != text.strip():
+            fault = f"{text!r}, but printable characters without a space around them were needed"
+        elif names.count(name) > 1:
+            fault = f"{name} twice"
+        if fault:
+            raise ValueError(f"names holds {fault}.")
     return tuple(map(str, names))
 
 
@@ -372,48 +364,33 @@ def _color(key: str, value: Any) -> Color:
         raise _needed(key, value, "[R, G, B] from 0 to 255") from None
 
 
-def _colors(
-    names: tuple[str, ...],
-    palette: tuple[Color, ...],
-    more: Any,
-    ignore: list[Any],
-    *,
-    strict: bool,
-) -> dict[Color, int]:
-    """Train id of each color. One with two meanings is left out, or refused if `strict`."""
-    meanings: dict[Color, set[int]] = {}
-    for train, color in enumerate(palette):
-        meanings.setdefault(color, set()).add(train)
+def _is_color(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3
 
+
+def _colors(
+    names: tuple[str, ...], palette: Iterable[Color], more: Any, ignore: Iterable[Any]
+) -> dict[Color, list[int]]:
+    """Train ids of each color, in rising order; several for one that has several meanings."""
+    meanings = [(color, train) for train, color in enumerate(palette)]
     try:
         for name, values in more.items():
             train = _train_id("colors", name, names)
-            for value in values:
-                color = _color(f"colors.{name}", value)
-                meanings.setdefault(color, set()).add(train)
+            meanings += [(_color(f"colors.{name}", value), train) for value in values]
     except (AttributeError, TypeError):
         example = f"a map such as {{{names[0]}: [[0, 70, 70]]}}"
         raise _needed("colors", more, example) from None
+    meanings += [(_color("ignore", value), IGNORE_INDEX) for value in ignore]
 
-    for value in ignore:
-        if isinstance(value, list) and len(value) == 3:
-            color = _color("ignore", value)
-            meanings.setdefault(color, set()).add(IGNORE_INDEX)
-
-    for color, trains in meanings.items():
-        if strict and len(trains) > 1:
-            named = [*names, *["ignore"] * IGNORE_INDEX]
-            both = " and of ".join(named[train] for train in sorted(trains)[:2])
-            raise ValueError(
-                f"{list(color)} is the color of {both}. Give each its own."
-            )
-
-    return {
-        color: min(trains) for color, trains in meanings.items() if len(trains) == 1
-    }
+    found: dict[Color, list[int]] = {}
+    for color, train in sorted(dict.fromkeys(meanings), key=itemgetter(1)):
+        found.setdefault(color, []).append(train)
+    return found
 
 
-def _train_ids(names: tuple[str, ...], ids: Any, ignore: list[Any]) -> dict[int, int]:
+def _train_ids(
+    names: tuple[str, ...], ids: Any, ignore: Iterable[Any]
+) -> dict[int, int]:
     """Train id of each raw id. Raises ValueError for an id with two meanings, or a class without one."""
     ids = dict(enumerate(names)) if ids is None else ids
     if not isinstance(ids, dict):
@@ -422,10 +399,7 @@ def _train_ids(names: tuple[str, ...], ids: Any, ignore: list[Any]) -> dict[int,
     meanings = [
         (raw, _train_id(f"ids[{raw}]", name, names)) for raw, name in ids.items()
     ]
-    for raw in ignore:
-        if not isinstance(raw, list) or len(raw) != 3:  # it is no color
-            meanings.append((raw, IGNORE_INDEX))
-
+    meanings += [(raw, IGNORE_INDEX) for raw in ignore]
     table: dict[int, int] = {}
     for raw, train in meanings:
         if type(raw) is not int or not 0 <= raw <= LARGEST_ID:
@@ -436,12 +410,10 @@ def _train_ids(names: tuple[str, ...], ids: Any, ignore: list[Any]) -> dict[int,
             raise ValueError(f"id {raw} is in ids and in ignore, or twice in one.")
         table[raw] = train
 
-    for train, name in enumerate(names):
-        if train not in table.values():
-            raise ValueError(
-                f"no id in ids maps to {name}, so it could not be learned. Add one or drop the name."
-            )
-
+    for train in set(range(len(names))).difference(table.values()):
+        raise ValueError(
+            f"no id in ids maps to {names[train]}, so it could not be learned. Add one or drop the name."
+        )
     return table
 
 

@@ -412,24 +412,23 @@ def _layout(data: DataConfig, split: str) -> FolderLayout:
 
 def _published(entry: PublishedSet, root: Path, split: str) -> FolderLayout:
     """Where the files of a split of a published set are."""
-    layout = entry.layout
-    named = layout.folders.get(split, split)
-    path = root / (layout.listing or layout.table).replace(SPLIT, named)
+    named = entry.folders.get(split, split)
+    path = root / (entry.listing or entry.pairs).replace(SPLIT, named)
     fault = ""
     if path != root and not path.is_file():
         fault = f"{path} does not exist, which lists the files of split {split}."
-    if layout.sequences and split not in layout.sequences:
-        fault = f"data.split = {split} is not one of {', '.join(layout.sequences)}."
+    if entry.sequences and split not in entry.sequences:
+        fault = f"data.split = {split} is not one of {', '.join(entry.sequences)}."
     if fault:
         raise DataError(f"{fault} {entry.title} comes from {entry.page}.")
-    if layout.table:
+    if entry.pairs:
         return FolderLayout(Place(root), Place(root), table=path)
-    masks = [_place(root, pattern, named) for pattern in layout.masks]
+    masks = [_place(root, pattern, named) for pattern in entry.labels]
     return FolderLayout(
-        _place(root, layout.images, named),
+        _place(root, entry.images, named),
         next((place for place in masks if place.folder.is_dir()), masks[0]),
-        path if layout.listing else None,
-        sequences=layout.sequences.get(split, ()),
+        path if entry.listing else None,
+        sequences=entry.sequences.get(split, ()),
     )
 
 
