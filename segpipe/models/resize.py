@@ -300,7 +300,9 @@ def _built(
     weights = WEIGHTS[kind](num_in, num_out, real)[stride // 2 :: stride].tolist()
     # A tensor made in inference mode could not take part in a later backward.
     with torch.inference_mode(False):
-        return torch.tensor(weights, dtype=dtype, device=device)
+        matrix = torch.tensor(weights, dtype=dtype, device=device)
+    # A list of no rows has no columns either.
+    return matrix if weights else matrix.reshape(0, num_in)
 
 
 # Of one axis, by the kind of resize.

@@ -127,3 +127,9 @@ def test_loss_and_confidences_are_those_of_every_16th_pixel(
     assert share == pytest.approx(float(most.sum()), rel=1e-5)
     assert bins[7, 0] == ((most >= 0.7) & (most < 0.8)).sum()
     assert confidences(logits, target.fill_(255), align_corners=False).sum() == 0
+
+
+@pytest.mark.parametrize("size", [(7, 7), (33, 4), (4, 40)])
+def test_an_image_without_a_16th_pixel_counts_nothing(size: tuple[int, int]) -> None:
+    logits, target = pair((1, 3, 1, 2), size)
+    assert confidences(logits, target, align_corners=False).sum() == 0
