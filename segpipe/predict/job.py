@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from glob import glob, has_magic
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from segpipe.data.pairs import SUFFIXES as IMAGES
 from segpipe.data.readers import read_image, threaded
 from segpipe.disk import sha256
 from segpipe.errors import ConfigError, DataError, Interrupted, listed
-from segpipe.files import files_below, read_json, to_json
+from segpipe.files import files_below, plain, read_json, to_json
 from segpipe.predict.outputs import VIDEOS, Input, Outputs, put, unwritable
 
 if TYPE_CHECKING:
@@ -42,8 +41,8 @@ def find(given: str, out: Path) -> tuple[list[Input], str]:
 
     A number is a camera, and what has :// is a stream.
 
-    Sorted by place. Hidden files, files below `out`, and in folders and patterns files with other suffixes are left
-    out. Raises DataError when nothing is found, ConfigError when the sources lie in `out`.
+    Sorted by place. Hidden files, files below `out`, and files with other suffixes are left out. Raises DataError when
+    nothing is found, ConfigError when the sources lie in `out`.
     """
     if "://" in given or (given.isdigit() and not Path(given).exists()):
         name = f"camera{given}" if given.isdigit() else "stream"
@@ -55,22 +54,20 @@ def find(given: str, out: Path) -> tuple[list[Input], str]:
             f"out = {out} is the folder of source = {given}, or lies above it, so results and sources would be mixed. "
             f"Choose a folder of its own, such as out={out / 'predictions'}."
         )
-    visible = [
-        path
-        for path in paths
-        if not path.name.startswith(".") and inside not in path.resolve().parents
-    ]
-    places = {
-        path.relative_to(root).as_posix(): path for path in filter(_is_known, visible)
-    }
+    places: dict[str, Path] = {}
+    others: Counter[str] = Counter()
+    for path in paths:
+        if path.name.startswith(".") or inside in path.resolve().parents:
+            continue
+        if path.suffix.lower() in (*IMAGES, *VIDEOS):
+            places[path.relative_to(root).as_posix()] = path
+        else:
+            others[path.suffix or "no suffix"] += 1
     if not places:
         known = " ".join((*IMAGES, *VIDEOS))
         raise DataError(
             f"source = {given} holds no image and no video. Files with these suffixes are read: {known}."
         )
-    others = Counter(
-        path.suffix or "no suffix" for path in visible if not _is_known(path)
-    )
     counts = [f"{times} {suffix}" for suffix, times in others.most_common()]
     note = f"files of other types were left out: {listed(counts)}." if counts else ""
     ordered = sorted(places)
@@ -81,30 +78,21 @@ def find(given: str, out: Path) -> tuple[list[Input], str]:
 def _paths(given: str) -> tuple[Path, list[Path]]:
     """The folder that names are relative to, and the files."""
     path = Path(given)
-    if path.is_dir():
-        return path, list(map(Path, files_below(path)))
     if path.exists():
-        if not _is_known(path):
-            raise DataError(
-                f"source = {given}: the suffix {path.suffix or '(none)'} is not one of an image or a video."
-            )
-        return path.parent, [path]
-    if not has_magic(given):
+        root, matches = path if path.is_dir() else path.parent, [given]
+    elif has_magic(given):
+        root = next(parent for parent in path.parents if not has_magic(str(parent)))
+        matches = glob(given, recursive=True)
+    else:
         raise DataError(
             f"source = {given} does not exist. Give a file, a folder, or a pattern in quotes: source='a/*.jpg'."
         )
-    matches = map(Path, glob(given, recursive=True))
     files = [
-        file
+        Path(file)
         for each in matches
-        for file in (map(Path, files_below(each)) if each.is_dir() else [each])
+        for file in (files_below(each) if os.path.isdir(each) else [each])
     ]
-    fixed = next(parent for parent in path.parents if not has_magic(str(parent)))
-    return fixed, files
-
-
-def _is_known(path: Path) -> bool:
-    return path.suffix.lower() in (*IMAGES, *VIDEOS)
+    return root, files
 
 
 def names(places: Sequence[str]) -> list[str]:
@@ -129,6 +117,7 @@ class PredictJob:
         self._seconds = seconds or math.inf  # of live sources
         self._replace = replace
         self._progress = progress
+        self._digests: dict[str, str] = {}  # SHA-256 of the sources, by place
         self.entries: dict[str, dict[str, Any]] = {}  # by place
         self.problems: list[str] = []
         self.kept = 0  # sources that were finished before
@@ -165,7 +154,7 @@ class PredictJob:
             self.took = time.perf_counter() - started
             self._summarize()
 
-    @contextlib.contextmanager
+    @contextmanager
     def _problems(self) -> Iterator[None]:
         """What is wrong with one source becomes a problem beside the others."""
         try:
@@ -178,19 +167,17 @@ class PredictJob:
         before = {} if self._replace else self._before()
         todo = []
         for source in self._sources:
-            if source.live:
-                todo.append(source)
-                continue
             try:
-                digest = sha256(source.path)
+                digest = "" if source.live else sha256(source.path)
             except OSError as error:
                 problem = f"{source.path} cannot be read: {error.strerror}."
                 self.problems.append(problem)
                 continue
+            self._digests[source.place] = digest
             entry = before.get(source.place, {})
             paths = [entry[key] for key in ("mask", "overlay") if key in entry]
-            whole = all((self._outputs.out / path).exists() for path in paths)
-            if whole and entry.get("source_sha256") == digest:
+            is_same = digest and entry.get("source_sha256") == digest
+            if is_same and all((self._outputs.out / path).exists() for path in paths):
                 self.entries[source.place] = entry
                 self.kept += 1
             else:
@@ -216,30 +203,29 @@ class PredictJob:
 
     def _head(self) -> dict[str, Any]:
         """What the predictions depend on besides the sources, as predictions.json has it."""
-        head = {"model": self._outputs.predictor.model, "format": FORMAT}
-        head["settings"] = self._outputs.settings
-        return dict(json.loads(to_json(head)))
+        outputs = self._outputs
+        model, settings = plain([outputs.predictor.model, outputs.settings])
+        return {"model": model, "format": FORMAT, "settings": settings}
 
     def _predict_images(self, images: Sequence[Input]) -> None:
-        for source, digest, image in self._decoded(images):
-            with self._problems():
-                try:
-                    ids, _ = self._outputs.predictor.predict(image)
-                except DataError as error:
-                    raise DataError(f"{source.path}: {error}") from error
-                self._outputs.write_image(source, image, ids)
-                self._enter(source, digest, ids.shape, self._outputs.count(ids))
-            self._advance()
-
-    def _decoded(self, sources: Sequence[Input]) -> Iterator[tuple[Input, str, Pixels]]:
-        """Images with their hash, read ahead by threads, in order; unreadable ones become problems."""
-        for start in range(0, len(sources), AHEAD):
-            chunk = sources[start : start + AHEAD]
-            for source, read in zip(chunk, threaded(_read, chunk), strict=True):
+        """Threads read ahead, in order."""
+        for start in range(0, len(images), AHEAD):
+            chunk = images[start : start + AHEAD]
+            for source, image in zip(chunk, threaded(_read, chunk), strict=True):
                 with self._problems():
-                    if isinstance(read, DataError):
-                        raise read
-                    yield source, *read
+                    self._predict_image(source, image)
+
+    def _predict_image(self, source: Input, image: Pixels | DataError) -> None:
+        if isinstance(image, DataError):
+            raise image
+        try:
+            ids, _ = self._outputs.predictor.predict(image)
+            self._outputs.write_image(source, image, ids)
+            self._enter(source, ids.shape, self._outputs.count(ids))
+        except DataError as error:
+            raise DataError(f"{source.path}: {error}") from error
+        finally:
+            self._advance()
 
     def _predict_video(self, source: Input) -> None:
         """Predict all frames of a video, or of a live source until its time is over or Ctrl-C is pressed.
@@ -247,27 +233,23 @@ class PredictJob:
         Raises DataError when a video breaks off.
         """
         outputs, given = self._outputs, source.live or str(source.path)
-        digest = "" if source.live else sha256(source.path)
-        fps, frames = frames_per_second(given), read_frames(given)
-        pixels = outputs.count(np.zeros(0, np.uint8))
+        fps = frames_per_second(given)
+        pixels: Any = 0
         done = 0
-        film: Film | None = None
         size: tuple[int, ...] = ()
         end = time.monotonic() + (self._seconds if source.live else math.inf)
-        with contextlib.ExitStack() as held:
+        picture = outputs.picture(source)
+        with film(picture, fps) if outputs.overlay else nullcontext() as add:
             try:
-                for image in frames:
-                    size = image.shape[:2]
-                    if outputs.overlay and film is None:
-                        picture = outputs.picture(source)
-                        film = held.enter_context(Film(picture, size, fps))
+                for image in read_frames(given):
+                    size = image.shape
                     ids, _ = outputs.predictor.predict(image)
                     if outputs.frames:
                         path = outputs.mask(source) / f"{done:06}.png"
                         outputs.write_mask(path, ids)
-                    if film is not None:
-                        film.add(outputs.blended(image, ids))
-                    pixels += outputs.count(ids)
+                    if add is not None:
+                        add(outputs.blended(image, ids))
+                    pixels = pixels + outputs.count(ids)
                     done += 1
                     self._advance()
                     if time.monotonic() > end:
@@ -277,24 +259,17 @@ class PredictJob:
                     raise
             if not done:
                 raise DataError(f"{given}: no frame arrived before it was stopped.")
-            if film is not None:
-                film.finish()
-        self._enter(source, digest, size, pixels, frames=done, fps=fps)
+        self._enter(source, size, pixels, frames=done, fps=fps)
 
     def _advance(self) -> None:
         self.answered += 1
         self._progress(self.answered)
 
     def _enter(
-        self,
-        source: Input,
-        digest: str,
-        size: Sequence[int],
-        counts: Any,
-        **more: Any,
+        self, source: Input, size: Sequence[int], counts: Any, **more: Any
     ) -> None:
-        results = {"height": size[0], "width": size[1], "pixels": counts.tolist()}
-        entry = self._outputs.entry(source, digest, **results, **more)
+        digest, pixels = self._digests[source.place], counts.tolist()
+        entry = self._outputs.entry(source, digest, size, pixels, **more)
         self.entries[source.place] = entry
 
     def _summarize(self) -> None:
@@ -314,9 +289,9 @@ class PredictJob:
         put(self._outputs.out / SUMMARY, to_json(content))
 
 
-def _read(source: Input) -> tuple[str, Pixels] | DataError:
+def _read(source: Input) -> Pixels | DataError:
     try:
-        return sha256(source.path), read_image(str(source.path), exif="apply")
+        return read_image(str(source.path), exif="apply")
     except DataError as error:
         return error
 
@@ -354,7 +329,7 @@ def read_frames(path: str | Path) -> Iterator[Pixels]:
         )
 
 
-@contextlib.contextmanager
+@contextmanager
 def _opened(path: str | Path) -> Iterator[cv2.VideoCapture]:
     given = str(path)
     # No warnings of OpenCV, which name no file.
@@ -377,50 +352,45 @@ def _opened(path: str | Path) -> Iterator[cv2.VideoCapture]:
         capture.release()
 
 
-class Film:
-    """An MP4 file in the making, of frames of one size; a context, after which it is there only if it was finished.
+@contextmanager
+def film(path: Path, fps: float) -> Iterator[Callable[[Pixels], None]]:
+    """A function that appends an RGB frame to an MP4 file, which is there after a context that did not fail.
 
-    The format has half the resolution for color, so its sides are even: odd ones grow by a pixel.
+    The format has half the resolution for color, so its sides are even: odd ones grow by a pixel. Raises ConfigError
+    unless all frames are in the file: OpenCV tells of no full disk.
     """
+    # OpenCV chooses the format by the suffix.
+    aside = path.with_name(f".{path.name}.tmp.mp4")
+    writer = cv2.VideoWriter()
+    frames = written = 0
 
-    def __init__(self, path: Path, size: Sequence[int], fps: float) -> None:
-        self.path = path
-        self.frames = 0
-        self.size = (size[0] + size[0] % 2, size[1] + size[1] % 2)
-        # OpenCV chooses the format by the suffix.
-        self._aside = path.with_name(f".{path.name}.tmp.mp4")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._aside.write_bytes(b"")  # gives a reason, which OpenCV does not
-        except OSError as error:
-            raise unwritable(path, error) from error
-        self._writer = cv2.VideoWriter(
-            str(self._aside), cv2.VideoWriter.fourcc(*CODEC), fps, self.size[::-1]
-        )
+    def add(frame: Pixels) -> None:
+        nonlocal frames
+        height, width, _ = frame.shape
+        margins = ((0, height % 2), (0, width % 2), (0, 0))
+        padded = np.pad(frame[..., ::-1], margins, mode="edge")
+        if not frames:
+            code, size = cv2.VideoWriter.fourcc(*CODEC), padded.shape[1::-1]
+            writer.open(str(aside), code, fps, size)
+        writer.write(np.ascontiguousarray(padded))
+        frames += 1
 
-    def __enter__(self) -> Film:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._writer.release()
-        self._aside.unlink(missing_ok=True)
-
-    def add(self, frame: Pixels) -> None:
-        """Append an RGB frame."""
-        down, right = self.size[0] - frame.shape[0], self.size[1] - frame.shape[1]
-        padded = np.pad(frame, ((0, down), (0, right), (0, 0)), mode="edge")
-        self._writer.write(np.ascontiguousarray(padded[..., ::-1]))
-        self.frames += 1
-
-    def finish(self) -> None:
-        """Put the file in place. Raises ConfigError unless all frames are in it: OpenCV tells of no full disk."""
-        self._writer.release()
-        written = 0
-        with contextlib.suppress(DataError), _opened(self._aside) as capture:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_bytes(b"")  # gives a reason, which OpenCV does not
+    except OSError as error:
+        raise unwritable(path, error) from error
+    try:
+        yield add
+        writer.release()
+        with suppress(DataError), _opened(aside) as capture:
             written = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
-        if written != self.frames:
+        if written != frames:
             raise ConfigError(
-                f"{self.path} would hold {written} of {self.frames} frames. The disk is full, or OpenCV cannot write "
-                f"this size. Choose another out=, or set overlay=false frames=true."
+                f"{path} would hold {written} of {frames} frames. The disk is full, or OpenCV cannot write this size. "
+                f"Choose another out=, or set overlay=false frames=true."
             )
-        os.replace(self._aside, self.path)
+        os.replace(aside, path)
+    finally:
+        writer.release()
+        aside.unlink(missing_ok=True)

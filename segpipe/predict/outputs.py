@@ -71,7 +71,7 @@ class Outputs:
         if self.overlay:
             if max(ids.shape) > JPEG_LIMIT:
                 raise DataError(
-                    f"{source.path}: a JPEG has at most {JPEG_LIMIT} rows and columns. Set overlay=false."
+                    f"a JPEG has at most {JPEG_LIMIT} rows and columns. Set overlay=false."
                 )
             picture = Image.fromarray(self.blended(image, ids))
             # Color at full resolution: a pole is 2 pixels wide.
@@ -100,10 +100,24 @@ class Outputs:
         named = zip(self.predictor.names, pixels, strict=True)
         return {name: count / total for name, count in named}
 
-    def entry(self, source: Input, sha256: str, **results: Any) -> dict[str, Any]:
-        """What predictions.json says of a finished source."""
-        entry = {"source": source.place, "source_sha256": sha256, **results}
-        entry["share"] = self.shares(results["pixels"])
+    def entry(
+        self,
+        source: Input,
+        sha256: str,
+        size: Sequence[int],
+        pixels: Sequence[int],
+        **more: Any,
+    ) -> dict[str, Any]:
+        """What predictions.json says of a finished source. size: height and width; pixels: of each class."""
+        entry = {
+            "source": source.place,
+            "source_sha256": sha256,
+            "height": size[0],
+            "width": size[1],
+            "pixels": pixels,
+            **more,
+            "share": self.shares(pixels),
+        }
         if self.frames or not source.is_video:
             entry["mask"] = self.mask(source).relative_to(self.out).as_posix()
         if self.overlay:

@@ -267,7 +267,7 @@ def test_photos_are_turned_upright(run: Path, tmp_path: Path) -> None:
         (("run={run}", "artifact=x", "source={folder}"), "set one of them"),
         (("run={run}", "source={folder}/nothing.png"), "does not exist"),
         (("run={run}", "source={folder}/*.gif"), "holds no image and no video"),
-        (("run={run}", "source={folder}/notes.txt"), "the suffix .txt"),
+        (("run={run}", "source={folder}/notes.txt"), "notes.txt holds no image"),
         (
             ("run={run}", "source={folder}", "provider=Quantum"),
             "provider = Quantum, but run is set",
