@@ -108,17 +108,18 @@ def put(path: Path, content: bytes, *, durable: bool = False) -> None:
     try:
         aside.write_bytes(content)
         if durable:
-            _sync(aside)
+            sync(aside)
         os.replace(aside, path)
     except BaseException:
         with contextlib.suppress(OSError):
             aside.unlink()
         raise
     if durable:
-        _sync(path.parent)  # the rename itself must survive a power cut
+        sync(path.parent)  # the rename itself must survive a power cut
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush a file or folder to disk: a power cut could keep the new name and lose the content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from segpipe.disk import sha256
 from segpipe.errors import ConfigError
+from segpipe.files import sync
 from segpipe.runtime.artifact import MANIFEST, SUMS, ArtifactError, read_file, read_sums
 
 
@@ -79,7 +80,7 @@ def _files(folder: Path) -> set[str]:
 def put_in_place(folder: Path, out_dir: Path) -> None:
     """Renames `folder` to `out_dir`, replacing an earlier export; an error restores the earlier one."""
     for path in (*folder.rglob("*"), folder):
-        _sync(path)
+        sync(path)
     old = beside(out_dir, "old")
     try:
         if out_dir.exists():
@@ -88,7 +89,7 @@ def put_in_place(folder: Path, out_dir: Path) -> None:
     except BaseException:
         recover(out_dir)
         raise
-    _sync(out_dir.parent)
+    sync(out_dir.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -98,12 +99,3 @@ def recover(out_dir: Path) -> None:
     if old.exists() and not out_dir.exists():
         os.rename(old, out_dir)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Flushes a file or folder to disk: a power cut could keep the new name and lose the content."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

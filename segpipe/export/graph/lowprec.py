@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +51,21 @@ def between_convolutions(graph: onnx.GraphProto) -> list[bool]:
 
 def after_convolutions(graph: onnx.GraphProto) -> set[str]:
     """Names of the tensors that depend on a convolution."""
-    found: set[str] = set()
-    for node in graph.node:
-        if node.op_type == CONV or not found.isdisjoint(node.input):
-            found.update(filter(None, node.output))
-    return found
+    return _reached((node.op_type, node.input, node.output) for node in graph.node)
 
 
 def before_convolutions(graph: onnx.GraphProto) -> set[str]:
     """Names of the tensors on which a convolution depends, its own inputs included."""
+    nodes = reversed(graph.node)
+    return _reached((node.op_type, node.output, node.input) for node in nodes)
+
+
+def _reached(nodes: Iterable[tuple[str, Iterable[str], Iterable[str]]]) -> set[str]:
+    """What nodes (operator, its side here, its far side) lead to, from the convolutions on."""
     found: set[str] = set()
-    for node in reversed(graph.node):
-        if node.op_type == CONV or not found.isdisjoint(node.output):
-            found.update(filter(None, node.input))
+    for operator, near, far in nodes:
+        if operator == CONV or not found.isdisjoint(near):
+            found.update(filter(None, far))
     return found
 
 
@@ -155,14 +157,14 @@ def to_fp16(source: Path, out: Path) -> None:
     inner = [node for node, is_inside in pairs if is_inside]
     outer = [node for node, is_inside in pairs if not is_inside]
     read = {name for node in outer for name in node.input}
-    half = _converted(_cut_out(model, inner, read)).graph
+    half = _in_half(_cut_out(model, inner, read))
 
     # Put it back between what comes before it and what comes after it.
     after = after_convolutions(graph)
     early = [node for node in outer if after.isdisjoint(node.input)]
     late = [node for node in outer if not after.isdisjoint(node.input)]
-    kept = [weight for weight in graph.initializer if weight.name in read]
     # What both read stays in fp32 as well.
+    kept = [weight for weight in graph.initializer if weight.name in read]
     rounded = [weight for weight in half.initializer if weight.name not in read]
     result = onnx.GraphProto(
         name=graph.name,
@@ -179,37 +181,35 @@ def _cut_out(
     model: onnx.ModelProto, inner: list[onnx.NodeProto], read: set[str]
 ) -> onnx.ModelProto:
     """The nodes `inner` as a model of their own; `read`: what the other nodes read."""
-    graph = model.graph
-    weights = {tensor.name for tensor in graph.initializer}
+    weights = {tensor.name for tensor in model.graph.initializer}
     needed = {name for node in inner for name in node.input if name}
     made = {name for node in inner for name in node.output}
-    outputs = {entry.name for entry in graph.output}
-    wanted = made & (read | outputs)
+    outputs = {entry.name for entry in model.graph.output}
 
     # The extractor takes types of inputs and outputs from the graph.
     typed = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
     network: onnx.ModelProto = onnx.utils.Extractor(typed).extract_model(
-        sorted(needed - made - weights), sorted(wanted)
+        sorted(needed - made - weights), sorted(made & (read | outputs))
     )
     return network
 
 
-def _converted(network: onnx.ModelProto) -> onnx.ModelProto:
-    """`network` in fp16, with fp32 inputs and outputs. Raises ExportError for a weight that fp16 cannot hold."""
-    for weight in network.graph.initializer:
-        values = onnx.numpy_helper.to_array(weight)
+def _in_half(network: onnx.ModelProto) -> onnx.GraphProto:
+    """The graph in fp16, with fp32 inputs and outputs. Raises ExportError for a weight that fp16 cannot hold."""
+    for name, values in _weights(network.graph).items():
         largest = float(np.abs(values).max(initial=0.0))
         if values.dtype == np.float32 and largest > _LARGEST:
             # The converter would clip it.
             raise ExportError(
-                f"weight {weight.name} reaches {largest:g}, but the largest fp16 value is {_LARGEST:g}. Leave fp16 "
-                "out of export.precision, or train with weight decay."
+                f"weight {name} reaches {largest:g}, but the largest fp16 value is {_LARGEST:g}. Leave fp16 out of "
+                "export.precision, or train with weight decay."
             )
-    converted = convert_float_to_float16(network, keep_io_types=True, op_block_list=[])
-    half = OnnxModel(converted)
+    half = OnnxModel(
+        convert_float_to_float16(network, keep_io_types=True, op_block_list=[])
+    )
     half.topological_sort()  # the converter appends its casts at the end
-    sorted_model: onnx.ModelProto = half.model
-    return sorted_model
+    graph: onnx.GraphProto = half.model.graph
+    return graph
 
 
 _BINS, _PERCENTILE = 2048, 99.99  # of each activation; docs/log.md compares others
@@ -257,9 +257,8 @@ def activation_ranges(
     )
     with contextlib.redirect_stdout(None):  # it prints
         for image in images:
-            values = dict(
-                zip(names, session.run(None, _feed(model, image)), strict=True)
-            )
+            outputs = session.run(None, {model.graph.input[0].name: image[None]})
+            values = dict(zip(names, outputs, strict=True))
             for name, value in values.items():
                 if not np.isfinite(value).all():
                     raise ExportError(
@@ -278,18 +277,16 @@ def _quantized_nodes(graph: onnx.GraphProto) -> list[str]:
     """Names of the nodes that run in int8."""
     needed = before_convolutions(graph)
     weights = {tensor.name for tensor in graph.initializer}
-    found = []
-    for node, is_inside in zip(graph.node, between_convolutions(graph), strict=True):
+
+    def fits(node: onnx.NodeProto, *, is_inside: bool) -> bool:
         if node.op_type == CONV:
             makes_logits = needed.isdisjoint(node.output)
-            fits = not makes_logits and all(name in weights for name in node.input[1:])
-        else:
-            fits = (
-                is_inside and node.op_type in _ALONG and weights.isdisjoint(_data(node))
-            )
-        if fits:
-            found.append(node.name)
-    return found
+            return not makes_logits and weights.issuperset(node.input[1:])
+        along = is_inside and node.op_type in _ALONG
+        return along and weights.isdisjoint(_data(node))
+
+    pairs = zip(graph.node, between_convolutions(graph), strict=True)
+    return [node.name for node, inside in pairs if fits(node, is_inside=inside)]
 
 
 def _named(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -302,12 +299,9 @@ def _named(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _activations(graph: onnx.GraphProto, nodes: Sequence[str]) -> list[str]:
     """Names of the tensors that need a scale."""
-    wanted = set(nodes)
-    names: dict[str, None] = {}
-    for node in graph.node:
-        if node.name in wanted:
-            names |= dict.fromkeys((*_data(node), *node.output))
-    return list(names)
+    chosen = (node for node in graph.node if node.name in nodes)
+    named = (name for node in chosen for name in (*_data(node), *node.output))
+    return list(dict.fromkeys(named))
 
 
 def _data(node: onnx.NodeProto) -> list[str]:
@@ -347,10 +341,6 @@ def _quantized(
     result: onnx.ModelProto = quantizer.model.model
     del result.graph.value_info[:], result.metadata_props[:]
     return result
-
-
-def _feed(model: onnx.ModelProto, image: Image) -> dict[str, NDArray[Any]]:
-    return {model.graph.input[0].name: image[None]}
 
 
 @contextlib.contextmanager
