@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from segpipe.data.mix import absent_root
-from segpipe.data.samples import open_splits
+from segpipe.data.samples import absent_root, open_splits
 from segpipe.determinism.flags import mapping_differences
 from segpipe.disk import sha256
 from segpipe.errors import CheckpointError, ConfigError, SegpipeError, listed

@@ -24,7 +24,7 @@ from segpipe.audit.evidence import (
     Verify,
 )
 from segpipe.audit.replay import first_difference, read_config, replay
-from segpipe.data.mix import absent_root
+from segpipe.data.samples import absent_root
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import plugin_sources
 from segpipe.errors import CHECKED_IN_PART, CheckpointError, ConfigError, SegpipeError

@@ -14,7 +14,7 @@ from segpipe.data.catalog import table_path
 from segpipe.data.data_set import DataSet
 from segpipe.data.pairs import scan_undivided
 from segpipe.data.readers import threaded
-from segpipe.data.samples import file_samples, image_pixels, open_samples, sequence
+from segpipe.data.samples import file_samples, open_samples, over, sequence
 from segpipe.datasets.division import divide
 from segpipe.datasets.exported import (
     BACKGROUND,
@@ -96,7 +96,7 @@ def split(given: dict[str, Any]) -> int:
     if table_path(data).is_file():
         samples = file_samples(data, found)
         with progress("reading masks", len(names)) as show:
-            pixels = np.stack(image_pixels(samples, range(len(samples)), show))
+            pixels = np.stack(over(samples, samples.counts, range(len(samples)), show))
     ways = {key: given[key] for key in ("val", "by", "seed", "pattern")}
     chosen = np.array(divide(names, **ways, pixels=pixels))
     sides = {"train": ~chosen, "val": chosen}

@@ -27,15 +27,14 @@ from segpipe.errors import DataError
 from segpipe.keys import generator, sample_key
 
 if TYPE_CHECKING:
-    from segpipe.data.mix import DataPart
     from segpipe.data.pairs import Pair
     from segpipe.settings.groups import DataConfig
 
 NEEDED = ("__len__", "name", "read", "classes")  # files(index), size(index): if it can
-SHAPES = {
-    "image": "uint8 (H, W, 3) in RGB order",
-    "target": "uint8 (H, W) of class ids",
-}
+SHAPES = (
+    ("image", 3, "uint8 (H, W, 3) in RGB order"),
+    ("target", 2, "uint8 (H, W) of class ids"),
+)
 # A file; or of a sample that names none, what reads it and returns its SHA-256.
 Input = Path | Callable[[], str]
 SOME_PACKED = 16  # samples of a pack that are read to check it
@@ -48,6 +47,10 @@ class SubSet(NamedTuple):
     label: str  # empty: it is no mixture
     samples: DataSet
     weight: float
+    key: str = ""  # data.mix[n]
+    ids: NDArray[np.uint8] = np.arange(
+        256, dtype=np.uint8
+    )  # shared id per own train id
 
 
 class Samples(Protocol):
@@ -149,8 +152,8 @@ class FileSamples(DataSet):
         return (self,)
 
     def inputs(self) -> dict[str, Input]:
-        paths = [*self.sources, *self._paths()]
-        return {self._below(path): Path(path) for path in paths}
+        root, paths = self.facts.root, [*self.sources, *self._paths()]
+        return {os.path.relpath(path, root): Path(path) for path in paths}
 
     def hashes(self) -> dict[str, str]:
         """SHA-256 by path of those images and masks that were read as a whole and have not changed since."""
@@ -171,17 +174,7 @@ class FileSamples(DataSet):
 
     def _paths(self) -> list[str]:
         """Of images and masks."""
-        paths: list[str] = []
-        for pair in self.pairs:
-            paths += pair[1:]
-        return paths
-
-    def _below(self, path: str) -> str:
-        """The path below the root."""
-        below = f"{self.facts.root.rstrip('/')}/"
-        if path.startswith(below):  # relpath takes 20 times as long
-            return path[len(below) :]
-        return Path(os.path.relpath(path, below)).as_posix()
+        return [path for pair in self.pairs for path in pair[1:]]
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -248,82 +241,73 @@ class SyntheticSamples(DataSet):
     def size(self, index: int) -> tuple[int, int]:
         return self.scene_size
 
-    def problems(
-        self, indices: Sequence[int], progress: Progress = silent
-    ) -> Iterator[str]:
-        """None: there is nothing to be wrong."""
-        return iter(())
-
 
 @dataclass(frozen=True)
 class MixedSamples(DataSet):
     """The samples of several data sets, one set after another, with the classes of the shared table."""
 
     classes: ClassTable
-    origins: tuple[DataPart, ...]
-    sets: tuple[DataSet, ...]
-    # Of each set: shared train id per own train id, (256,).
-    ids: tuple[NDArray[np.uint8], ...]
+    sets: tuple[SubSet, ...]
 
     def thread_safe(self) -> bool:
-        return all(one.thread_safe() for one in self.sets)
+        return all(one.samples.thread_safe() for one in self.sets)
 
     def file_sets(self) -> Sequence[FileSamples]:
-        return [files for one in self.sets for files in one.file_sets()]
+        return [files for one in self.sets for files in one.samples.file_sets()]
 
     def inputs(self) -> dict[str, Input]:
-        found: dict[str, Input] = {}
-        for origin, one in zip(self.origins, self.sets, strict=True):
-            own = one.inputs().items()
-            found |= {f"{origin.key}/{name}": source for name, source in own}
-        return found
+        return {
+            f"{one.key}/{name}": source
+            for one in self.sets
+            for name, source in one.samples.inputs().items()
+        }
 
     @cached_property
-    def firsts(self) -> list[int]:
-        """Index of the first sample of each set."""
-        return [0, *accumulate(map(len, self.sets))][:-1]
+    def ends(self) -> list[int]:
+        """Index behind the last sample of each set."""
+        return list(accumulate(len(one.samples) for one in self.sets))
 
     def __len__(self) -> int:
-        return sum(map(len, self.sets))
+        return self.ends[-1]
 
-    def place(self, index: int) -> tuple[int, int]:
-        """Number of the set, and index of the sample in it."""
-        number = bisect(self.firsts, index) - 1
-        return number, index - self.firsts[number]
+    def place(self, index: int) -> tuple[SubSet, int]:
+        """The set of a sample, and its index there."""
+        number = bisect(self.ends, index)
+        one = self.sets[number]
+        return one, index - self.ends[number] + len(one.samples)
 
     def name(self, index: int) -> str:
-        number, own = self.place(index)
-        return f"{self.origins[number].label}/{self.sets[number].name(own)}"
+        one, own = self.place(index)
+        return f"{one.label}/{one.samples.name(own)}"
 
     def read(self, index: int) -> Sample:
-        number, own = self.place(index)
-        image, target = self.sets[number].read(own)
-        return image, np.asarray(cv2.LUT(target, self.ids[number]), np.uint8)
+        one, own = self.place(index)
+        image, target = one.samples.read(own)
+        return image, np.asarray(cv2.LUT(target, one.ids), np.uint8)
 
     def size(self, index: int) -> tuple[int, int]:
-        number, own = self.place(index)
-        return self.sets[number].size(own)
+        one, own = self.place(index)
+        return one.samples.size(own)
 
     def counts(self, index: int) -> NDArray[np.int64]:
-        number, own = self.place(index)
-        counts = self.sets[number].counts(own)
+        one, own = self.place(index)
+        counts = one.samples.counts(own)
         shared = np.zeros(IGNORE_INDEX + 1, np.int64)
-        np.add.at(shared, self.ids[number][: len(counts)], counts)
+        np.add.at(shared, one.ids[: len(counts)], counts)
         return shared[: self.classes.num_classes]
 
     def countable(self) -> list[int]:
         found: list[int] = []
-        for first, one in zip(self.firsts, self.sets, strict=True):
-            found += [first + index for index in one.countable()]
+        for end, one in zip(self.ends, self.sets, strict=True):
+            first = end - len(one.samples)
+            found += [first + index for index in one.samples.countable()]
         return found
 
     def parts(self) -> list[SubSet]:
-        found = []
-        for part, one, ids in zip(self.origins, self.sets, self.ids, strict=True):
-            samples = MixedSamples(self.classes, (part,), (one,), (ids,))
-            weight = float(len(one)) if part.weight is None else part.weight
-            found.append(SubSet(part.label, samples, weight))
-        return found
+        return [
+            one._replace(samples=MixedSamples(self.classes, (one,)))
+            for one in self.sets
+        ]
 
 
 @dataclass(frozen=True)
@@ -376,7 +360,7 @@ class PluginSamples(DataSet):
         for index in range(len(self)):
             files = self.source.files(index) if hasattr(self.source, "files") else ()
             for path in map(Path, files):
-                found[Path(os.path.relpath(path, self.root)).as_posix()] = path
+                found[os.path.relpath(path, self.root)] = path
             if not files:
                 found[f"{self.split}/{self.name(index)}"] = partial(self.sha256, index)
         return found
@@ -394,15 +378,12 @@ class PluginSamples(DataSet):
         return f"data.name = {self.path}, split {self.split}"
 
     def _problem(self, image: Any, target: Any) -> str:
-        for (what, needed), array, ndim in zip(
-            SHAPES.items(), (image, target), (3, 2), strict=True
-        ):
-            if not isinstance(array, np.ndarray):
-                found = f"a {type(array).__name__}"
-            elif array.dtype != np.uint8 or array.ndim != ndim:
+        for array, (what, ndim, needed) in zip((image, target), SHAPES, strict=True):
+            found = f"a {type(array).__name__}"
+            if isinstance(array, np.ndarray):
+                if array.dtype == np.uint8 and array.ndim == ndim:
+                    continue
                 found = f"{array.dtype} {array.shape}"
-            else:
-                continue
             return f"the {what} {found}, but a numpy array {needed} was needed."
         if image.shape != (*target.shape, 3):
             return (
@@ -454,5 +435,5 @@ def _table(source: Any, path: str) -> ClassTable:
             f"{len(palette)} colors, but a ClassTable, or different names with one RGB "
             "color each, were needed."
         )
-    ids = {train: train for train in range(len(names))} | {IGNORE_INDEX: IGNORE_INDEX}
+    ids = {train: train for train in (*range(len(names)), IGNORE_INDEX)}
     return ClassTable(path.rpartition(":")[2], names, palette, ids)

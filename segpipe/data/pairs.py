@@ -332,15 +332,15 @@ def _listed(listing: Path, images: Files, ending: str, found: Scan) -> set[str]:
             found.faults.append(
                 f"{listing} lists {line:.200}, but images has no such stem."
             )
-    _report_repeated(listing, stems, found)
+    _report_repeated(f"{listing} lists", stems, found)
     return set(stems)
 
 
-def _report_repeated(listing: Path, names: Counter[str], found: Scan) -> None:
+def _report_repeated(start: str, names: Counter[str], found: Scan) -> None:
     """Add a fault for each name that a list has more than once."""
     for name, times in names.items():
         if times > 1:
-            found.faults.append(f"{listing} has {name} {times} times.")
+            found.faults.append(f"{start} {name} {times} times.")
 
 
 def _pair_by_table(layout: FolderLayout, found: Scan) -> None:
@@ -382,7 +382,7 @@ def _pair_by_table(layout: FolderLayout, found: Scan) -> None:
         if not absent:
             found.pairs.append(pair)
 
-    _report_repeated(table, names, found)
+    _report_repeated(f"{table} has", names, found)
 
 
 def _text(path: Path) -> str:

@@ -21,7 +21,6 @@ from segpipe.data.masks import (
     content_of,
     read_target,
 )
-from segpipe.data.mix import all_parts
 from segpipe.data.readers import (
     JPEG_DAMAGE,
     Header,
@@ -33,7 +32,7 @@ from segpipe.data.readers import (
     silent,
     threaded,
 )
-from segpipe.data.samples import check_scorable, image_pixels, open_readable, over
+from segpipe.data.samples import all_parts, check_scorable, open_readable, over
 from segpipe.disk import sha256
 from segpipe.errors import DataError, listed
 
@@ -192,7 +191,7 @@ def _grouped(errors: Iterable[DataError]) -> Iterator[str]:
 def missing_labels(split: str, samples: DataSet) -> Iterator[str]:
     """Warnings about images without a labelled pixel, classes that no image has, and a few black-and-white masks."""
     indices = samples.countable()
-    counts = np.array(image_pixels(samples, indices))
+    counts = np.array(over(samples, samples.counts, indices))
     empty = np.flatnonzero(counts.sum(1) == 0)
     if empty.size:
         yield (

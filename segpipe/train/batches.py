@@ -21,7 +21,7 @@ from segpipe.data.order import (
     repeats_by_class,
     repeats_by_sequence,
 )
-from segpipe.data.samples import CachedSamples, image_pixels, sequences
+from segpipe.data.samples import CachedSamples, over, sequences
 from segpipe.errors import DataError
 from segpipe.keys import sample_key
 from segpipe.losses.cross_entropy import class_weights
@@ -157,7 +157,9 @@ def counted(
             )
 
     shape = len(own), samples.classes.num_classes
-    rows = np.array(image_pixels(samples, own, progress), np.int64).reshape(shape)
+    rows = np.array(over(samples, samples.counts, own, progress), np.int64).reshape(
+        shape
+    )
     counts = merged_counts(group.gather(PixelCounts(rows, np.array(own, np.int64))))
     say(
         f"counted the classes of {len(indices)} training masks in {time.monotonic() - start:.1f} s"

@@ -13,14 +13,15 @@ import pytest
 from runs import DIGESTS, run
 from segpipe.cli.main import main as segpipe
 from segpipe.data.data_set import DataSet, MixedSamples
-from segpipe.data.mix import absent_root, parts
 from segpipe.data.order import COUNTS_NAME, PixelCounts, load_counts
 from segpipe.data.samples import (
     CachedSamples,
+    absent_root,
     check_labelled,
     class_pixels,
     image_sizes,
     open_samples,
+    parts,
 )
 from segpipe.datasets.problems import problems
 from segpipe.errors import DataError
