@@ -15,7 +15,7 @@ DARK_LEVEL = 8  # a pixel is dark if no channel is above
 BRIGHT_LEVEL = 247  # a pixel is bright if no channel is below
 _ROWS, _COLUMNS = 64, 128  # at most about twice as many are looked at
 _BLOCKS = 8  # along either side
-_LOST = 0.95  # a row is lost when so many of its pixels equal a neighbour
+_LOST = 0.95  # a row or column is lost when so many of its pixels equal a neighbour
 _ROWS_APART = 61  # of the rows that are compared before the whole frame
 _BUFFERS = 4  # frames that a driver may send in turn
 
@@ -80,7 +80,8 @@ def look_at(image: NDArray[np.uint8]) -> tuple[dict[str, float], NDArray[np.floa
     """Quantities of an image uint8 (H, W, 3) without `upright`, and what makes the difference between up and down.
 
     mean: level of all channels. dark_share, bright_share: of pixels. flat_share: of pixels that equal their right
-    neighbour (coarse blocks of a decoder). lost_rows: share of the rows that are constant or equal to the next one.
+    neighbour (coarse blocks of a decoder). lost_rows: share of the rows that are constant or equal to the next one, or
+    of such columns, if that is larger.
     structure: standard deviation of the luminance of 8x8 blocks, in levels (a covered lens has none). green: largest
     excess of green over the other channels in a band of rows, in levels. The second is (12,): luminance, detail and
     blueness of four bands of rows less those of the bands opposite; it changes its sign when the image is turned.
@@ -90,8 +91,8 @@ def look_at(image: NDArray[np.uint8]) -> tuple[dict[str, float], NDArray[np.floa
     here = _planes(image[: height - 1 : down, : width - 1 : right])
     beside = _planes(image[: height - 1 : down, 1::right])
     below = _planes(image[1::down, : width - 1 : right])
-    flat = (here == beside).all(0).mean(1)
-    same = (here == below).all(0).mean(1)
+    flat, same = (here == beside).all(0), (here == below).all(0)
+    lost = [np.maximum(flat.mean(a), same.mean(a)) > _LOST for a in (0, 1)]
     highest, lowest = here.max(0), here.min(0)
 
     red, green, blue = here.astype(np.int16)
@@ -108,7 +109,7 @@ def look_at(image: NDArray[np.uint8]) -> tuple[dict[str, float], NDArray[np.floa
         "dark_share": np.mean(highest <= DARK_LEVEL),
         "bright_share": np.mean(lowest >= BRIGHT_LEVEL),
         "flat_share": flat.mean(),
-        "lost_rows": np.mean(np.maximum(flat, same) > _LOST),
+        "lost_rows": max(map(np.mean, lost)),
         "structure": grid.std(),
         "green": _in_bands((2 * green - red - blue).mean(1)).max() / 2,
     }

@@ -123,6 +123,10 @@ CORRUPTIONS: dict[str, tuple[Callable[[Image], Image], set[tuple[Status, str]]]]
     ),
     "half gray": (lost(128), {(Status.IMPLAUSIBLE, "lost_rows")}),
     "half repeated": (lost(None), {(Status.IMPLAUSIBLE, "lost_rows")}),
+    "half gray, on a side": (
+        lambda image: np.where(np.arange(image.shape[1])[:, None] < 250, image, 128),
+        {(Status.IMPLAUSIBLE, "lost_rows")},
+    ),
     "half green": (lost(GREEN), {(Status.IMPLAUSIBLE, "lost_rows")}),
     "green": (
         lambda image: np.clip(image + np.array([-60, 80, -60]), 0, 255),
