@@ -36,12 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     try:
         return int(given.action(given))
-    except ArtifactError as error:
+    except (ArtifactError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
-        return error.exit_code
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        return getattr(error, "exit_code", 2)
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)
         return 130

@@ -110,14 +110,21 @@ def read_artifact(folder: Path | str, *, precision: str = "fp32") -> Artifact:
     sums = read_sums(folder)
     for name in sorted(sums):  # all of them, also those that are not used here
         read_file(folder, name, sums)
-    manifest = _manifest(folder, sums)
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(read_file(folder, MANIFEST, sums))
+    except (ValueError, RecursionError) as error:
+        raise _altered(f"{path} is not JSON ({error}).") from None
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != FORMAT:
+        raise _altered(f"{path} has format {found!r}, but {FORMAT!r} was needed.")
     try:
         return _artifact(folder, manifest, precision, sums)
     except ArtifactError:
         raise
     except Exception as error:  # an altered manifest may have any type anywhere
         raise _altered(
-            f"{folder / MANIFEST} does not follow {FORMAT} ({type(error).__name__}: {error})."
+            f"{path} does not follow {FORMAT} ({type(error).__name__}: {error})."
         ) from error
 
 
@@ -134,13 +141,22 @@ def _artifact(
             f"{folder} has profile {profile}, but the runtime needs {PROFILE}: uint8 frames in, mask and confidence "
             "out. Export again."
         )
-    for name, entry in manifest["files"].items():
+    files: dict[str, Any] = manifest["files"]
+    onnx_files = {}
+    for name, entry in files.items():
         if name in sums and entry.get("sha256", sums[name]) != sums[name]:
             raise _altered(
                 f"{folder / name} is the file of {SUMS}, but {MANIFEST} describes one with sha256 "
                 f"{entry['sha256'][:12]}...: both were changed after the export."
             )
-    name = _model_file(folder, manifest, precision)
+        if entry["format"] == "onnx":
+            onnx_files[entry["precision"]] = name
+    if precision not in onnx_files:
+        raise UnusableError(
+            f"{folder} has no ONNX file of precision {precision}, only: {', '.join(onnx_files) or 'none'}. Choose one "
+            "of these."
+        )
+    name = onnx_files[precision]
     io = manifest["io"]
     frame = tuple(io["inputs"][0]["shape"][1:])
     answers = [tuple(entry["shape"][1:]) for entry in io["outputs"]]
@@ -150,9 +166,7 @@ def _artifact(
         model=read_file(folder, name, sums),
         frame=frame,
         answers=answers,
-        golden=_golden(
-            folder, manifest, [frame, *answers], sums, manifest["files"][name]
-        ),
+        golden=_golden(folder, manifest, [frame, *answers], sums, files[name]),
         model_id=f"{manifest['model']}-{precision}-{sums[name][:12]}",
         ema_digest=str(manifest["source"]["ema_digest"]),
         requires=dict(manifest.get("requires", {})),
@@ -212,32 +226,6 @@ def read_file(folder: Path, name: str, sums: Mapping[str, str]) -> bytes:
             "truncated."
         )
     return content
-
-
-def _manifest(folder: Path, sums: Mapping[str, str]) -> dict[str, Any]:
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(read_file(folder, MANIFEST, sums))
-    except (ValueError, RecursionError) as error:
-        raise _altered(f"{path} is not JSON ({error}).") from None
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
-        raise _altered(f"{path} has format {found!r}, but {FORMAT!r} was needed.")
-    return dict(manifest)
-
-
-def _model_file(folder: Path, manifest: Mapping[str, Any], precision: str) -> str:
-    """Name of the ONNX file of the given precision."""
-    names = {
-        entry["precision"]: name
-        for name, entry in manifest["files"].items()
-        if entry["format"] == "onnx"
-    }
-    if precision in names:
-        return str(names[precision])
-    raise UnusableError(
-        f"{folder} has no ONNX file of precision {precision}, only: {', '.join(names) or 'none'}. Choose one of these."
-    )
 
 
 def _golden(

@@ -134,12 +134,9 @@ class FrameLimits:
 
     def __init__(self, entry: Mapping[str, Any]) -> None:
         """Reads `frame_limits` of the manifest. Raises ValueError for one that is no number, such as NaN."""
-        self._weights = np.array(entry["upright_weights"], np.float64)
-        self._ranges = {name: np.array(entry[name], np.float64) for name in QUANTITIES}
-        for name, numbers in (
-            ("upright_weights", self._weights),
-            *self._ranges.items(),
-        ):
+        names = (*QUANTITIES, "upright_weights")
+        self._ranges = {name: np.array(entry[name], np.float64) for name in names}
+        for name, numbers in self._ranges.items():
             if not np.isfinite(numbers).all():
                 raise ValueError(
                     f"frame_limits.{name} = {numbers}, but finite numbers were needed"
@@ -148,7 +145,7 @@ class FrameLimits:
     def check(self, image: NDArray[np.uint8]) -> None:
         """Raises Refused for an image (H, W, 3) outside a range."""
         found, profile = look_at(image)
-        found["upright"] = float(profile @ self._weights)
+        found["upright"] = float(profile @ self._ranges["upright_weights"])
         for name, value in found.items():
             low, high = self._ranges[name]
             if not low <= value <= high:

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,31 +31,24 @@ _WARMUP = 3  # onnxruntime plans its memory in the first runs
 Masks = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 
+@dataclass(eq=False)
 class Segmenter:
     """Answers the frames of one camera with an exported network; create it with `Segmenter.load`.
 
     Threads may share it: one frame is answered at a time. Processes may not: after a fork the child loads its own.
     """
 
-    def __init__(
-        self,
-        artifact: Artifact,
-        session: Session,
-        *,
-        deadline_ms: float | None = None,
-        max_age_s: float = 0.5,
-        frozen_after: int = 5,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self.artifact = artifact
-        self.session = session
-        self.deadline_ms = deadline_ms
-        self.max_age_s = max_age_s
-        self.frozen_after = frozen_after
-        self.clock = clock
-        self.last_error = ""  # why the last frame without an answer has none
-        self._num_classes = len(artifact.manifest["classes"])
-        self._limits = FrameLimits(artifact.manifest["frame_limits"])
+    artifact: Artifact
+    session: Session
+    deadline_ms: float | None = None
+    max_age_s: float = 0.5
+    frozen_after: int = 5
+    clock: Callable[[], float] = time.time
+    last_error: str = ""  # why the last frame without an answer has none
+
+    def __post_init__(self) -> None:
+        self._num_classes = len(self.artifact.manifest["classes"])
+        self._limits = FrameLimits(self.artifact.manifest["frame_limits"])
         self._repeats = RepeatCounter()
         self._stamps = StampCheck()
         self._lock = threading.Lock()
@@ -84,10 +78,16 @@ class Segmenter:
         export was not verified.
         """
         deadline_fits = deadline_ms is None or 0 < deadline_ms < math.inf
-        _require("deadline_ms", deadline_ms, deadline_fits)
-        _require("threads", threads, threads >= 1)
-        _require("max_age_s", max_age_s, max_age_s > 0)
-        _require("frozen_after", frozen_after, frozen_after >= 0)
+        for name, value, fits in (
+            ("deadline_ms", deadline_ms, deadline_fits),
+            ("threads", threads, threads >= 1),
+            ("max_age_s", max_age_s, max_age_s > 0),
+            ("frozen_after", frozen_after, frozen_after >= 0),
+        ):
+            if not fits:
+                raise ValueError(
+                    f"{name} = {value}, but a number above 0 was needed (0 for frozen_after: never)."
+                )
         artifact = read_artifact(folder, precision=precision)
         if artifact.status.startswith("UNVERIFIED"):
             warnings.warn(artifact.caveat, stacklevel=2)
@@ -119,20 +119,24 @@ class Segmenter:
         due = math.inf if self.deadline_ms is None else start + self.deadline_ms / 1e3
         try:
             masks = self._answer(image, stamp, due)
-            status = Status.OK
+            result = Result(Status.OK, *masks, 0.0, self.artifact.model_id)
         except Refused as refused:
-            status, self.last_error = refused.status, str(refused)
+            self.last_error = str(refused)
+            result = self.refuse(refused.status)
         # A robot needs the next frame more than a traceback of this one.
         except Exception as error:
-            status, self.last_error = Status.ERROR, f"{type(error).__name__}: {error}"
-        if status is not Status.OK:
-            masks = self._no_answer()
-        latency_ms = (time.perf_counter() - start) * 1e3
-        return Result(status, *masks, latency_ms, self.artifact.model_id)
+            self.last_error = f"{type(error).__name__}: {error}"
+            result = self.refuse(Status.ERROR)
+        return result._replace(latency_ms=(time.perf_counter() - start) * 1e3)
 
     def refuse(self, status: Status) -> Result:
         """A result without an answer, for a frame that could not even be read."""
-        return Result(status, *self._no_answer(), 0.0, self.artifact.model_id)
+        shape, coarse = self.artifact.answers
+        mask, confidence = (
+            np.full(shape, NO_ANSWER, np.uint8),
+            np.zeros(coarse, np.uint8),
+        )
+        return Result(status, mask, confidence, 0.0, self.artifact.model_id)
 
     def _answer(
         self, image: NDArray[np.uint8], stamp: float | None, due: float
@@ -183,29 +187,15 @@ class Segmenter:
             why = f"{image.dtype}, but uint8 was needed: 0 to 255"
             raise Refused(Status.BAD_DTYPE, why)
         repeated = self._repeats.count(image) if self.frozen_after else 0
-        if stamp is not None:
-            self._check_stamp(stamp)
+        if stamp is not None and not self._stamps.is_fresh(
+            stamp, now := self.clock(), self.max_age_s
+        ):
+            why = (
+                f"stamp = {stamp} and the clock says {now}, but it must be within {self.max_age_s} s of the clock and "
+                "not before that of an earlier frame"
+            )
+            raise Refused(Status.STALE, why)
         self._limits.check(image)
         if self.frozen_after and repeated >= self.frozen_after:
             why = f"{repeated} frames in a row equal one of the last different ones"
             raise Refused(Status.FROZEN, why)
-
-    def _check_stamp(self, stamp: float) -> None:
-        now = self.clock()
-        if not self._stamps.is_fresh(stamp, now, self.max_age_s):
-            raise Refused(
-                Status.STALE,
-                f"stamp = {stamp} and the clock says {now}, but it must be within {self.max_age_s} s of the clock and "
-                "not before that of an earlier frame",
-            )
-
-    def _no_answer(self) -> Masks:
-        mask, confidence = self.artifact.answers
-        return np.full(mask, NO_ANSWER, np.uint8), np.zeros(confidence, np.uint8)
-
-
-def _require(name: str, value: float | None, fits: bool) -> None:
-    if not fits:
-        raise ValueError(
-            f"{name} = {value}, but a number above 0 was needed (0 for frozen_after: never)."
-        )
