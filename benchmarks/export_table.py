@@ -27,7 +27,6 @@ from benchmarks.measure import interleaved, machine
 from segpipe.cli.main import main as segpipe
 from segpipe.data.samples import open_samples
 from segpipe.export.artifact.manifest import Origin, describe
-from segpipe.export.convert import convert
 from segpipe.export.dataset import Check, gather
 from segpipe.export.gates.comparison import (
     LIMITS,
@@ -38,7 +37,7 @@ from segpipe.export.gates.comparison import (
     gate_mask,
     gate_preprocessing,
 )
-from segpipe.export.graph.formats import FORMATS
+from segpipe.export.graph.formats import FORMATS, convert
 from segpipe.export.graph.network import deploy_model, run_eager
 from segpipe.export.verify_report import ExportReport
 from segpipe.models import MODELS

@@ -24,9 +24,8 @@ from onnx import TensorProto, helper, numpy_helper
 from exports import SCENES, scenes
 from segpipe.data.samples import open_samples
 from segpipe.export.artifact.frame_statistics import unknown_frames
-from segpipe.export.artifact.manifest import in_file
 from segpipe.export.artifact.place import write_sums
-from segpipe.export.graph.network import manifest_text
+from segpipe.export.graph.network import in_file, manifest_text
 from segpipe.export.verify_report import write_sidecars
 
 Change = Callable[[Path], object]

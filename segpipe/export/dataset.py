@@ -50,26 +50,19 @@ def check_set(
     shape = images[0].shape if images else (*(size or ()), 3)
     real = [Check(name, image) for name, image in zip(names, images, strict=True)]
     copies = [copy for check in real[:_COPIED] for copy in _copies(check)]
-    generated = [
-        Check(name, image, is_real=False, is_scene=False)
-        for name, image in _generated(shape).items()
-    ]
-    return [*real, *copies, *generated]
-
-
-def _generated(shape: tuple[int, ...]) -> dict[str, Image]:
-    """Three constants, noise and a checkerboard, by name."""
+    generated = {
+        f"constant_{level}": np.full(shape, level, np.uint8) for level in (0, 128, 255)
+    }
+    noise = np.random.Generator(np.random.Philox(key=0))
+    generated["noise"] = noise.integers(0, 256, shape, dtype=np.uint8)
     rows, columns = np.ogrid[: shape[0], : shape[1]]
     squares = ((rows // 8 + columns // 8) % 2 * 255).astype(np.uint8)
-    generator = np.random.Generator(np.random.Philox(key=0))
-    return {
-        **{
-            f"constant_{level}": np.full(shape, level, np.uint8)
-            for level in (0, 128, 255)
-        },
-        "noise": generator.integers(0, 256, shape, dtype=np.uint8),
-        "checkerboard": np.repeat(squares[..., None], 3, axis=2),
-    }
+    generated["checkerboard"] = np.repeat(squares[..., None], 3, axis=2)
+    made = (
+        Check(name, image, is_real=False, is_scene=False)
+        for name, image in generated.items()
+    )
+    return [*real, *copies, *made]
 
 
 def _copies(check: Check) -> Iterator[Check]:

@@ -33,9 +33,9 @@ from segpipe.export.artifact.place import (
     write_sums,
     writing,
 )
-from segpipe.export.convert import convert
 from segpipe.export.dataset import Check, GateInputs, check_set, gather
 from segpipe.export.gates.judge import judge, load_as_robot, require_engines
+from segpipe.export.graph.formats import convert
 from segpipe.export.graph.network import (
     PROFILES,
     DeployModel,
@@ -137,8 +137,11 @@ def export_run(
             manifest["allow_unverified"] = settings.allow_unverified
             require_schema(manifest)
             result = ExportReport(out_dir, manifest)
+            # fp32 first, since the others are made from it
+            kinds = [(name, "fp32") for name in settings.formats]
+            reduced = [name for name in ("fp16", "int8") if name in settings.precision]
+            kinds += [("onnx", name) for name in reduced]
             with writing(out_dir):
-                kinds = _kinds(settings)
                 converted = convert(result, model, size, (files, probes), kinds, frames)
             comparisons = judge(result, model, trained.preprocess, converted, inputs)
         for name, entry in result.files.items():
@@ -168,13 +171,6 @@ def _check_request(
         )
     check_critical_classes(settings.critical_classes, trained.classes.names)
     check_place(out_dir)
-
-
-def _kinds(settings: ExportConfig) -> list[tuple[str, str]]:
-    """(format, precision) of every file; fp32 first, since the others are made from it."""
-    kinds = [(name, "fp32") for name in settings.formats]
-    reduced = [name for name in ("fp16", "int8") if name in settings.precision]
-    return kinds + [("onnx", name) for name in reduced]
 
 
 def _complete(

@@ -21,11 +21,10 @@ from segpipe.export.artifact.manifest import (
     schema_problems,
 )
 from segpipe.export.artifact.place import sums_problems
-from segpipe.export.convert import conversion_problems, convert
 from segpipe.export.dataset import GateInputs
 from segpipe.export.gates.comparison import gate_integrity
 from segpipe.export.gates.judge import judge, load_as_robot, require_engines
-from segpipe.export.graph.formats import ModelFile
+from segpipe.export.graph.formats import ModelFile, conversion_problems, convert
 from segpipe.export.graph.network import PROFILES, DeployModel, Image, Manifest, Size
 from segpipe.export.graph.onnx_format import write_probe
 from segpipe.export.verify_report import (

@@ -13,11 +13,10 @@ import pytest
 from onnx import numpy_helper
 
 from exports import SIZE, tiny_network
-from segpipe.export import convert
-from segpipe.export.artifact.manifest import Origin, describe, in_file
-from segpipe.export.convert import conversion_problems
-from segpipe.export.graph.formats import FORMATS, ModelFile
-from segpipe.export.graph.network import Manifest, deploy_model
+from segpipe.export.artifact.manifest import Origin, describe
+from segpipe.export.graph import formats
+from segpipe.export.graph.formats import FORMATS, ModelFile, conversion_problems
+from segpipe.export.graph.network import Manifest, deploy_model, in_file
 
 KINDS = ("onnx", "torchscript")
 Plant = Callable[[Path], None]
@@ -212,7 +211,7 @@ def test_a_channel_of_small_weights_may_move_no_more_than_another(
         "bias_quantized": np.array([-10_000, 3000, 40, 7], np.int32),
         "weight_quantized": np.arange(-100, 100, dtype=np.int8).repeat(2),
     }[name]
-    assert convert._is_rounding(name, change(values), values, "int8") is same
+    assert formats._is_rounding(name, change(values), values, "int8") is same
 
 
 @pytest.mark.parametrize(
@@ -231,4 +230,4 @@ def test_rounding_is_a_share_of_the_largest_value(
 ) -> None:
     values = np.array([1000, 1], kind)
     moved = (values + np.array([1000 * share, 0])).astype(kind)
-    assert convert._is_rounding("weight", moved, values, precision) is same
+    assert formats._is_rounding("weight", moved, values, precision) is same

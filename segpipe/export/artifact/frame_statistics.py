@@ -19,7 +19,7 @@ _NEARLY_ALL = 0.99  # a completely dark, bright or flat frame is refused whateve
 _ENOUGH = 16  # images to learn up from down
 _CLEARLY = 0.25  # share of the median score that the least upright image must have
 _OPEN = [-1000.0, 1000.0]  # no limit
-_LEVELS, _SHARES = [0.0, 255.0], [0.0, _NEARLY_ALL]
+_SHARES = ("dark_share", "bright_share", "flat_share")
 
 
 def frame_entries(images: Iterable[Image], source: str) -> dict[str, Any]:
@@ -39,12 +39,13 @@ def frame_entries(images: Iterable[Image], source: str) -> dict[str, Any]:
 
 def unknown_frames() -> dict[str, Any]:
     """`frame_statistics` and `frame_limits` without images: only completely dark, bright or flat frames are refused."""
-    limits: dict[str, Any] = dict.fromkeys(QUANTITIES, _OPEN)
-    limits |= dict.fromkeys(("dark_share", "bright_share", "flat_share"), _SHARES)
-    statistics = {"source": "none", "images": 0, "quantiles": {}}
     return {
-        "frame_statistics": statistics,
-        "frame_limits": {**limits, "upright_weights": [0.0] * 12},
+        "frame_statistics": {"source": "none", "images": 0, "quantiles": {}},
+        "frame_limits": {
+            **dict.fromkeys(QUANTITIES, _OPEN),
+            **{name: [0.0, _NEARLY_ALL] for name in _SHARES},
+            "upright_weights": [0.0] * 12,
+        },
     }
 
 
@@ -83,8 +84,7 @@ def _limits(quantiles: dict[str, list[float]]) -> dict[str, list[float]]:
     lowest = {name: low for name, (low, _, _) in quantiles.items()}
     highest = {name: high for name, (_, _, high) in quantiles.items()}
     shares = {
-        name: [0.0, min((1 + highest[name]) / 2, _NEARLY_ALL)]
-        for name in ("dark_share", "bright_share", "flat_share")
+        name: [0.0, min((1 + highest[name]) / 2, _NEARLY_ALL)] for name in _SHARES
     }
     limits = {
         "mean": [lowest["mean"] / 4, 255 - (255 - highest["mean"]) / 4],

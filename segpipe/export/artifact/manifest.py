@@ -97,18 +97,6 @@ def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
 
 
 SCHEMA = Path(__file__).with_name("manifest.schema.json")
-# Entries that exist only once there are files.
-FIGURES = (
-    "status",
-    "created",
-    "check_images",
-    "real_images",
-    "sigma",
-    "gates",
-    "files",
-    "dropped",
-    "latency",
-)
 # Entries that are read and not repeated: they describe the time of the export.
 NOT_REPEATED = ("format", "precision", "versions", "warnings", "allow_unverified")
 # How far numbers may be from those computed again by another processor or image decoder, of 1 or of a larger value
@@ -223,12 +211,6 @@ def require_schema(manifest: Manifest) -> None:
     found = schema_problems(manifest)
     if found:
         raise integrity_refusal(NOT_EXPORTED, found, "docs/manifest.md")
-
-
-def in_file(manifest: Manifest, precision: str) -> Manifest:
-    """The part of manifest.json that is inside a file of this precision: all but the figures."""
-    inside = {name: value for name, value in manifest.items() if name not in FIGURES}
-    return {**inside, "precision": precision}
 
 
 def differences(claimed: Any, computed: Any, where: str = "") -> Iterator[str]:

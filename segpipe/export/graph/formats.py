@@ -1,4 +1,8 @@
-"""Table of file formats, and TorchScript: how each is converted, opened and checked."""
+"""Table of file formats, and TorchScript: how each is converted, opened, checked, and compared with what it came from.
+
+Conversion is deterministic. With the same versions TorchScript files are equal byte for byte; of an ONNX file
+everything is equal but the values of its tensors, which may differ by the rounding of another processor.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +10,56 @@ import contextlib
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import onnx
 import torch
+from numpy.typing import NDArray
+from onnx import numpy_helper
 
+from segpipe.disk import sha256
 from segpipe.errors import ExportError
+from segpipe.export.graph.lowprec import to_fp16, to_int8
 from segpipe.export.graph.network import (
+    Image,
     Manifest,
     Profile,
     Run,
     Size,
     dtype_name,
+    in_file,
     io_problems,
     manifest_text,
     torch_run,
 )
 from segpipe.export.graph.onnx_format import (
+    IR_VERSION,
     open_in_engine,
     open_onnx,
     problems_of_onnx,
     to_onnx,
+    write_probe,
 )
+from segpipe.export.verify_report import one_line
+from segpipe.runtime.artifact import MANIFEST_KEY
 from segpipe.runtime.engines import BF16
 
 if TYPE_CHECKING:
     from segpipe.export.graph.network import DeployModel
+    from segpipe.export.verify_report import ExportReport
 
 MANIFEST_FILE = "manifest.json"  # extra file inside
 jit: Any = torch.jit  # has no annotations
 _C: Any = torch._C
+
+# What another processor may change: share of a tensor's largest value
+_ROUNDING = {"fp32": 1e-5, "fp16": 1e-3, "int8": 1e-5}
+_SCALES = 0.05  # share of each value that an int8 file takes from its calibration
+_MOVED = 0.01  # share of the int8 weights of a tensor that may move by 1
 
 _MANGLED = re.compile(rb"___torch_mangle_\d+")
 _DEBUG = ".debug_pkl"  # source lines by file name, which the loader does not need
@@ -127,11 +149,7 @@ def problems_of_torchscript(path: Path, manifest: Manifest) -> list[str]:
     with torch.no_grad():
         outputs = module(zeros)
     got = [
-        {
-            "name": entry["name"],
-            "dtype": dtype_name(output),
-            "shape": list(output.shape),
-        }
+        (entry["name"], dtype_name(output), list(output.shape))
         for entry, output in zip(needed, outputs, strict=False)
     ]
     if len(outputs) != len(needed):
@@ -143,8 +161,8 @@ def problems_of_torchscript(path: Path, manifest: Manifest) -> list[str]:
 def quiet_torchscript() -> Iterator[None]:
     """Hides torch.jit's deprecation warnings: docs/export.md tells the reader, and the user cannot act on them."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is", FutureWarning)
-        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is", DeprecationWarning)
+        for category in (FutureWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is", category)
         # Sizes become constants of the trace. That is intended: a trace never has a free height or width.
         warnings.filterwarnings("ignore", category=jit.TracerWarning)
         yield
@@ -253,3 +271,130 @@ class ModelFile:
             return FORMATS[self.format].problems(self.path, self.manifest)
         except Exception as error:  # checkers and loaders raise many types; an unreadable file is refused
             return [f"{type(error).__name__}: {error}"]
+
+
+def convert(
+    result: ExportReport,
+    model: DeployModel,
+    size: Size,
+    folders: tuple[Path, Path],
+    kinds: Sequence[tuple[str, str]],
+    frames: Sequence[Image],
+) -> list[ModelFile]:
+    """The files to judge, after describing them in `result.files`.
+
+    folders: for the shipped files and for the probes. kinds: (format, precision) of each file, fp32 before what is made
+    from it. frames: (H, W, 3) of `size`, for the calibration of int8. A reduced precision that cannot be converted is
+    noted in `result.dropped`. Raises ExportError when torch cannot convert the network.
+    """
+    files = []
+    for name, precision in kinds:
+        file_name = FORMATS[name].file_name(precision)
+        shipped, probe = (folder / file_name for folder in folders)
+        manifest = in_file(result.manifest, precision)
+
+        entry: dict[str, Any] = {"format": name, "precision": precision}
+        if precision == "fp32":
+            FORMATS[name].write(model, size, manifest, shipped, probe)
+        else:
+            source = shipped.with_name(FORMATS[name].file_name())
+            try:
+                if precision == "fp16":
+                    to_fp16(source, shipped)
+                else:
+                    to_int8(source, shipped, frames)
+            except OSError:  # the disk's fault, not the network's
+                raise
+            except Exception as error:  # onnxruntime's converters raise many types
+                reason = f"{source.name} could not be converted ({type(error).__name__}: {error})"
+                result.dropped[file_name] = one_line(reason)
+                continue
+            reduced = onnx.load(shipped)
+            reduced.ir_version = IR_VERSION  # the quantizer raises it
+            text = manifest_text(manifest)
+            onnx.helper.set_model_props(reduced, {MANIFEST_KEY: text})
+            onnx.save(reduced, shipped)
+            write_probe(shipped, probe)
+
+        entry |= {"bytes": shipped.stat().st_size, "sha256": sha256(shipped)}
+        result.files[file_name] = entry
+        files.append(ModelFile(name, precision, shipped, probe, manifest))
+    return files
+
+
+def conversion_problems(shipped: Path, converted: ModelFile) -> list[str]:
+    """How `shipped` differs from the file that the same versions made from the checkpoint; empty when it does not.
+
+    Nothing of the shipped file is executed.
+    """
+    problem = ""
+    if converted.format == "onnx":
+        try:
+            problem = _onnx_difference(shipped, converted.path, converted.precision)
+        except Exception as error:  # parsers of an altered file raise many types
+            problem = f"it cannot be compared ({type(error).__name__}: {error})"
+    # An archive of code, which torch writes the same every time
+    elif shipped.read_bytes() != converted.path.read_bytes():
+        problem = "its bytes are others"
+    if not problem:
+        return []
+    return [f"{shipped.name} is not what the checkpoint converts to: {problem}"]
+
+
+def _onnx_difference(shipped: Path, converted: Path, precision: str) -> str:
+    """The first difference between two ONNX files; empty when they differ in rounding and in their manifest at most."""
+    model = onnx.load(shipped, load_external_data=False)
+    other = onnx.load(converted)
+    values, expected = _take_values(model), _take_values(other)
+
+    if model != other:
+        return f"{_other_fields(model.graph, other.graph) or _other_fields(model, other)} differ"
+    for name, array in values.items():
+        if not _is_rounding(name, array, expected[name], precision):
+            return f"tensor {name} has other values"
+    return ""
+
+
+def _take_values(model: onnx.ModelProto) -> dict[str, NDArray[Any]]:
+    """Values of the tensors, which are taken out of the model, as is the manifest."""
+    values = {}
+    for tensor in model.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
+            raise ValueError(f"tensor {tensor.name} is stored outside the file")
+        values[tensor.name] = numpy_helper.to_array(tensor)
+        for field, _ in tensor.ListFields():
+            if field.name.endswith("_data"):
+                tensor.ClearField(field.name)
+    for entry in model.metadata_props:
+        entry.ClearField("value")
+    return values
+
+
+def _other_fields(one: Any, other: Any) -> str:
+    """Names of the fields in which two messages differ."""
+    names = (field.name for field in one.DESCRIPTOR.fields)
+    return ", ".join(
+        name for name in names if getattr(one, name) != getattr(other, name)
+    )
+
+
+def _is_rounding(
+    name: str, values: NDArray[Any], expected: NDArray[Any], precision: str
+) -> bool:
+    """Whether the values of a tensor differ by no more than another processor explains; NaN does not count as equal."""
+    wanted = expected.astype(np.float64)
+    moved = np.abs(values.astype(np.float64) - wanted)
+
+    # Weights of an int8 file
+    if precision == "int8" and values.dtype.itemsize == 1:
+        few = np.count_nonzero(moved) <= max(1, _MOVED * moved.size)
+        return bool((moved <= 1).all() and few)
+
+    # Scales and biases, which are int32: of each value, since a channel of small weights has a scale far below that of
+    # its layer
+    is_bias = values.dtype == np.int32
+    if precision == "int8" and (is_bias or name.endswith("_scale")):
+        return bool((moved <= _SCALES * np.abs(wanted) + is_bias).all())
+
+    share = _ROUNDING[precision] if values.dtype.kind == "f" else 0.0
+    return bool(moved.max(initial=0.0) <= share * np.abs(wanted).max(initial=0.0))

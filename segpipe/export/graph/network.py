@@ -28,6 +28,20 @@ MASK, CONFIDENCE, LOGITS, NORMALISED = "mask", "confidence", "logits", "normalis
 PROBES = (LOGITS, NORMALISED)
 
 
+# Entries that exist only once there are files.
+FIGURES = (
+    "status",
+    "created",
+    "check_images",
+    "real_images",
+    "sigma",
+    "gates",
+    "files",
+    "dropped",
+    "latency",
+)
+
+
 class Answer(NamedTuple):
     """Outputs for one image; None where the file has no such output.
 
@@ -104,12 +118,9 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def io_problems(
-    kind: str, got: list[dict[str, Any]], expected: list[dict[str, Any]]
-) -> list[str]:
-    """G1 finding when name, dtype or shape of inputs or outputs differ from the manifest's."""
-    keys = ("name", "dtype", "shape")
-    needed = [{key: entry[key] for key in keys} for entry in expected]
+def io_problems(kind: str, got: list[Any], expected: list[Manifest]) -> list[str]:
+    """G1 finding when (name, dtype, shape) of inputs or outputs differ from the manifest's."""
+    needed = [(entry["name"], entry["dtype"], entry["shape"]) for entry in expected]
     if got == needed:
         return []
     return [f"{kind} = {got}, but the manifest has {needed}"]
@@ -118,6 +129,12 @@ def io_problems(
 def manifest_text(manifest: Manifest) -> str:
     """The manifest as JSON text, the same in every file: equal content gives equal text."""
     return json.dumps(manifest, sort_keys=True, indent=1, allow_nan=False)
+
+
+def in_file(manifest: Manifest, precision: str) -> Manifest:
+    """The part of manifest.json that is inside a file of this precision: all but the figures."""
+    inside = {name: value for name, value in manifest.items() if name not in FIGURES}
+    return {**inside, "precision": precision}
 
 
 class DeployModel(nn.Module):

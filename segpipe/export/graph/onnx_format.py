@@ -141,11 +141,7 @@ def problems_of_onnx(path: Path, manifest: Manifest) -> list[str]:
     declared = {"inputs": session.get_inputs(), "outputs": session.get_outputs()}
     for kind, entries in declared.items():
         got = [
-            {
-                "name": entry.name,
-                "dtype": _NUMPY_NAMES.get(entry.type, entry.type),
-                "shape": entry.shape,
-            }
+            (entry.name, _NUMPY_NAMES.get(entry.type, entry.type), entry.shape)
             for entry in entries
         ]
         found += io_problems(kind, got, manifest["io"][kind])
