@@ -10,7 +10,6 @@ is a color and a class id. Painting goes from far to near: later surfaces hide e
 from __future__ import annotations
 
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,13 +87,14 @@ class Canvas:
         self.zenith, self.haze, tint = _colors(colors)
         self.tint = tint / 240 * rng.uniform(0.84, 1.12, 3)
         self.pixels = np.zeros((rows, columns, 4), np.uint8)
-        self.focal = columns * rng.uniform(0.7, 0.92)  # in pixels, like the next two
-        self.column = columns * rng.uniform(0.38, 0.62)  # of the vanishing point
-        self.row = rows * rng.uniform(0.4, 0.52)  # of the horizon
-        self.height = rng.uniform(1.35, 1.9)  # of the camera, in metres
-        self.side = rng.uniform(1.0, 2.2)
-        self.heading = rng.uniform(-0.04, 0.04)  # of the road, as a slope
-        self.bend = rng.uniform(-0.007, 0.007)  # curvature of the road, 1/m
+        view = {name: rng.uniform(*ends) for name, ends in TABLES["view"].items()}
+        self.focal = columns * view["focal"]
+        self.column = columns * view["column"]
+        self.row = rows * view["row"]
+        self.height = view["height"]
+        self.side = view["side"]
+        self.heading = view["heading"]
+        self.bend = view["bend"]
         self._waiting: list[tuple[Face, Floats, Floats, float]] = []
 
     def fill(self, face: Face, shares: Floats, paint: Floats, gain: float = 1) -> None:
@@ -118,12 +118,12 @@ class Canvas:
                 self.fill(face, shares, own, gain)
 
     def flush(self) -> None:
-        """Paint what waits, under the light and behind haze. Hundreds of polygons are computed together."""
-        waiting, self._waiting = self._waiting, []
-        counts = [shares.size // 2 for _, shares, _, _ in waiting]
-        faces = np.array([face for face, *_ in waiting], np.float64)
+        """Paint what waits, under the light and behind haze. Hundreds of polygons are projected together."""
+        faces = np.array([face for face, *_ in self._waiting], np.float64)
+        points = [shares.reshape(-1, 2) for _, shares, *_ in self._waiting]
+        counts = [len(each) for each in points]
         foot, across, up = np.repeat(faces, counts, axis=0).transpose(1, 2, 0)
-        x, y = np.concatenate([each[1].reshape(-1, 2) for each in waiting]).T
+        x, y = np.concatenate(points).T
         side, height, ahead = foot + x * across + y * up
         ahead = np.maximum(ahead, NEAR)
         bent = (self.heading + 0.5 * self.bend * ahead) * ahead
@@ -131,18 +131,14 @@ class Canvas:
         columns = self.column + (side + bent - self.side) * scale
         rows = self.row + (self.height - height) * scale
         pixels = np.rint(np.column_stack([columns, rows])).astype(np.int32)
-        ends = list(accumulate(counts))
-        starts = [0, *ends[:-1]]
-        nearest = np.minimum.reduceat(ahead, starts)
-        clear = np.exp(-np.maximum(nearest - 4, 0) / self.visibility)[:, None]
-        paints = np.array([paint for _, _, paint, _ in waiting])
-        gains = np.array([gain for *_, gain in waiting])[:, None]
-        paints[:, :3] *= self.tint * gains * clear
-        paints[:, :3] += self.haze * (1 - clear)
-        places = zip(waiting, starts, ends, paints.tolist(), strict=True)
-        for (_, shares, _, _), start, end, color in places:
-            outlines = pixels[start:end].reshape(shares.shape)
-            cv2.fillPoly(self.pixels, list(outlines), color)
+        ends = np.cumsum(counts)[:-1]
+        outlines, depths = np.split(pixels, ends), np.split(ahead, ends)
+        for place, (_, shares, paint, gain) in enumerate(self._waiting):
+            nearest = depths[place].min()
+            clear = np.exp(-max(nearest - 4, 0) / self.visibility)
+            color = paint[:3] * (self.tint * gain * clear) + self.haze * (1 - clear)
+            polygons = list(outlines[place].reshape(shares.shape))
+            cv2.fillPoly(self.pixels, polygons, [*color.tolist(), paint[3]])
 
 
 @cache
