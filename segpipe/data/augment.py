@@ -122,14 +122,10 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
         factor = log_uniform(*self.scale, self.py_random)
         draws = self.py_random.random(), self.py_random.random()
         kept = self._rare_pixel(data) or (None, None)
-        source, place = [], []
-        for axis, crop in enumerate(self.crop_size):
-            length = params["shape"][axis]
-            used, filled = _spans(length, crop, factor, draws[axis], kept[axis])
-            source.append(used)
-            place.append(filled)
-
-        return {"source": tuple(source), "place": tuple(place)}
+        axes = zip(params["shape"], self.crop_size, draws, kept, strict=False)
+        spans = [_spans(length, crop, factor, *axis) for length, crop, *axis in axes]
+        source, place = zip(*spans, strict=True)
+        return {"source": source, "place": place}
 
     def _rare_pixel(self, data: dict[str, Any]) -> tuple[int, int] | None:
         """Row and column of the pixel that the crop shall contain; None for a crop anywhere."""

@@ -39,7 +39,9 @@ FORMAT = f"2 {cv2.__version__} {PIL.__version__}"
 # A file that changes twice within a tick of the clock (4 ms, on some file systems 10)
 # has the same times: what was read of it within this time is not kept.
 SETTLED_NS = 50_000_000
-State = list[int]  # size, time of change of the content and of the inode
+# Size, time of change of the content, and of the inode: cp -p, touch and archives set the
+# first time, nothing sets the second.
+State = list[int]
 Check = Callable[[Header], None]  # raises DataError
 
 
@@ -72,10 +74,10 @@ class Facts:
 
     def header(self, path: str) -> Header:
         """Header of a picture file. Raises DataError for a damaged one."""
-        known = self._known(path)
-        if known:
-            return known.header
-        return self._learn(path, lambda state: Known(state, read_header(path))).header
+        known = self._known(path) or self._learn(
+            path, lambda state: Known(state, read_header(path))
+        )
+        return known.header
 
     def mask(self, path: str, check: Check = anything) -> tuple[Header, MaskValues]:
         """Header of a mask file, and what it holds. Raises DataError for a damaged one.
@@ -150,10 +152,10 @@ class Facts:
             state, header, digest, values = self._files[key]
             read = MaskValues.of_json(values) if values else None
             known = self._learned[key] = Known(state, Header(*header), digest, read)
-        return known if known.state == _state(path) else None
+        return known if known.state == state_of(path) else None
 
     def _learn(self, path: str, read: Callable[[State], Known]) -> Known:
-        state = _state(path)
+        state = state_of(path)
         known = read(state)
         if time.time_ns() - max(state[1:]) > SETTLED_NS:
             self._learned[self._key(path)] = known
@@ -187,7 +189,8 @@ def facts_of(root: str) -> Facts:
     return Facts(root)
 
 
-def _state(path: str) -> State:
+def state_of(path: str) -> State:
+    """Of a file as it is now."""
     try:
         now = os.stat(path)
     except OSError:  # the reader says what is wrong

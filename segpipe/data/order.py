@@ -17,7 +17,7 @@ import io
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
@@ -218,7 +218,7 @@ class _Repeat:
     member: Member
     due: int  # number of the first request that may do it
     made_by: set[int]  # workers that may not
-    left: int = field(default=REPEATS)
+    left: int = REPEATS
 
 
 def requests(

@@ -29,6 +29,7 @@ import numpy as np
 import PIL
 from numpy.typing import NDArray
 
+from segpipe.data.facts import State, state_of
 from segpipe.disk import sha256
 from segpipe.errors import DataError
 
@@ -45,9 +46,6 @@ MOST_MAPS = 40_000
 PAGE_BYTES = 4096  # an entry takes some 400
 # The pack is read-only, or somebody removed it: samples are read from their files.
 GIVE_UP = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
-# A source file: size, time of change of the content, and of the inode: cp -p, touch and
-# archives set the first time, nothing sets the second.
-State = list[int]
 Sample = tuple[
     NDArray[np.uint8], NDArray[np.uint8]
 ]  # image (H, W, 3) RGB, target (H, W) of train ids
@@ -91,18 +89,16 @@ class Pack:
 
         content = self._mapped(key)
         if content is not None:
-            fault = self._fault(key, pair, content)
-            if not fault:
+            try:
+                sample = self._checked(key, pair, content)
+            except ValueError as fault:
+                again = "It is read from its files and packed again."
+                print(f"{fault}. {again}", file=sys.stderr)
+            else:
                 self._use.setdefault(key, "intact")
-                sample = _sample(content)
                 if len(self._ready) < MOST_MAPS:
                     self._ready[key] = sample
                 return sample
-
-            print(
-                f"{fault}. It is read from its files and packed again.",
-                file=sys.stderr,
-            )
 
         before = _states(pair)
         sample = decode()
@@ -112,7 +108,6 @@ class Pack:
             entry = PackEntry(key, height, width, before, digests)
             if self._write(entry, b"".join(part.tobytes() for part in sample)):
                 self._use[key] = "added" if content is None else "replaced"
-
         return sample
 
     def holds(self, pair: Pair) -> bool:
@@ -141,28 +136,28 @@ class Pack:
             return np.empty(0, np.uint8)
         return np.frombuffer(content, np.uint8)
 
-    def _fault(self, key: str, pair: Pair, content: NDArray[np.uint8]) -> str:
-        """Why a file of the pack must not be used; empty if it may."""
+    def _checked(self, key: str, pair: Pair, content: NDArray[np.uint8]) -> Sample:
+        """The sample in a file of the pack. Raises ValueError where it must not be used."""
+        damaged = ValueError(f"{self.folder}: {pair.name} is damaged")
+        pixels = content[PAGE_BYTES:]
         try:
             digest, text = json.loads(content[:PAGE_BYTES].tobytes())
-            if digest != _digest(text, content[PAGE_BYTES:]):
-                raise ValueError
             entry = PackEntry(*json.loads(text))
         except (TypeError, ValueError):
-            return f"{self.folder}: {pair.name} is damaged"
-
+            raise damaged from None
+        if digest != _digest(text, pixels):
+            raise damaged
         if entry.key != key:
-            return f"{self.folder}: {pair.name} is another sample"
+            raise ValueError(f"{self.folder}: {pair.name} is another sample")
 
-        now = _states(pair)
-        for place, path in enumerate(pair[1:]):
-            if now[place] == entry.states[place]:
-                continue
-            same_size = now[place][0] == entry.states[place][0]
-            if not same_size or sha256(Path(path)) != entry.sha256[place]:
-                return f"{path} was changed after it was packed"
+        facts = zip(pair[1:], _states(pair), entry.states, entry.sha256, strict=True)
+        for path, now, then, packed in facts:
+            if now != then and (now[0] != then[0] or sha256(Path(path)) != packed):
+                raise ValueError(f"{path} was changed after it was packed")
 
-        return ""
+        size = entry.height, entry.width
+        image, target = np.split(pixels, [3 * entry.height * entry.width])
+        return image.reshape(*size, 3), target.reshape(size)
 
     def _write(self, entry: PackEntry, pixels: bytes) -> bool:
         """Whether the sample could be written: not if the pack is read-only or gone."""
@@ -201,16 +196,6 @@ def open_pack(data: DataConfig, table: MaskTable) -> Pack | None:
     return Pack(folder, repr((ids, table.kind, colors, table.exif)))
 
 
-def _sample(content: NDArray[np.uint8]) -> Sample:
-    """Image and target in a file without fault."""
-    _, text = json.loads(content[:PAGE_BYTES].tobytes())
-    entry = PackEntry(*json.loads(text))
-    size = entry.height, entry.width
-    pixels = content[PAGE_BYTES:]
-    image, target = np.split(pixels, [3 * entry.height * entry.width])
-    return image.reshape(*size, 3), target.reshape(size)
-
-
 def _digest(text: str, pixels: Any) -> str:
     """Binds the pixels of an entry to what it says of them."""
     digest = hashlib.sha256(text.encode())
@@ -220,11 +205,4 @@ def _digest(text: str, pixels: Any) -> str:
 
 def _states(pair: Pair) -> list[State]:
     """Of image and mask as they are now."""
-    found = []
-    for path in pair[1:]:
-        try:
-            now = os.stat(path)
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}.") from None
-        found.append([now.st_size, now.st_mtime_ns, now.st_ctime_ns])
-    return found
+    return [state_of(path) for path in pair[1:]]

@@ -96,16 +96,11 @@ def deliver(
     a worker has died, or has sent nothing for how.timeout_s.
     """
     if how.workers:
-        return Ring(items, iter(requests), how).deliver()
-    return _in_process(items, requests, how.pinned)
-
-
-def _in_process(
-    items: Items, requests: Iterable[Any], pinned: bool
-) -> Generator[Item, None, None]:
-    """On one thread as in a worker: the bits of user code with torch must not depend on `data.workers`."""
-    take = partial(torch.empty, dtype=torch.uint8, pin_memory=pinned)
+        yield from Ring(items, iter(requests), how).deliver()
+        return
+    take = partial(torch.empty, dtype=torch.uint8, pin_memory=how.pinned)
     for request in requests:
+        # As in a worker: the bits of user code with torch must not depend on `data.workers`.
         with one_thread():
             item = items.make(request, take)
         yield item
