@@ -23,11 +23,13 @@ import PIL
 from segpipe.data.readers import (
     Header,
     MaskValues,
+    State,
     header_of,
     read_file,
     read_header,
     read_image,
     read_mask,
+    state_of,
     values_of,
 )
 from segpipe.errors import CheckpointError
@@ -39,9 +41,6 @@ FORMAT = f"2 {cv2.__version__} {PIL.__version__}"
 # A file that changes twice within a tick of the clock (4 ms, on some file systems 10)
 # has the same times: what was read of it within this time is not kept.
 SETTLED_NS = 50_000_000
-# Size, time of change of the content, and of the inode: cp -p, touch and archives set the
-# first time, nothing sets the second.
-State = list[int]
 Check = Callable[[Header], None]  # raises DataError
 
 
@@ -187,12 +186,3 @@ class Facts:
 def facts_of(root: str) -> Facts:
     """The facts of a folder: one object for all splits and all checks of a process."""
     return Facts(root)
-
-
-def state_of(path: str) -> State:
-    """Of a file as it is now."""
-    try:
-        now = os.stat(path)
-    except OSError:  # the reader says what is wrong
-        return [-1, 0, 0]
-    return [now.st_size, now.st_mtime_ns, now.st_ctime_ns]

@@ -29,7 +29,7 @@ import numpy as np
 import PIL
 from numpy.typing import NDArray
 
-from segpipe.data.facts import State, state_of
+from segpipe.data.readers import State, state_of
 from segpipe.disk import sha256
 from segpipe.errors import DataError
 

@@ -62,6 +62,9 @@ OPAQUE = 255
 CHUNK = 8  # items that a thread takes at a time: a task costs 50 us, a small mask 100
 Pixels = NDArray[np.uint8] | NDArray[np.uint16]
 Value = int | tuple[int, int, int]  # an id or a color in a mask
+# Size, time of change of the content, and of the inode: cp -p, touch and archives set the
+# first time, nothing sets the second.
+State = list[int]
 Progress = Callable[[int, int], None]  # called with done and total
 T = TypeVar("T")
 R = TypeVar("R")
@@ -100,6 +103,15 @@ class RawMask(NamedTuple):
     ids: Pixels | None  # grey values or palette indices (H, W)
     rgba: NDArray[np.uint8] | None = None  # colors of the pixels, uint8 (H, W, 4)
     palette: NDArray[np.uint8] | None = None  # colors of the indices, uint8 (n, 4)
+
+
+def state_of(path: str) -> State:
+    """Of a file as it is now."""
+    try:
+        now = os.stat(path)
+    except OSError:  # the reader says what is wrong
+        return [-1, 0, 0]
+    return [now.st_size, now.st_mtime_ns, now.st_ctime_ns]
 
 
 def read_file(path: str, *, part: bool = False) -> bytes:
