@@ -11,8 +11,9 @@ move bytes, so algorithm, protocol and topology of the backend cannot change a n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ class FlatLayout:
     """
 
     def __init__(
-        self, like: Sequence[Tensor], *, bucket_size: int | None = None
+        self, like: Sequence[Tensor], *, bucket_size: float = math.inf
     ) -> None:
         self._entries: list[tuple[torch.Size, tuple[int, ...], int]] = []
         self.buckets: list[slice] = []
@@ -56,9 +57,7 @@ class FlatLayout:
             self.bucket_of.append(len(self.buckets))
 
             offset += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
-            if place == len(like) - 1 or (
-                bucket_size is not None and offset - start >= bucket_size
-            ):
+            if place == len(like) - 1 or offset - start >= bucket_size:
                 self.buckets.append(slice(start, offset))
                 self.members.append(range(first, place + 1))
                 start = offset
@@ -121,24 +120,24 @@ class TreeSum:
 
     def __init__(self, leaves: int, first: int = 0) -> None:
         self._leaves = leaves
-        self._first = first
         self._next = first
         self._nodes: list[Node] = []
         self._sums: list[Tensor] = []
 
-    def push(self, vector: Tensor, height: int = 0) -> Tensor | None:
+    def push(self, vector: Tensor, height: int = 0) -> list[Tensor]:
         """Add the next leaf, or the sum of the next subtree of this height. Consumes the vector.
 
-        Returns a vector that may be reused, if there is one.
+        Returns vectors that may be reused.
         """
-        free: Tensor | None = None
+        free = []
         node, taken = _grown(
             Node(height, self._next >> height), self._nodes, self._leaves
         )
         for _ in range(taken):
             left = self._sums.pop()
             left.add_(vector)
-            vector, free = left, vector
+            free.append(vector)
+            vector = left
 
         self._nodes[len(self._nodes) - taken :] = [node]
         self._sums.append(vector)
@@ -146,10 +145,9 @@ class TreeSum:
         return free
 
     def take(self) -> Tensor:
-        """The sum over all leaves, every one of which must have been pushed; leaves the tree empty."""
+        """The sum over all leaves, every one of which must have been pushed."""
         (root,) = self._sums
         assert self._next == self._leaves
-        self._clear()
         return root
 
     def close(self, last: Tensor, part: slice) -> list[Tensor]:
@@ -157,29 +155,12 @@ class TreeSum:
 
         Every part is closed once.
         """
-        taken = self._taken()
-        for left in reversed(self._sums[len(self._sums) - taken :]):
+        taken = _grown(Node(0, self._next), self._nodes, self._leaves)[1]
+        kept = len(self._sums) - taken
+        for left in reversed(self._sums[kept:]):
             left[part].add_(last[part])
             last = left
-        return [
-            *(held[part] for held in self._sums[: len(self._sums) - taken]),
-            last[part],
-        ]
-
-    def last_sum(self, last: Tensor) -> Tensor:
-        """The vector whose parts `close` returned last in its lists; leaves the tree empty."""
-        taken = self._taken()
-        total = self._sums[-taken] if taken else last
-        self._clear()
-        return total
-
-    def _taken(self) -> int:
-        return _grown(Node(0, self._next), self._nodes, self._leaves)[1]
-
-    def _clear(self) -> None:
-        self._nodes.clear()
-        self._sums.clear()
-        self._next = self._first
+        return [held[part] for held in (*self._sums[:kept], last)]
 
 
 class RankSum:
@@ -208,8 +189,8 @@ class RankSum:
         if len(self._levels) > 1:  # every rank holds one, and all are of one height
             self._leaves = self._levels[0].size
             self._heights = [0] * self._leaves
-        # Of each part: its collective, and the rest.
-        self._under_way: list[tuple[dist.Work, Iterator[dist.Work]]] = []
+        # Of each part: its collective (a dist.Work), and the rest.
+        self._under_way: list[tuple[Any, Iterator[Any]]] = []
 
     def start(self, parts: Sequence[Tensor], into: Tensor | None = None) -> None:
         """Send the chunks of the same contiguous part of every own subtree; not to be changed until `finish`.
@@ -235,7 +216,7 @@ class RankSum:
             if (following := next(collectives, None)) is not None:
                 self._under_way.append((following, collectives))
 
-    def _sum(self, parts: Sequence[Tensor], into: Tensor) -> Iterator[dist.Work]:
+    def _sum(self, parts: Sequence[Tensor], into: Tensor) -> Iterator[Any]:
         """Start one collective after the other; each must be complete before the next is asked for."""
         ranks = self._levels[0].size
 
@@ -260,10 +241,8 @@ class RankSum:
         self._contract.enter("all_to_all", received)  # what is sent differs
 
         everyone = self._levels[0].ranks
-        yield _started(
-            dist.all_to_all_single(
-                received, sent, arriving, leaving, group=everyone, async_op=True
-            )
+        yield dist.all_to_all_single(
+            received, sent, arriving, leaving, group=everyone, async_op=True
         )
 
         yield from self._climb(root, received, self._heights, self._leaves)
@@ -277,7 +256,7 @@ class RankSum:
         heights: Sequence[int],
         leaves: int,
         level: int = 0,
-    ) -> Iterator[dist.Work]:
+    ) -> Iterator[Any]:
         """Sum the chunks of subtrees of these heights, received on this level; continue above; gather the roots."""
         tree = TreeSum(leaves)
         chunks = received.view(len(heights), -1).unbind()
@@ -289,21 +268,12 @@ class RankSum:
             size, ranks = self._levels[level + 1]
             above = torch.empty_like(root)
             self._contract.enter("all_to_all", root, level=level + 1)
-            yield _started(
-                dist.all_to_all_single(above, root, group=ranks, async_op=True)
-            )
+            yield dist.all_to_all_single(above, root, group=ranks, async_op=True)
             yield from self._climb(root, above, [0] * size, size, level + 1)
         self._contract.enter("all_gather", vector, level=level)
 
         ranks = self._levels[level].ranks
-        yield _started(
-            _all_gather(vector, root.contiguous(), group=ranks, async_op=True)
-        )
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this process is in the group"
-    return work
+        yield _all_gather(vector, root.contiguous(), group=ranks, async_op=True)
 
 
 def tree_over_ranks(vector: Tensor, group: Group) -> Tensor:

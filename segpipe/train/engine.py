@@ -29,7 +29,7 @@ from segpipe.plugins import is_path
 from segpipe.settings.config import Config, config_hash
 from segpipe.train import checkpoint, opening
 from segpipe.train.batches import first_batch, loss_weights, shard_stream
-from segpipe.train.forward import norm_names
+from segpipe.train.forward import norms
 from segpipe.train.metrics import Validation, miou, scores, summary
 from segpipe.train.recorder import keeps_ledger, open_watch
 from segpipe.train.start import weights_summary
@@ -450,7 +450,7 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
         image, target = (part.to(run.group.device) for part in batch)
         told = eval_gap(
             current.ema.model,
-            norm_names(current.model),
+            list(norms(current.model)),
             image,
             target,
             config.train.precision,

@@ -132,56 +132,36 @@ def frozen_modules(model: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
-    """BatchNorm layers that gather statistics, in module order: all but those in frozen parts."""
+def norms(model: nn.Module) -> dict[str, nn.modules.batchnorm._BatchNorm]:
+    """BatchNorm layers that gather statistics, by name in module order: all but those in frozen parts."""
     frozen = set(frozen_modules(model))
-    kind = nn.modules.batchnorm._BatchNorm
-    return [m for m in model.modules() if isinstance(m, kind) and m not in frozen]
-
-
-def norm_names(model: nn.Module) -> list[str]:
-    """Names of `norms`."""
-    found = set(norms(model))
-    return [name for name, module in model.named_modules() if module in found]
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module not in frozen
+    }
 
 
 def statistics(model: nn.Module) -> list[Tensor]:
     """Running means and variances of `norms`, in module order."""
-    found = [value for m in norms(model) for value in (m.running_mean, m.running_var)]
+    layers = norms(model).values()
+    found = [value for m in layers for value in (m.running_mean, m.running_var)]
     return [value for value in found if value is not None]
 
 
-def counters(model: nn.Module) -> list[Tensor]:
-    """The number of its forward passes of each of `norms`, with which those without a momentum compute."""
-    found = [m.num_batches_tracked for m in norms(model)]
-    return [value for value in found if value is not None]
-
-
-@contextlib.contextmanager
-def uncounted(layers: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
-    """Inside, those of `norms` whose momentum is fixed count no passes: updates set the counters.
-
-    A kernel for each layer and shard, 79 of PIDNet-S, would be undone.
-    """
-    hidden = {}
-    for layer in layers:
-        if type(layer) is nn.BatchNorm2d and layer.momentum is not None:
-            hidden[layer] = layer._buffers["num_batches_tracked"]
-            layer._buffers["num_batches_tracked"] = None
-    try:
-        yield
-    finally:
-        for layer, counter in hidden.items():
-            layer._buffers["num_batches_tracked"] = counter
-
-
-class Kept:
-    """BatchNorm statistics and counters as they are before a step: every shard starts from them."""
+class Norms:
+    """What the `norms` of a network have before a step: every shard starts from it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._groups = []
-        for tensors in (statistics(model), counters(model)):
-            self._groups.append((tensors, [torch.empty_like(t) for t in tensors]))
+        self._layers = list(norms(model).values())
+        self.statistics = statistics(model)
+        # The passes of each layer, with which those without a momentum compute.
+        passes = [layer.num_batches_tracked for layer in self._layers]
+        self.counters = [value for value in passes if value is not None]
+        self._groups = [
+            (tensors, [torch.empty_like(value) for value in tensors])
+            for tensors in (self.statistics, self.counters)
+        ]
 
     def keep(self) -> None:
         for tensors, kept in self._groups:
@@ -190,6 +170,23 @@ class Kept:
     def put_back(self) -> None:
         for tensors, kept in self._groups:
             copy_all(tensors, kept)
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Inside, layers whose momentum is fixed count no passes: updates set the counters.
+
+        A kernel for each layer and shard, 79 of PIDNet-S, would be undone.
+        """
+        hidden = {}
+        for layer in self._layers:
+            if type(layer) is nn.BatchNorm2d and layer.momentum is not None:
+                hidden[layer] = layer._buffers["num_batches_tracked"]
+                layer._buffers["num_batches_tracked"] = None
+        try:
+            yield
+        finally:
+            for layer, counter in hidden.items():
+                layer._buffers["num_batches_tracked"] = counter
 
 
 def copy_all(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -25,14 +25,11 @@ from segpipe.models.plugin_network import ShardGuard
 from segpipe.models.preprocess import Preprocess
 from segpipe.train.forward import (
     AllHeads,
-    Kept,
+    Norms,
     autocast,
     copy_all,
-    norms,
-    statistics,
     tf32,
     training_heads,
-    uncounted,
 )
 
 if TYPE_CHECKING:
@@ -71,7 +68,7 @@ class BatchLoss:
         self.preprocess = Preprocess().to(self.device)
         assert bool(config.loss.teacher) == (self.state.teacher is not None)
         self.guard = ShardGuard(config, self.state.model)
-        self._norms = norms(self.state.model)
+        self.norms = Norms(self.state.model)
 
     def __call__(
         self, network: nn.Module, batch: ShardBatch, global_valid: Tensor
@@ -92,14 +89,18 @@ class BatchLoss:
                 value.to(self.device, non_blocking=True) for value in tensors
             ]
 
+        teacher = self.state.teacher
+        wanted = None
         with (
             watch.span("forward"),
             autocast(self.device, config.train.precision),
-            uncounted(self._norms),
+            self.norms.uncounted(),
         ):
             seen = self.preprocess(image, *color)
             heads = network(seen)
-            wanted = self._taught(seen)
+            if teacher is not None:
+                with torch.no_grad():
+                    wanted = TeacherLogits(teacher(seen), teacher.align_corners)
 
         watch.forward(seen, heads)
         with watch.span("loss"):
@@ -113,14 +114,6 @@ class BatchLoss:
                 teacher=wanted,
             )
 
-    def _taught(self, image: Tensor) -> TeacherLogits | None:
-        """What the teacher answers, without a gradient; None without a teacher."""
-        if self.state.teacher is None:
-            return None
-        with torch.no_grad():
-            logits = self.state.teacher(image)
-        return TeacherLogits(logits, self.state.teacher.align_corners)
-
 
 class ElasticGradients:
     """Sums over the shards by a fixed tree. Each shard is a batch of its own and starts from the step's statistics."""
@@ -133,19 +126,17 @@ class ElasticGradients:
             self.state.model, loss.config.compute, self.group.device
         )
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
-        self.statistics = statistics(self.state.model)
+        # Of a vector, those of the gradients come after statistics and figures.
+        self._first = len(loss.norms.statistics) + 1
 
-        self._part_names: list[str] = []
         self._layout: FlatLayout | None = None
         self._presence: tuple[list[bool], Tensor] | None = None
 
-        # Kept from step to step: fresh memory costs a page fault for every 4 KiB, 1 to 2 % of a small step on a CPU.
-        self._vectors: list[Tensor] = []
-        self._views: dict[int, list[Tensor]] = {}  # of each vector, by its address
-        self._kept = Kept(self.state.model)
+        # Vectors with their views, kept from step to step: fresh memory costs a page fault for every 4 KiB, 1 to 2 % of
+        # a small step on a CPU.
+        self._views: dict[Tensor, list[Tensor]] = {}
 
         self._exchange: _Exchange | None = None
-
         if self.group.world_size > 1:
             for place, parameter in enumerate(self.parameters):
                 parameter.register_post_accumulate_grad_hook(
@@ -154,35 +145,35 @@ class ElasticGradients:
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
         """Leave the reduced gradients in `.grad`: None where no shard of any rank gave one. A collective."""
-        leaves = self.loss.config.compute.shards
-        watch = self.loss.watch
+        config, watch = self.loss.config, self.loss.watch
+        leaves = config.compute.shards
         tree = TreeSum(leaves, shards[0].shard)
-        free = list(self._vectors)
+        free = list(self._views)
         losses = {}
 
         # Parameters for which no own shard gave a gradient.
         absent = set(range(len(self.parameters)))
 
-        count = len(self.statistics)
-        self._kept.keep()
-
+        self.loss.norms.keep()
         for number, batch in enumerate(shards, 1):
             parts = self.loss(self.network, batch, global_valid)
             layout = self._layout_for(parts)
-            flat = free.pop() if free else self._new(layout)
-            views = self._views[flat.data_ptr()]
+            flat = self._vector(layout, free)
+            views = self._views[flat]
 
-            last = number == len(shards)
-            if last and self.group.world_size > 1:
+            if number == len(shards) and self.group.world_size > 1:
                 # Not into `flat`: sums come back while its own gradients are still to be read by the watch.
-                total = free.pop() if free else self._new(layout)
-                across = RankSum(self.group, leaves)
                 self._exchange = _Exchange(
-                    layout, tree, flat, views, self.parameters, across, total
+                    layout,
+                    tree,
+                    flat,
+                    views,
+                    self.parameters,
+                    RankSum(self.group, leaves),
+                    self._vector(layout, free),
                 )
 
-            precision = self.loss.config.train.precision
-            with watch.span("backward"), tf32(precision):
+            with watch.span("backward"), tf32(config.train.precision):
                 self.state.scaler.scale(parts["total"]).backward()  # type: ignore[no-untyped-call]
             self.loss.guard.check(self.state.step, batch.shard)
             losses[batch.shard] = parts["total"].detach()
@@ -190,23 +181,26 @@ class ElasticGradients:
             with watch.span("reduction"):
                 absent -= self._collect(views, parts)
 
-            watch.shard(batch, parts["total"], views[:count], views[count + 1 :])
+            own, grads = views[: self._first - 1], views[self._first :]
+            watch.shard(batch, parts["total"], own, grads)
 
             with watch.span("reduction"):
-                if self._exchange is not None:
-                    self._exchange.wait()
-                    self._exchange = None
-                if not last:
-                    spare = tree.push(flat)
-                    free += [spare] if spare is not None else []
-                elif self.group.world_size == 1:
-                    tree.close(flat, slice(None))
+                if self._exchange is None:
+                    free += tree.push(flat)
+                else:
+                    self._exchange.across.finish()
 
-        root = tree.last_sum(flat)
+        root = tree.take() if self._exchange is None else self._exchange.total
+        self._exchange = None
+        return self._unpack(self._views[root], list(parts), losses, absent)
 
-        if self.group.world_size > 1:
-            root = total
-        return self._unpack(root, losses, absent)
+    def _vector(self, layout: FlatLayout, free: list[Tensor]) -> Tensor:
+        """One of the `free` vectors, or another."""
+        if free:
+            return free.pop()
+        vector = layout.new()
+        self._views[vector] = layout.views(vector)
+        return vector
 
     def _collect(self, views: list[Tensor], parts: dict[str, Tensor]) -> set[int]:
         """Move what a shard's pass left behind into its vector; returns the parameters that have a gradient."""
@@ -214,22 +208,16 @@ class ElasticGradients:
         if self._exchange is not None:
             given = self._exchange.given
 
-        count = len(self.statistics)
+        norms = self.loss.norms
         figures = self._figures(parts, given)
-        copy_all(views[: count + 1], [*self.statistics, figures])
+        copy_all(views[: self._first], [*norms.statistics, figures])
 
-        self._kept.put_back()
+        norms.put_back()
         if self._exchange is not None:
             self._exchange.send_rest()
         else:
-            _pack(views[count + 1 :], self.parameters)
+            _pack(views[self._first :], self.parameters)
         return {place for place, present in enumerate(given) if present}
-
-    def _new(self, layout: FlatLayout) -> Tensor:
-        vector = layout.new()
-        self._vectors.append(vector)
-        self._views[vector.data_ptr()] = layout.views(vector)
-        return vector
 
     def _on_grad_ready(self, place: int, _: Tensor) -> None:
         """Called by autograd after each addition to the gradient of parameter `place`.
@@ -248,11 +236,10 @@ class ElasticGradients:
 
     def _layout_for(self, parts: dict[str, Tensor]) -> FlatLayout:
         if self._layout is None:
-            self._part_names = list(parts)
             figures = torch.zeros(
                 len(parts) + len(self.parameters), device=self.group.device
             )
-            tensors = [*self.statistics, figures, *self.parameters]
+            tensors = [*self.loss.norms.statistics, figures, *self.parameters]
             self._layout = FlatLayout(tensors, bucket_size=BUCKET_SIZE)
         return self._layout
 
@@ -267,29 +254,31 @@ class ElasticGradients:
         return torch.cat([losses, self._presence[1]])
 
     def _unpack(
-        self, root: Tensor, losses: dict[int, Tensor], absent: set[int]
+        self,
+        views: list[Tensor],
+        names: list[str],
+        losses: dict[int, Tensor],
+        absent: set[int],
     ) -> Reduced:
         """Gradients and figures of the sum. Waits for a GPU only if no own shard used some parameter."""
-        views = self._views[root.data_ptr()]
+        *sums, figures = views[: self._first]
+        figures = figures.clone()
 
-        count = len(self.statistics)
-        figures = views[count].clone()
-
-        for parameter, grad in zip(self.parameters, views[count + 1 :], strict=True):
+        for parameter, grad in zip(self.parameters, views[self._first :], strict=True):
             parameter.grad = grad
 
         if absent:
-            shards_with = figures[len(self._part_names) :].tolist()
+            shards_with = figures[len(names) :].tolist()
             for place in absent:
                 # As torch leaves it: no weight decay, no momentum.
                 if not shards_with[place]:
                     self.parameters[place].grad = None
 
-        parts = dict(zip(self._part_names, figures.unbind(), strict=False))
-        means = _divided(views[:count], self.loss.config.compute.shards)
-        return Reduced(parts, means, losses)
+        parts = dict(zip(names, figures.unbind(), strict=False))
+        return Reduced(parts, _divided(sums, self.loss.config.compute.shards), losses)
 
 
+@dataclass
 class _Exchange:
     """Sends the last shard's vector to the other ranks, bucket after bucket, while its backward still runs.
 
@@ -297,38 +286,28 @@ class _Exchange:
     Their sums come back in that order too, each while the next buckets are computed.
     """
 
-    def __init__(
-        self,
-        layout: FlatLayout,
-        tree: TreeSum,
-        flat: Tensor,
-        views: list[Tensor],
-        parameters: list[nn.Parameter],
-        across: RankSum,
-        total: Tensor,
-    ) -> None:
-        """`flat` is the last shard's vector, with its `views`; `total` receives the sums."""
-        self._layout = layout
-        self._tree = tree
-        self._flat = flat
-        self._views = views
-        self._parameters = parameters
-        self._across = across
-        self._total = total
+    layout: FlatLayout
+    tree: TreeSum
+    flat: Tensor  # the last shard's vector
+    views: list[Tensor]  # of `flat`
+    parameters: list[nn.Parameter]
+    across: RankSum
+    total: Tensor  # receives the sums
 
-        self.given = [False] * len(parameters)  # which have a gradient
-        self._first = len(views) - len(parameters)  # place of the first gradient
+    def __post_init__(self) -> None:
+        self.given = [False] * len(self.parameters)  # which have a gradient
+        self._first = len(self.views) - len(self.parameters)  # the first gradient
         self._missing = []  # gradients of each bucket
-        for members in layout.members:
+        for members in self.layout.members:
             self._missing.append(sum(place >= self._first for place in members))
 
-        self._next = len(layout.buckets) - 1
+        self._next = len(self.layout.buckets) - 1
         # Buckets up to this one wait for statistics and figures.
-        self._held = layout.bucket_of[self._first - 1]
+        self._held = self.layout.bucket_of[self._first - 1]
 
     def on_grad_ready(self, place: int) -> bool:
         """Send the buckets that the gradient of parameter `place` completes; False if it has left already."""
-        bucket = self._layout.bucket_of[self._first + place]
+        bucket = self.layout.bucket_of[self._first + place]
         if bucket > self._next:
             return False
 
@@ -343,21 +322,17 @@ class _Exchange:
         while self._next >= 0:
             self._send()
 
-    def wait(self) -> None:
-        """Wait for the sums."""
-        self._across.finish()
-
     def _send(self) -> None:
-        members = self._layout.members[self._next]
-        bucket = self._layout.buckets[self._next]
+        members = self.layout.members[self._next]
+        bucket = self.layout.buckets[self._next]
 
         grads = [place for place in members if place >= self._first]
         _pack(
-            [self._views[place] for place in grads],
-            [self._parameters[place - self._first] for place in grads],
+            [self.views[place] for place in grads],
+            [self.parameters[place - self._first] for place in grads],
         )
 
-        self._across.start(self._tree.close(self._flat, bucket), self._total[bucket])
+        self.across.start(self.tree.close(self.flat, bucket), self.total[bucket])
         self._next -= 1
 
 
@@ -374,9 +349,6 @@ class DdpGradients:
         self.state = loss.state
         self.group = loss.group
         self.network: nn.Module = AllHeads(self.state.model)
-        self.statistics = statistics(self.state.model)
-        self._kept = Kept(self.state.model)
-        self._layout: FlatLayout | None = None
 
         if self.group.world_size > 1:
             device = self.group.device
@@ -396,10 +368,10 @@ class DdpGradients:
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
         """Leave the reduced gradients in `.grad`. A collective."""
+        norms, world_size = self.loss.norms, self.group.world_size
         self.loss.watch.whole_batch(shards)
-        self._kept.keep()
+        norms.keep()
 
-        world_size = self.group.world_size
         whole = shards[0]._replace(
             image=self._joined([batch.image for batch in shards]),
             target=self._joined([batch.target for batch in shards]),
@@ -419,15 +391,13 @@ class DdpGradients:
         self.loss.guard.check(self.state.step, whole.shard)
 
         losses = torch.stack([part.detach() for part in parts.values()])
-
-        tensors = [*self.statistics, losses]
-        self._layout = self._layout or FlatLayout(tensors)
-        flat = self._layout.new()
-        views = self._layout.views(flat)
+        tensors = [*norms.statistics, losses]
+        layout = FlatLayout(tensors)
+        flat = layout.new()
+        views = layout.views(flat)
         copy_all(views, tensors)
 
-        self._kept.put_back()
-
+        norms.put_back()
         tree_over_ranks(flat, self.group)
         *sums, figures = views
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from segpipe.losses.total import valid_pixels
-from segpipe.train.forward import counters, frozen_modules, statistics
+from segpipe.train.forward import copy_all, frozen_modules
 from segpipe.train.gradients import BatchLoss, DdpGradients, ElasticGradients
 from segpipe.train.state import learning_rate, set_rate
 
@@ -46,9 +46,7 @@ class TrainStep:
 
         model = self.state.model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.counters = counters(model)
         self.frozen = frozen_modules(model)
-        self.statistics = statistics(model)
 
         self.loss = BatchLoss(config, watch, class_weights)
         self.gradients: ElasticGradients | DdpGradients
@@ -103,7 +101,7 @@ class TrainStep:
         if state.scaler.is_enabled():
             # It skips an update that overflowed, so its statistics must be dropped, too.
             fits = torch.isfinite(norm)
-            pairs = zip(self._means, self.statistics, strict=True)
+            pairs = zip(self._means, self.loss.norms.statistics, strict=True)
             self._means = [torch.where(fits, *pair) for pair in pairs]
             finite = torch.isfinite(total)
 
@@ -114,8 +112,8 @@ class TrainStep:
     def apply(self) -> None:
         """Move weights and statistics by what the call found, then the average; counts the update."""
         state = self.state
-        if self._means:
-            torch._foreach_copy_(self.statistics, self._means)
+        norms = self.loss.norms
+        copy_all(norms.statistics, self._means)
 
         with self.watch.span("optimizer"):
             state.scaler.step(state.optimizer)
@@ -125,9 +123,9 @@ class TrainStep:
             state.ema.update(state.step)
 
         state.step += 1
-        if self.counters:  # of updates, for any number of shards
-            torch._foreach_zero_(self.counters)
-            torch._foreach_add_(self.counters, state.step)
+        if norms.counters:  # of updates, for any number of shards
+            torch._foreach_zero_(norms.counters)
+            torch._foreach_add_(norms.counters, state.step)
 
         self.watch.applied(self._rate)
 

@@ -194,7 +194,7 @@ class CountedExchange(gradients._Exchange):
     early: ClassVar[list[int]] = []
 
     def send_rest(self) -> None:
-        self.early.append(len(self._layout.buckets) - 1 - self._next)
+        self.early.append(len(self.layout.buckets) - 1 - self._next)
         Traced.events.append("backward ends")
         super().send_rest()
 
@@ -441,7 +441,10 @@ def test_every_view_starts_at_the_same_512_bytes_for_any_number_of_ranks(
             compute=SimpleNamespace(compile=False, cuda_graph=False)
         )
         loss = SimpleNamespace(
-            state=SimpleNamespace(model=model), group=group, config=config
+            state=SimpleNamespace(model=model),
+            group=group,
+            config=config,
+            norms=forward.Norms(model),
         )
         parts = dict.fromkeys(("main", "aux", "total"), torch.zeros(()))
         layout = gradients.ElasticGradients(cast(Any, loss))._layout_for(parts)
@@ -708,8 +711,8 @@ def test_the_watch_sees_the_input_and_what_each_shard_adds(mode: str) -> None:
     }
     for shard, _, statistics, grads in watch.shards:
         twin = fresh(config, dropout=0.0)
-        alone = TrainStep(config, Watch(ALONE, twin))
-        alone.gradients([shards[shard]], valid)
+        alone = TrainStep(settings(mode, shards=1), Watch(ALONE, twin))
+        alone.gradients([shards[shard]._replace(shard=0)], valid)
         assert all(
             map(
                 torch.equal,
@@ -731,6 +734,6 @@ def test_memory_for_gradients_grows_with_the_depth_of_the_tree_and_is_kept() -> 
     for _ in range(3):
         step(batches(0), torch.tensor(V * B * SIZE * SIZE))
         step.apply()
-        found.append([vector.data_ptr() for vector in step.gradients._vectors])
+        found.append([vector.data_ptr() for vector in step.gradients._views])
     assert len(found[0]) == 3
     assert found[0] == found[1] == found[2]
