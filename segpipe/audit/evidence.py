@@ -70,7 +70,8 @@ def _check_data(config: Config, recorded: Mapping[str, Any]) -> tuple[str, str]:
     if absent := absent_root(config.data):
         return UNCHECKED, f"data.root = {absent} does not exist here"
     try:
-        changed = inputs.changed_files(recorded, open_splits(config, packed=False))
+        found = inputs.inputs_of(open_splits(config, packed=False))
+        changed = inputs.changed_inputs(recorded, found)
     except SegpipeError as error:
         return FAILED, f"the data cannot be read: {error}"
     root, files = config.data.root, recorded["files"]

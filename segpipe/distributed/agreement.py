@@ -27,9 +27,7 @@ class Replica(Protocol):
     @property
     def state_digest(self) -> Tensor | None: ...
 
-    def state_parts(self) -> dict[str, list[int]]: ...
-
-    def part_names(self) -> dict[str, list[str]]: ...
+    def state_parts(self) -> dict[str, dict[str, int]]: ...
 
 
 def common_fingerprint(
@@ -116,7 +114,7 @@ class Agreement:
     def _stop(self) -> NoReturn:
         """Name the tensor and the ranks."""
         by_rank = self._group.gather(self._replica.state_parts())
-        verdict = first_disagreement(by_rank, self._replica.part_names())
+        verdict = first_disagreement(by_rank)
         raise DivergenceError(
             f"step {self._replica.state.step}: ranks that must hold the same bits do not. {verdict} No checkpoint was "
             f"written since. If it is always the same rank, test its memory and its GPU; if not, look for code that "
@@ -124,17 +122,15 @@ class Agreement:
         )
 
 
-def first_disagreement(
-    by_rank: Sequence[dict[str, list[int]]], names: dict[str, list[str]]
-) -> str:
+def first_disagreement(by_rank: Sequence[dict[str, dict[str, int]]]) -> str:
     """A sentence that names the first tensor on which ranks differ, and the ranks in the minority there.
 
-    by_rank: digests of each rank by kind (weights, optimizer, ...), in the order of `names`. Kinds are in the order in
+    by_rank: digests of each rank by kind (weights, optimizer, ...) and name of the tensor. Kinds are in the order in
     which a fault spreads.
     """
-    for kind, tensors in names.items():
-        for place, tensor in enumerate(tensors):
-            digests = [parts[kind][place] % 2**64 for parts in by_rank]
+    for kind, tensors in by_rank[0].items():
+        for tensor in tensors:
+            digests = [parts[kind][tensor] % 2**64 for parts in by_rank]
             usual, votes = Counter(digests).most_common(1)[0]
             if votes == len(digests):
                 continue

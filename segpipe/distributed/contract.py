@@ -28,13 +28,14 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from sys import _getframe
 from types import CodeType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from segpipe.errors import CollectiveError, SegpipeError, listed
 from segpipe.files import sha256_of
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+T = TypeVar("T")
 RING = 512  # calls that are remembered; the watcher looks every 0.3 s, and a step makes 4 to 40
 _MULTIPLIER = 6364136223846793005  # odd, so that every earlier call keeps its effect; Knuth's MMIX generator
 _WORD = 2**64 - 1
@@ -79,7 +81,7 @@ class CallLog:
     def __init__(self) -> None:
         self.count = 0
         self.rolling = 0
-        self._ring: list[Call | None] = [None] * RING
+        self._calls: deque[Call] = deque(maxlen=RING)
 
     def add(self, op: str, tensor: Tensor | None = None, level: int = 0) -> None:
         """Append a call; its line is the nearest one outside segpipe/distributed. 2 to 4 us."""
@@ -91,12 +93,11 @@ class CallLog:
         text, digest = _known(op, kind, shape, level, frame.f_code, frame.f_lineno)
         self.rolling = (self.rolling * _MULTIPLIER + digest) & _WORD
         self.count += 1
-        # The watcher may read at any time.
-        self._ring[self.count % RING] = Call(self.count, self.rolling, text)
+        self._calls.append(Call(self.count, self.rolling, text))
 
     def last(self) -> list[Call]:
-        """Calls in the ring, oldest first; may be called from another thread."""
-        return sorted(call for call in self._ring[:] if call is not None)
+        """The calls, oldest first; may be called from another thread."""
+        return list(self._calls)  # in one go: no other thread runs meanwhile
 
 
 @lru_cache(maxsize=1024)
@@ -131,8 +132,15 @@ def diagnose(
     how many every rank has made, as far as is known; `differ`: some were seen to differ, maybe longer ago; `hosts`: the
     machine of every rank, which is named where there are several.
     """
-    verdict = _first_difference(calls) or ("" if differ else _behind(calls, counts))
-    if not verdict:
+    if found := first_difference(calls):
+        number, sides = found
+        both = [f"{_listed(members)}: {call}" for call, members in sides.items()]
+        verdict = (
+            f"collective {number} is not the same on all ranks. {'; '.join(both)}. All ranks must make the same "
+            f"calls in the same order: look for a branch that only some of them take, or a size that depends on "
+            f"the rank."
+        )
+    elif differ or not (verdict := _behind(calls, counts)):
         verdict = (
             f"the last {RING} collectives are the same on all ranks, up to {_named(max(counts), calls)}: they differ "
             f"longer ago, data changed on the way, or a connection broke."
@@ -147,20 +155,22 @@ def diagnose(
     return verdict
 
 
-def _first_difference(calls: Mapping[int, Mapping[int, str]]) -> str:
+def first_difference(
+    calls: Mapping[int, Mapping[int, T]],
+) -> tuple[int, dict[T, list[int]]] | None:
+    """The first number at which calls differ, and the ranks of each call; None also when that is too long ago to tell.
+
+    `calls`: of each rank, its last calls, or the hash of all its calls up to each, by number. Every pair counts: a
+    third rank may be behind, because it died of what the two sent.
+    """
     for number in sorted({number for own in calls.values() for number in own}):
-        sides: dict[str, list[int]] = {}
+        sides: dict[T, list[int]] = {}
         for rank, own in calls.items():
             if number in own:
                 sides.setdefault(own[number], []).append(rank)
         if len(sides) > 1:
-            both = [f"{_listed(members)}: {call}" for call, members in sides.items()]
-            return (
-                f"collective {number} is not the same on all ranks. {'; '.join(both)}. All ranks must make the same "
-                f"calls in the same order: look for a branch that only some of them take, or a size that depends on "
-                f"the rank."
-            )
-    return ""
+            return number, sides
+    return None
 
 
 def _behind(calls: Mapping[int, Mapping[int, str]], counts: Sequence[int]) -> str:
@@ -193,19 +203,6 @@ def _on(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     return f" on {listed(list(dict.fromkeys(hosts[rank] for rank in ranks)), 8)}"
 
 
-def differ(states: Sequence[Mapping[int, int]]) -> bool:
-    """Whether two ranks made different calls, as far as both have come; False when that is too long ago to tell.
-
-    `states`: of each rank, the hash of all its calls up to a number, for its last numbers. Every pair counts: a third
-    rank may be behind, because it died of what the two sent.
-    """
-    for number in {number for hashes in states for number in hashes}:
-        known = {hashes[number] for hashes in states if number in hashes}
-        if len(known) > 1:
-            return True
-    return False
-
-
 def say(text: str) -> None:
     """Print to stderr."""
     print(text, file=sys.stderr, flush=True)
@@ -232,8 +229,9 @@ class Contract:
         self._store = store
         self._timeout_s = timeout_s
         self._hosts = hosts or [""] * world_size
-        # Of each rank, the number of its last look, and when this one was seen first.
-        self._beats: dict[int, tuple[int, float]] = {}
+        # Of each rank, the number of its last look, and when this one was seen first; of "least", the calls of the rank
+        # that is behind.
+        self._since: dict[int | str, tuple[int, float]] = {}
         self._looked_at = 0.0
         self._looks = 0
         self._keys = [f"state/{other}" for other in range(world_size)]
@@ -246,9 +244,6 @@ class Contract:
         # Called on the ranks that print the verdict, in a thread: a disk may hang.
         self.on_verdict: Callable[[CollectiveError], None] = lambda error: None
         self._answered_at: float | None = None
-        # Calls of the rank that is behind, and since when.
-        self._least = -1
-        self._least_at = 0.0
 
     # The training thread's side.
 
@@ -310,20 +305,19 @@ class Contract:
     def close(self) -> None:
         """Watch no more. Call it after the process group was destroyed: should that hang, the process is ended."""
         rounds.remove(self.look)
-        if self._store is not None:
-            self._part(self._store)
+        store, self._store = self._store, None
+        if store is not None:
+            self._part(store)
         if self._stacks is not None:
             self._stacks.close()
 
     def _part(self, store: Store) -> None:
         """Rank 0, whose process may hold the store, closes last: torch prints a stack when it loses the store."""
-        self._store = None
         end = time.monotonic() + (PARTING_S if self._verdict is None else LOST_S)
+        awaited = self._world_size if self._rank == 0 else 0
         with contextlib.suppress(RuntimeError):
             gone = store.add("closed", 1)
-            while (
-                self._rank == 0 and gone < self._world_size and time.monotonic() < end
-            ):
+            while gone < awaited and time.monotonic() < end:
                 time.sleep(0.02)
                 gone = store.add("closed", 0)
 
@@ -385,37 +379,41 @@ class Contract:
             self._answer(store)
         elif self._rank in (0, turn) and store.check(self._keys):
             texts = store.multi_get(self._keys)
-            states = [_state(text) for text in texts]
-            late = self._late([max(hashes, default=0) for hashes in states])
-            late = self._silent([json.loads(text)[0] for text in texts]) or late
-            if late or differ(states):
+            states = {rank: _state(text) for rank, text in enumerate(texts)}
+            silent = self._silent([json.loads(text)[0] for text in texts])
+            counts = [max(hashes, default=0) for hashes in states.values()]
+            late = self._late(counts) or silent
+            if late or first_difference(states):
                 store.compare_set("alarm", "", "late" if late else "differ")
                 rounds.hurry()
 
     def _late(self, counts: Sequence[int]) -> bool:
         """Whether some ranks have waited longer than the timeout for others, from the number of calls of each."""
-        now = time.monotonic()
         least = min(counts) if len(set(counts)) > 1 else -1
-        if least != self._least:
-            self._least = least
-            self._least_at = now
-        return least >= 0 and now - self._least_at > self._timeout_s
+        waited_s = self._unchanged_for("least", least)
+        return least >= 0 and waited_s > self._timeout_s
 
     def _silent(self, beats: Sequence[int]) -> bool:
         """Whether all ranks of another machine have not looked for SILENT_S, from the number of looks of each."""
         now = time.monotonic()
         if now - self._looked_at > SILENT_S / 4 and self._rank == 0:
-            self._beats.clear()  # this process itself was suspended
+            self._since.clear()  # this process itself was suspended
         self._looked_at = now
-        for rank, beat in enumerate(beats):
-            if self._beats.get(rank, (-1, now))[0] != beat:
-                self._beats[rank] = (beat, now)
         heard = {
             self._hosts[rank]
-            for rank, (_, since) in self._beats.items()
-            if now - since < SILENT_S
+            for rank, beat in enumerate(beats)
+            if self._unchanged_for(rank, beat) < SILENT_S
         }
         return bool(set(self._hosts) - heard - {self._hosts[self._rank]})
+
+    def _unchanged_for(self, name: int | str, value: int) -> float:
+        """Seconds since the value of this name was seen first."""
+        now = time.monotonic()
+        before, since = self._since.get(name, (None, now))
+        if before != value:
+            since = now
+        self._since[name] = (value, since)
+        return now - since
 
     def _answer(self, store: Store) -> None:
         """Report once what this rank has called and where it is; then decide, as the lowest rank that answers."""

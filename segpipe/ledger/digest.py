@@ -37,13 +37,8 @@ BLOCK = 1 << 15
 THREAD_BLOCKS = 4  # blocks that are worth a thread: 1 MiB
 _CPU = torch.device("cpu")
 _ARRAY, _NUMBER = ctypes.c_void_p, ctypes.c_int64
-ARGUMENTS: list[Any] = [
-    *[_ARRAY] * 3,
-    *[_NUMBER] * 3,
-    _ARRAY,
-    _NUMBER,
-    _ARRAY,
-]  # of digest.c
+# Of digest.c.
+ARGUMENTS: list[Any] = [*[_ARRAY] * 3, *[_NUMBER] * 3, _ARRAY, _NUMBER, _ARRAY]
 
 
 def kernels() -> Any:
@@ -241,13 +236,11 @@ def _by_triton(
 
 def _digest_words(words: Tensor) -> Tensor:
     """The digest of words (n,) on the CPU, 0-d int64, by numpy."""
-    sums = []
-    for part in torch.split(words, BLOCK) if len(words) else ():
-        mixed = _mix64_(part ^ _block_indices()[: len(part)])
-        sums.append(int(mixed.sum()))
-
-    of_blocks = torch.tensor(sums, dtype=torch.int64)
-    return _mix64_(of_blocks ^ _mixed_indices(0, len(sums))).sum()
+    of_blocks = [
+        _mix64_(part ^ _block_indices()[: len(part)]).sum()
+        for part in torch.split(words, BLOCK)
+    ]
+    return digest(torch.stack(of_blocks))
 
 
 def float_bits(value: float | Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import segpipe
@@ -66,7 +67,7 @@ def record(
         write_atomically(path, f"{text}\n".encode())
         return
     before = read_inputs(path)
-    changed = _changed(before["data"], found, contents=hashed, known=known)
+    changed = changed_inputs(before["data"], found, hashed, known)
     if "pixels" in before and before["pixels"] != _pixel_counts(config):
         changed.append(f"{config.run_dir / COUNTS_NAME} was altered")
     if changed:
@@ -81,7 +82,7 @@ def _content(
 ) -> dict[str, Any]:
     """What inputs.json holds; without hashes of the data where `known` is None."""
     model = config.model
-    files = {} if known is None else _hashes(found, known)
+    files = {} if known is None else hashes_of(found, known)
     sources = source_hashes()
     content: dict[str, Any] = {
         "data": {
@@ -115,20 +116,6 @@ def _pixel_counts(config: Config) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def changed_files(recorded: Mapping[str, Any], sets: Iterable[DataSet]) -> list[str]:
-    """What changed in data sets since they were recorded: names and sizes, then contents where they were hashed."""
-    return _changed(recorded, inputs_of(sets), contents=True)
-
-
-def data_hashes(sets: Iterable[DataSet]) -> Hashes:
-    """SHA-256 of class tables, lists and files of data sets, by path below `data.root`; empty for synthetic data.
-
-    Of a mixture, by data.mix[n] and the path below the root of that entry; of samples of a user's class that names no
-    files, of what it reads.
-    """
-    return _hashes(inputs_of(sets))
-
-
 def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
     """Which files of `data.split` changed since the run recorded them: sizes, and contents with `data.hash`; or "".
 
@@ -149,18 +136,17 @@ def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
         # A folder that is not here at all is no change.
         known = {*now, *(name for name in gone if (root / name).parent.is_dir())}
     of_run = {"sizes": _only(sizes, known), "files": _only(hashes, known)}
-    changed = _changed(of_run, _only(now, known), contents=data.hash)
+    changed = changed_inputs(of_run, _only(now, known), data.hash)
     if not changed:
         return ""
     return f"the labelled images changed since the run: {listed(changed, 3)}"
 
 
-def _changed(
+def changed_inputs(
     recorded: Mapping[str, Any],
     found: Mapping[str, Input],
-    *,
-    contents: bool,
-    known: Mapping[str, str] | None = None,
+    contents: bool = True,
+    known: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Changed names and sizes, then contents; a size that is not known is not compared."""
     before, hashes = recorded.get("sizes") or {}, recorded["files"]
@@ -172,7 +158,7 @@ def _changed(
                 now[name] = before[name]
         changed = changes(before, now)
     if not changed and contents and hashes:
-        changed = changes(hashes, _hashes(found, known or {}))
+        changed = changes(hashes, hashes_of(found, known))
     return changed
 
 
@@ -212,17 +198,17 @@ def sizes_of(found: Mapping[str, Input]) -> Sizes:
     return sizes
 
 
-def _hashes(
-    found: Mapping[str, Input], known: Mapping[str, str] | None = None
+def hashes_of(
+    found: Mapping[str, Input], known: Mapping[str, str] = MappingProxyType({})
 ) -> Hashes:
     """SHA-256 of each file that is not `known`, by threads; of samples, one after another."""
-    hashes = dict(known or {})
     paths = {
         name: source
         for name, source in found.items()
-        if isinstance(source, Path) and name not in hashes
+        if isinstance(source, Path) and name not in known
     }
-    hashes |= zip(paths, threaded(sha256, paths.values()), strict=True)
+    read = zip(paths, threaded(sha256, paths.values()), strict=True)
+    hashes = {**known, **dict(read)}
     return {
         name: hashes[name] if isinstance(source, Path) else source()
         for name, source in found.items()
@@ -232,6 +218,6 @@ def _hashes(
 def source_hashes() -> Hashes:
     """SHA-256 of every source file of segpipe by path, digest.c, schemas and templates included."""
     paths = [path for path in SOURCES.rglob("*") if path.suffix in SOURCE_SUFFIXES]
-    return _hashes(
+    return hashes_of(
         {path.relative_to(SOURCES).as_posix(): path for path in sorted(paths)}
     )

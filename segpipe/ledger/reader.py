@@ -90,22 +90,22 @@ def read_run(run_folder: Path) -> RunLedger:
         valid.append(session.rows[counts])
         void.append(session.rows[~counts])
 
-    rows = _first_of_each(np.concatenate(valid))
+    rows, first, place = _first_of_each(np.concatenate(valid))
     faults = [
         *_missing_ranks(sessions),
-        *_resume_faults(rows, _first_of_each(np.concatenate(void))),
-        *_rank_faults(rows, headers, valid),
+        *_resume_faults(rows, _first_of_each(np.concatenate(void))[0]),
+        *_rank_faults(headers, valid, first, place),
         *_gaps(rows, headers[0].shards),
     ]
     notes += _environment_changes(headers)
     return RunLedger(run_folder, headers, rows, tuple(faults), tuple(notes))
 
 
-def _first_of_each(rows: Rows) -> Rows:
-    """One row per key, in key order: the first of equal keys."""
-    _, places = np.unique(row_keys(rows), return_index=True)
-    chosen: Rows = rows[places]
-    return chosen
+def _first_of_each(rows: Rows) -> tuple[Rows, NDArray[np.intp], NDArray[np.intp]]:
+    """One row per key, in key order: the first of equal keys; its index, and the place of every row among these."""
+    keys = row_keys(rows)
+    _, first, place = np.unique(keys, return_index=True, return_inverse=True)
+    return rows[first], first, place
 
 
 def steps_of(rows: Rows) -> NDArray[np.int64]:
@@ -203,29 +203,27 @@ def _gaps(rows: Rows, shards: int) -> list[str]:
 
 
 def _rank_faults(
-    rows: Rows, headers: Sequence[SessionHeader], valid: Sequence[Rows]
+    headers: Sequence[SessionHeader],
+    valid: Sequence[Rows],
+    first: NDArray[np.intp],
+    place: NDArray[np.intp],
 ) -> list[str]:
     """Fault for the first row that two processes recorded otherwise; `valid`: the rows of each header.
 
     A training stops there, unless it was resumed with another state than it had saved.
     """
-    faults: dict[int, tuple[int, SessionHeader]] = {}
-    for header, own in zip(headers, valid, strict=True):
-        here, first = common_rows(own, rows)
-        wrong = np.flatnonzero(unequal(here, first))
-        if len(wrong):
-            odd = here[wrong[:1]]
-            faults.setdefault(int(row_keys(odd)[0]), (int(odd["step"][0]), header))
-    if not faults:
+    rows = np.concatenate(valid)
+    usual = first[place]
+    wrong = np.flatnonzero(unequal(rows, rows[usual]))
+    if not len(wrong):
         return []
 
-    key = min(faults)
-    step, odd_one = faults[key]
-    pairs = zip(headers, valid, strict=True)
-    usual = next(header for header, own in pairs if key in row_keys(own))
+    odd = wrong[place[wrong].argmin()]
+    number = np.repeat(np.arange(len(valid)), [len(own) for own in valid])
+    one, two = headers[number[odd]], headers[number[usual[odd]]]
     return [
-        f"step {step}: rank {odd_one.rank} in session {odd_one.session} differs from rank {usual.rank} in session "
-        f"{usual.session}"
+        f"step {rows['step'][odd]}: rank {one.rank} in session {one.session} differs from rank {two.rank} in session "
+        f"{two.session}"
     ]
 
 

@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -54,8 +55,8 @@ STEP_FIELDS = (
     "statistics",
     "ema",
 )
-# Keys count up by part, field, kind, shard and step; a shard of -1 comes before 0. Room for 32,000 tensors, 2^27 steps.
-MOST_PARTS, MOST_FIELDS, MOST_KINDS, MOST_SHARDS = 1 << 12, 1 << 5, 1 << 2, 1 << 17
+# Values of each part of a key behind the step: room for 32,000 tensors, 2^27 steps.
+KEY_PARTS = {"shard": 1 << 17, "kind": 1 << 2, "field": 1 << 5, "part": 1 << 12}
 
 PARTS = "/parts"  # ends the names of fields of which single tensors were recorded
 Rows: TypeAlias = NDArray[Any]  # structured, of `row_type`
@@ -98,11 +99,6 @@ def row_type(samples: int) -> np.dtype[Any]:
     )
 
 
-def fields_of(kind: int) -> tuple[str, ...]:
-    """Names of the fields of a shard or step row."""
-    return SHARD_FIELDS if kind == SHARD else STEP_FIELDS
-
-
 def part_fields(shard: int) -> tuple[str, ...]:
     """Fields that may have part rows: those of a shard, or of a step (shard -1)."""
     return (*SHARD_FIELDS, *AUDIT_FIELDS) if shard >= 0 else STEP_FIELDS
@@ -111,7 +107,7 @@ def part_fields(shard: int) -> tuple[str, ...]:
 def slots(kind: int, samples: int) -> dict[str, slice]:
     """Which digests of a shard or step row belong to each field."""
     found, place = {}, 0
-    for name in fields_of(kind):
+    for name in SHARD_FIELDS if kind == SHARD else STEP_FIELDS:
         width = samples if kind == SHARD and name in SAMPLE_FIELDS else 1
         found[name] = slice(place, place + width)
         place += width
@@ -121,10 +117,9 @@ def slots(kind: int, samples: int) -> dict[str, slice]:
 def row_keys(rows: Rows) -> NDArray[np.int64]:
     """Keys of rows, int64, that sort by step, shard, kind, field and part."""
     keys: NDArray[np.int64] = rows["step"] + 1
-    keys = keys * MOST_SHARDS + rows["shard"] + 1
-    keys = keys * MOST_KINDS + rows["kind"]
-    keys = keys * MOST_FIELDS + rows["field"]
-    keys = keys * MOST_PARTS + rows["part"]
+    for name, number in KEY_PARTS.items():
+        keys = keys * number + rows[name]
+        keys += name == "shard"  # from -1
     return keys
 
 
@@ -352,11 +347,9 @@ class LedgerWriter:
         self.path = path
         self._samples = header.samples_per_shard
         self._type = row_type(self._samples)
-        self._width: int = self._type["digest"].shape[0]
         self._rows: list[Rows] = []
-        self._num_rows = 0
-        # By their index among the digests of all pending rows.
-        self._values: list[tuple[int, Tensor]] = []
+        # Pending digests: the rows that they belong to, and the place of the first among those of the rows.
+        self._values: list[tuple[Rows, int, Tensor]] = []
         sound = read_file(path).sound if path.exists() else 0
         with _disk(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -378,31 +371,28 @@ class LedgerWriter:
 
         Digests are int64, 0-d, or (b,) for SAMPLE_FIELDS; they must not change before the next flush.
         """
-        row = self._new(SHARD, 1, step, shard)
+        row = self._row(SHARD, step, shard, digests)
         row["epoch"] = epochs.numpy()
         row["sample"] = samples.numpy()
-        self._fill(row, SHARD, digests)
 
     def step_row(self, step: int, digests: Mapping[str, Tensor]) -> None:
         """Row of a step by STEP_FIELDS: its reduction, and the state after it; step `first - 1` is the state before.
 
         Every rank writes its own, so that ranks that diverged are found.
         """
-        self._fill(self._new(STEP, 1, step, -1), STEP, digests)
+        self._row(STEP, step, -1, digests)
 
     def part_rows(
         self, step: int, shard: int | None, name: str, digests: Tensor
     ) -> None:
         """Digests int64 (n,) of the samples or tensors of one field of a shard, or of a step (shard None)."""
         shard = -1 if shard is None else shard
-        start = self._num_rows * self._width
-        count = digests.numel()
-        rows = self._new(PART, -(-count // self._width), step, shard)
+        count, (width,) = digests.numel(), self._type["digest"].shape
+        rows = self._new(PART, -(-count // width), step, shard)
         rows["field"] = part_fields(shard).index(name)
         rows["part"] = np.arange(len(rows))
-        left = count - self._width * rows["part"]
-        rows["present"] = np.minimum(self._width, left)
-        self._values.append((start, digests))
+        rows["present"] = np.minimum(width, count - width * rows["part"])
+        self._values.append((rows, 0, digests))
 
     def flush(self, *, sync: bool = False) -> None:
         """Write the pending rows, after one copy from the device; with `sync` they also survive a power cut.
@@ -410,15 +400,10 @@ class LedgerWriter:
         Raises CheckpointError when the disk rejects them; the file then ends with the last sound row.
         """
         if self._rows:
+            _fill(self._values)
             rows = np.concatenate(self._rows)
-            digests = np.zeros(len(rows) * self._width, np.uint64)
-            for start, values in _on_host(self._values):
-                digests[start : start + len(values)] = values
-            rows["digest"] = digests.reshape(len(rows), self._width)
-
             self._rows = []
             self._values = []
-            self._num_rows = 0
             self._append(encode_rows(rows))
         if sync:
             # Not tried again: after a failed sync, Linux forgets which pages are not written.
@@ -441,15 +426,17 @@ class LedgerWriter:
         rows["step"] = step
         rows["shard"] = shard
         self._rows.append(rows)
-        self._num_rows += count
         return rows
 
-    def _fill(self, row: Rows, kind: int, digests: Mapping[str, Tensor]) -> None:
-        start = (self._num_rows - 1) * self._width
+    def _row(
+        self, kind: int, step: int, shard: int, digests: Mapping[str, Tensor]
+    ) -> Rows:
+        row = self._new(kind, 1, step, shard)
         for number, (name, slot) in enumerate(slots(kind, self._samples).items()):
             if name in digests:
                 row["present"] |= np.uint16(1 << number)
-                self._values.append((start + slot.start, digests[name]))
+                self._values.append((row, slot.start, digests[name]))
+        return row
 
     def _append(self, content: bytes) -> None:
         with _disk(self.path):
@@ -464,22 +451,18 @@ def _disk(path: Path) -> Iterator[None]:
         raise not_written(path, error) from error
 
 
-def _on_host(
-    values: Sequence[tuple[int, Tensor]],
-) -> Iterator[tuple[int, NDArray[np.uint64]]]:
-    """The values as arrays, with one copy for each device."""
+def _fill(values: Sequence[tuple[Rows, int, Tensor]]) -> None:
+    """Put digests into their rows, after one copy from each device."""
     import torch  # here, so that reading a ledger does not load it
 
-    devices: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    for start, value in values:
-        flat = value.detach().reshape(-1)
-        devices.setdefault(value.device, []).append((start, flat))
+    by_device = defaultdict(list)
+    for rows, start, value in values:
+        by_device[value.device].append((rows, start, value.detach().reshape(-1)))
 
-    for members in devices.values():
-        joined = torch.cat([value for _, value in members])
+    for members in by_device.values():
+        joined = torch.cat([value for *_, value in members])
         assert joined.dtype == torch.int64, "digests are int64"
         host = joined.cpu().numpy().view(np.uint64)
-        lengths = [len(value) for _, value in members]
-        pieces = np.split(host, np.cumsum(lengths)[:-1])
-        for (start, _), piece in zip(members, pieces, strict=True):
-            yield start, piece
+        for rows, start, value in members:
+            piece, host = np.split(host, [len(value)])
+            rows["digest"].flat[start : start + len(value)] = piece

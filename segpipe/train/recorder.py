@@ -67,12 +67,8 @@ class Watch:
     forward = shard = whole_batch = reduced = applied = after_update = _nothing
     flush = close = _nothing
 
-    def state_parts(self) -> dict[str, list[int]]:
-        """Digests of the tensors that `part_names` names, as the state is now."""
-        return {}
-
-    def part_names(self) -> dict[str, list[str]]:
-        """Names of the tensors of the state, by kind, in the order in which a fault spreads."""
+    def state_parts(self) -> dict[str, dict[str, int]]:
+        """Digests of the tensors of the state now, by kind and name, in the order in which a fault spreads."""
         return {}
 
 
@@ -107,7 +103,8 @@ class Recorder(Watch):
 
         gathered = group.gather(next_session(config.run_dir) if group.is_main else 0)
         names = [samples.name(index) for index in range(len(samples))]
-        parts = {"gradient": list(self._trained), **self.part_names()}
+        kinds = {"gradient": self._trained, **self._kinds()}
+        parts = {kind: list(named) for kind, named in kinds.items()}
 
         header = SessionHeader(
             session=gathered[0],
@@ -244,14 +241,12 @@ class Recorder(Watch):
             "ema": self._averaged,
         }
 
-    def part_names(self) -> dict[str, list[str]]:
-        """Names of the tensors of the state, by kind, in the order in which a fault spreads."""
-        return {kind: list(named) for kind, named in self._kinds().items()}
-
-    def state_parts(self) -> dict[str, list[int]]:
-        """Digests of the tensors that `part_names` names, as the state is now."""
-        kinds = self._kinds().items()
-        return {kind: _each(named.values()).tolist() for kind, named in kinds}
+    def state_parts(self) -> dict[str, dict[str, int]]:
+        """As that of Watch."""
+        return {
+            kind: dict(zip(named, _each(named.values()).tolist(), strict=True))
+            for kind, named in self._kinds().items()
+        }
 
     @record_function("ledger")
     def after_update(self) -> None:

@@ -605,7 +605,7 @@ def test_sizes_that_are_not_known_are_not_compared(tmp_path: Path) -> None:
 
     def changed(**sizes: int | None) -> list[str]:
         recorded = {"sizes": {**found, **sizes}, "files": {}}
-        return inputs.changed_files(recorded, [data])
+        return inputs.changed_inputs(recorded, inputs.inputs_of([data]))
 
     assert changed() == []
     assert changed(c=None, d=None) == ["d is missing"]

@@ -129,7 +129,7 @@ def test_hashes_of_the_checks_are_those_of_the_files(data: DataConfig) -> None:
     samples = open_samples(data, "train", 0)
     known = samples.hashes()
     assert len(known) == 6
-    expected = inputs.data_hashes([samples])
+    expected = inputs.hashes_of(inputs.inputs_of([samples]))
     assert all(
         expected[Path(path).relative_to(data.root).as_posix()] == digest
         for path, digest in known.items()

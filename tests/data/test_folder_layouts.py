@@ -13,7 +13,7 @@ from segpipe.data.pairs import scan, scan_undivided
 from segpipe.data.samples import open_samples
 from segpipe.datasets.problems import problems
 from segpipe.errors import ConfigError
-from segpipe.ledger.inputs import data_hashes
+from segpipe.ledger.inputs import hashes_of, inputs_of
 from segpipe.settings.compose import compose
 from segpipe.settings.config import check
 from segpipe.settings.groups import DataConfig
@@ -134,7 +134,7 @@ def test_a_table_of_pairs_is_read_and_hashed(tmp_path: Path) -> None:
     for text in tables:
         (tmp_path / "train.csv").write_text(text)
         assert found(data) == pairs
-    before = data_hashes([open_samples(data, "train", 0)])
+    before = hashes_of(inputs_of([open_samples(data, "train", 0)]))
     assert set(before) == {
         "classes.yaml", "train.csv", "photos/a.png", "photos/b.png", "drawn/one.png", "drawn/two.png",
     }  # fmt: skip
@@ -142,7 +142,7 @@ def test_a_table_of_pairs_is_read_and_hashed(tmp_path: Path) -> None:
         tables[0].replace("one", "x").replace("two", "one").replace("x.png", "two.png")
     )
     assert (
-        data_hashes([open_samples(data, "train", 0)])["train.csv"]
+        hashes_of(inputs_of([open_samples(data, "train", 0)]))["train.csv"]
         != before["train.csv"]
     ), "the same files, paired otherwise"
 

@@ -25,7 +25,7 @@ from segpipe.data.samples import (
 )
 from segpipe.datasets.problems import problems
 from segpipe.errors import DataError
-from segpipe.ledger.inputs import data_hashes
+from segpipe.ledger.inputs import hashes_of, inputs_of
 from segpipe.settings.groups import DataConfig
 
 TABLES = {
@@ -158,7 +158,9 @@ def test_classes_without_a_place_are_refused(
 
 def test_problems_and_hashes_cover_all_sets(mixed: DataConfig) -> None:
     assert list(problems(mixed, ["train", "val"])) == []
-    before = data_hashes([open_samples(mixed, split, 0) for split in ["train", "val"]])
+    before = hashes_of(
+        inputs_of([open_samples(mixed, split, 0) for split in ["train", "val"]])
+    )
     assert len(before) == 2 * (6 + 3) + 3
     assert {
         "data.mix[0]/masks/train/f0.png",
@@ -168,7 +170,9 @@ def test_problems_and_hashes_cover_all_sets(mixed: DataConfig) -> None:
     farm = Path(mixed.mix[1]["root"])
     cv2.imwrite(str(farm / "masks/train/f0.png"), np.full((72, 96), 9, np.uint8))
     assert [text for text in problems(mixed, ["train", "val"]) if "has id 9" in text]
-    after = data_hashes([open_samples(mixed, split, 0) for split in ["train", "val"]])
+    after = hashes_of(
+        inputs_of([open_samples(mixed, split, 0) for split in ["train", "val"]])
+    )
     assert [name for name in before if before[name] != after[name]] == [
         "data.mix[1]/masks/train/f0.png"
     ]

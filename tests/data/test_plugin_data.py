@@ -13,7 +13,7 @@ from segpipe.data.augment import Augmenter
 from segpipe.data.samples import class_pixels, image_sizes, open_samples
 from segpipe.datasets.problems import problems
 from segpipe.errors import ConfigError, DataError
-from segpipe.ledger.inputs import data_hashes
+from segpipe.ledger.inputs import hashes_of, inputs_of
 from segpipe.settings.groups import AugmentConfig, DataConfig
 
 Write = Callable[[str, str], None]
@@ -179,15 +179,17 @@ def test_a_class_that_does_not_fit_is_refused(given: DataConfig, says: str) -> N
 
 
 def test_inputs_are_hashed_by_file_or_by_content(project: Write) -> None:
-    found = data_hashes(
-        [open_samples(config(num=2), split, 0) for split in ["train", "val"]]
+    found = hashes_of(
+        inputs_of([open_samples(config(num=2), split, 0) for split in ["train", "val"]])
     )
     assert list(found) == ["train/train0", "train/train1", "val/val0", "val/val1"]
     assert found["train/train0"] == found["val/val0"] != found["train/train1"]
     Path("here").mkdir()
     for name in ("train0", "train1"):
         Path(f"here/{name}.bin").write_text(name)
-    assert data_hashes([open_samples(config("data:Listed", num=2), "train", 0)]) == {
+    assert hashes_of(
+        inputs_of([open_samples(config("data:Listed", num=2), "train", 0)])
+    ) == {
         f"{name}.bin": hashlib.sha256(name.encode()).hexdigest()
         for name in ("train0", "train1")
     }

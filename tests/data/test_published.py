@@ -17,7 +17,7 @@ from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import PUBLISHED, published
 from segpipe.data.samples import open_samples
 from segpipe.errors import DataError
-from segpipe.ledger.inputs import data_hashes
+from segpipe.ledger.inputs import hashes_of, inputs_of
 from segpipe.settings.compose import compose
 from segpipe.settings.groups import FILE_SETS, DataConfig
 
@@ -222,7 +222,7 @@ def test_a_published_set_is_read_as_its_publisher_says(
         assert target.max() == IGNORE_INDEX
     listed = {
         path
-        for path in data_hashes([open_samples(data, "train", 0)])
+        for path in hashes_of(inputs_of([open_samples(data, "train", 0)]))
         if path.endswith((".txt", ".lst"))
     }
     assert listed == {path for path in small.lists if "train" in path}
@@ -290,7 +290,7 @@ def test_a_table_of_your_own_replaces_the_published_one(tmp_path: Path) -> None:
     assert samples.read(0)[1].ravel()[:3].tolist() == [0, 0, 1]
     assert any(
         path.endswith("two.yaml")
-        for path in data_hashes([open_samples(data, "train", 0)])
+        for path in hashes_of(inputs_of([open_samples(data, "train", 0)]))
     )
 
 

@@ -26,22 +26,23 @@ from segpipe.settings.config import Config
 from segpipe.train.checkpoint import load
 from segpipe.train.recorder import Watch
 
-NAMES = {"weights": ["stem.weight", "head.weight"], "ema": ["stem.weight"]}
-
 
 def test_the_first_tensor_and_the_minority_are_named() -> None:
-    same = {"weights": [1, 2], "ema": [3]}
+    same = {"weights": {"stem.weight": 1, "head.weight": 2}, "ema": {"stem.weight": 3}}
     ranks = [dict(same) for _ in range(16)]
-    ranks[11] = {"weights": [1, -7], "ema": [9]}
-    said = first_disagreement(ranks, NAMES)
+    ranks[11] = {
+        "weights": {"stem.weight": 1, "head.weight": -7},
+        "ema": {"stem.weight": 9},
+    }
+    said = first_disagreement(ranks)
     assert (
         "head.weight (weights): 15 of 16 ranks have 0000000000000002, but rank 11 fffffffffffffff9"
         in said
     )
-    said = first_disagreement([same, {**same, "ema": [4]}], NAMES)
+    said = first_disagreement([same, {**same, "ema": {"stem.weight": 4}}])
     assert "stem.weight (ema)" in said
     assert "no side has a majority" in said
-    assert first_disagreement([same, same], NAMES).startswith("No tensor differs now")
+    assert first_disagreement([same, same]).startswith("No tensor differs now")
 
 
 @pytest.mark.parametrize("mode", ["elastic", "audit", "ddp", "off"])
@@ -89,7 +90,7 @@ class Ranks:
     def gather(self, item: Any) -> list[Any]:
         return [
             *[item] * (self.world_size - 1),
-            {**item, "weights": [item["weights"][0], 99]},
+            {"weights": {"head.weight": 99}},
         ]
 
     def barrier(self) -> None:
@@ -100,8 +101,7 @@ def agreement(ranks: Ranks) -> tuple[Agreement, SimpleNamespace]:
     recorder = SimpleNamespace(
         state_digest=torch.tensor(-(2**62)),
         state=SimpleNamespace(step=7),
-        state_parts=lambda: {"weights": [1, 2], "ema": [3]},
-        part_names=lambda: NAMES,
+        state_parts=lambda: {"weights": {"head.weight": 2}},
     )
     return Agreement(ranks, recorder), recorder  # type: ignore[arg-type]
 
