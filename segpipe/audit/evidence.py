@@ -16,7 +16,7 @@ from segpipe.ledger.reader import RunLedger, changes, read_inputs, read_run
 from segpipe.ledger.rows import INPUTS
 from segpipe.settings.config import Config, config_hash, course, recipe
 from segpipe.train import checkpoint
-from segpipe.train.start import weights_path
+from segpipe.train.start import weights_file
 
 PASSED, FAILED, NOTED, UNCHECKED = "passed", "failed", "noted", "not checked"
 # The sentence on an exported folder whose gates all passed; raises SegpipeError.
@@ -90,7 +90,8 @@ def check_weights(config: Config) -> list[Line]:
     """The file of `model.weights` against its SHA-256 in config.json; nothing for a run from the seed."""
     if not config.model.weights:
         return []
-    path, expected = weights_path(config), config.model.weights_sha256
+    model = config.model
+    path, expected = weights_file(model.weights), model.weights_sha256
     status = UNCHECKED
     if not path.is_file():
         text = "does not exist here. Set model.weights=FILE to replay from step 0"

@@ -183,8 +183,7 @@ def mapping_differences(
 
 def changed_plugins(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Files of the user's own code that differ between two fingerprints."""
-    before, after = (entries.get(PLUGINS, {}) for entries in (a, b))
-    return [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return list(mapping_differences(*(each.get(PLUGINS, {}) for each in (a, b))))
 
 
 def _flat(entries: Mapping[str, Any], *, variables: bool) -> dict[str, Any]:

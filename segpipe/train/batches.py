@@ -123,52 +123,53 @@ def counted(
     The ranks share the work. `kept` is a file with the counts of an earlier session of the run, if there is one.
     Raises DataError when a mask cannot be read, or `kept` is not of these samples.
     """
-    chosen = config.loss.class_weights
+    data, chosen = config.data, config.loss.class_weights
     by_frequency = isinstance(chosen, str) and chosen != "none"
-    if config.data.balance_by == "sequence":
+    if data.balance_by == "sequence":
         say(f"data.balance_by = sequence: {_told(config, samples, None)}")
-    if not config.data.balance and not by_frequency:
+    if not data.balance and not by_frequency:
         return None
-    balance = bool(config.data.balance)  # needs each sample by itself
-    indices = list(range(len(samples))) if balance else samples.countable()
-    if (
-        kept is not None
-        and (found := group.gather(load_counts(kept) if group.is_main else None)[0])
-        is not None
-    ):
-        if (
-            not np.array_equal(found.indices, indices)
-            or found.pixels.shape[1] != samples.classes.num_classes
-        ):
+    # Balance needs each sample by itself.
+    indices = list(range(len(samples))) if data.balance else samples.countable()
+    earlier = load_counts(kept) if kept and group.is_main else None
+    if kept and (found := group.gather(earlier)[0]) is not None:
+        same = np.array_equal(found.indices, indices)
+        if not same or found.pixels.shape[1] != samples.classes.num_classes:
             raise DataError(
                 f"{kept} counts the classes of {len(found.indices)} masks, but there are {len(indices)} now, or other "
                 f"classes. Restore the data, or start another run with another run.name."
             )
         return found
+    counts = _count(group, samples, indices, say)
+    if data.balance:
+        told = _told(config, samples, counts)
+        say(f"data.balance = {data.balance:g}: {told}")
+    if by_frequency:
+        say(f"loss.class_weights = {chosen}: {_extremes(config, samples, counts)}")
+    return counts
+
+
+def _count(
+    group: Group, samples: DataSet, indices: list[int], say: Callable[[str], None]
+) -> PixelCounts:
+    """The counts of these samples, of which each rank reads its share."""
     own = indices[group.rank :: group.world_size]
     start = last = time.monotonic()
+    what = "classes of the training masks"
 
     def progress(done: int, _: int) -> None:
         nonlocal last
         if time.monotonic() - last > SAY_EVERY_S:
             last = time.monotonic()
-            say(
-                f"counting the classes of the training masks: {done * group.world_size} of {len(indices)}"
-            )
+            say(f"counting the {what}: {done * group.world_size} of {len(indices)}")
 
     shape = len(own), samples.classes.num_classes
     rows = np.array(over(samples, samples.counts, own, progress), np.int64).reshape(
         shape
     )
     counts = merged_counts(group.gather(PixelCounts(rows, np.array(own, np.int64))))
-    say(
-        f"counted the classes of {len(indices)} training masks in {time.monotonic() - start:.1f} s"
-    )
-    if balance:
-        told = _told(config, samples, counts)
-        say(f"data.balance = {config.data.balance:g}: {told}")
-    if by_frequency:
-        say(f"loss.class_weights = {chosen}: {_extremes(config, samples, counts)}")
+    seconds = time.monotonic() - start
+    say(f"counted the {what}: {len(indices)} in {seconds:.1f} s")
     return counts
 
 
@@ -188,8 +189,7 @@ def _extremes(config: Config, samples: DataSet, counts: PixelCounts) -> str:
     """How much more the rarest class weighs than the commonest, of those that training meets."""
     weights = loss_weights(config, samples, counts)
     assert weights is not None
-    repeats = _repeats(config, samples, counts)
-    pixels = pixels_seen(repeats, _sets(samples), counts)
+    pixels = _pixels_seen(config, samples, counts)
     present = np.flatnonzero(pixels)
     if not present.size:
         return "no class has a pixel"
@@ -213,6 +213,12 @@ def loss_weights(
         check_given_weights(chosen, samples.classes.names)
         return torch.tensor(chosen)
     assert counts is not None
-    repeats = _repeats(config, samples, counts)
-    pixels = pixels_seen(repeats, _sets(samples), counts)
+    pixels = _pixels_seen(config, samples, counts)
     return class_weights(torch.from_numpy(pixels), chosen)
+
+
+def _pixels_seen(
+    config: Config, samples: DataSet, counts: PixelCounts
+) -> NDArray[np.int64] | NDArray[np.float64]:
+    repeats = _repeats(config, samples, counts)
+    return pixels_seen(repeats, _sets(samples), counts)

@@ -34,7 +34,7 @@ from segpipe.settings.config import (
     recipe,
     to_mapping,
 )
-from segpipe.train.start import pin_weights, teacher_path, weights_path
+from segpipe.train.start import pin_weights, weights_file
 
 if TYPE_CHECKING:
     from segpipe.models.layers import SegmentationNet
@@ -333,7 +333,7 @@ def read_start(config: Config) -> WeightsSource:
     if not config.model.weights:
         return WeightsSource()
     pin_weights(config)
-    path = weights_path(config)
+    path = weights_file(config.model.weights)
     if not path.is_file():
         raise CheckpointError(
             f"{path} does not exist any more, and without a checkpoint the run starts at step 0, which needs it. "
@@ -362,7 +362,8 @@ def read_teacher(config: Config) -> TrainedNetwork:
 
     Raises CheckpointError when the file is gone, or was replaced meanwhile.
     """
-    path, expected = teacher_path(config), config.loss.teacher_sha256
+    loss = config.loss
+    path, expected = weights_file(loss.teacher), loss.teacher_sha256
     if not path.is_file():
         raise CheckpointError(f"{path} of loss.teacher does not exist any more.")
     if expected and sha256(path) != expected:

@@ -77,11 +77,11 @@ class Clock:
     """Time spent on updates, without validations and checkpoints, and with them."""
 
     def __init__(self) -> None:
-        self.seconds, self.updates = 0.0, 0
+        self.seconds = 0.0
+        self.updates = 0
         self.wall = 0.0  # seconds with all that lay between
         self.waited = 0.0  # seconds for batches, of all updates
-        self._mark = time.perf_counter()
-        self._first = 0.0  # end of the first update
+        self._mark = self._first = time.perf_counter()
         self._recent = (0.0, 0)
 
     def tick(self) -> None:
@@ -89,10 +89,11 @@ class Clock:
         now = time.perf_counter()
         if self.updates:
             self.seconds += now - self._mark
-            self.wall = now - self._first
         else:
             self._first = now
-        self.updates, self._mark = self.updates + 1, now
+        self.wall = now - self._first
+        self._mark = now
+        self.updates += 1
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -110,21 +111,21 @@ class Clock:
 
     def rate(self) -> float:
         """Updates per second so far; 0 before the second."""
-        return (self.updates - 1) / self.seconds if self.seconds > 0 else 0.0
+        return _rate(self.updates - 1, self.seconds)
 
     def wall_rate(self) -> float:
         """Updates per second with validations and checkpoints in between; 0 before the second."""
-        return (self.updates - 1) / self.wall if self.wall > 0 else 0.0
+        return _rate(self.updates - 1, self.wall)
 
     def recent_rate(self) -> float:
         """Updates per second since the last call."""
         seconds, updates = self._recent
         self._recent = (self.seconds, self.updates)
-        return (
-            (self.updates - updates) / (self.seconds - seconds)
-            if self.seconds > seconds
-            else 0.0
-        )
+        return _rate(self.updates - updates, self.seconds - seconds)
+
+
+def _rate(updates: int, seconds: float) -> float:
+    return updates / seconds if seconds > 0 else 0.0
 
 
 @dataclass

@@ -349,6 +349,7 @@ class DdpGradients:
         self.state = loss.state
         self.group = loss.group
         self.network: nn.Module = AllHeads(self.state.model)
+        self._layout: FlatLayout | None = None
 
         if self.group.world_size > 1:
             device = self.group.device
@@ -392,9 +393,9 @@ class DdpGradients:
 
         losses = torch.stack([part.detach() for part in parts.values()])
         tensors = [*norms.statistics, losses]
-        layout = FlatLayout(tensors)
-        flat = layout.new()
-        views = layout.views(flat)
+        self._layout = self._layout or FlatLayout(tensors)
+        flat = self._layout.new()
+        views = self._layout.views(flat)
         copy_all(views, tensors)
 
         norms.put_back()

@@ -26,7 +26,7 @@ def pin_weights(config: Config) -> None:
     """
     model, loss = config.model, config.loss
     if loss.teacher:
-        path = teacher_path(config)
+        path = weights_file(loss.teacher)
         if not path.is_file():
             raise ConfigError(
                 f"loss.teacher = {loss.teacher}: {path} does not exist. Set it to the folder of a finished run, or to "
@@ -34,7 +34,7 @@ def pin_weights(config: Config) -> None:
             )
         loss.teacher_sha256 = _pinned(path, "loss.teacher_sha256", loss.teacher_sha256)
     if model.weights:
-        path = weights_path(config)
+        path = weights_file(model.weights)
         model.weights_sha256 = (
             _pinned(path, "model.weights_sha256", model.weights_sha256)
             if path.is_file()
@@ -71,24 +71,15 @@ def check_pins(config: Config, group: Group) -> None:
             )
 
 
-def weights_path(config: Config) -> Path:
-    """The file that `model.weights` names; of a run's folder, last.pt."""
-    return _file(config.model.weights)
-
-
-def teacher_path(config: Config) -> Path:
-    """The checkpoint that `loss.teacher` names; of a run's folder, last.pt."""
-    return _file(config.loss.teacher)
-
-
-def _file(name: str) -> Path:
+def weights_file(name: str) -> Path:
+    """The file that `model.weights` or `loss.teacher` names; of a run's folder, last.pt."""
     path = Path(name).expanduser()
     return path / "last.pt" if path.is_dir() else path
 
 
 def _earlier_sha256(config: Config) -> str:
     """SHA-256 of the file with which the run was started, from config.json."""
-    path = weights_path(config)
+    path = weights_file(config.model.weights)
     with contextlib.suppress(ConfigError):
         saved, model = saved_config(config.run_dir).model, config.model
         known = config.run.exists == "resume" and saved.weights == model.weights

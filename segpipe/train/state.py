@@ -105,14 +105,11 @@ def parameter_groups(
 def _by_decay(
     parameters: Sequence[nn.Parameter], weight_decay: float
 ) -> list[dict[str, Any]]:
-    decayed = [p for p in parameters if p.ndim > 1]
-    plain = [p for p in parameters if p.ndim <= 1]
-
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    groups = []
+    for decays, decay in ((True, weight_decay), (False, 0.0)):
+        if own := [p for p in parameters if (p.ndim > 1) == decays]:
+            groups.append({"params": own, "weight_decay": decay})
+    return groups
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -196,24 +193,19 @@ class Ema:
     def __init__(self, model: SegmentationNet, config: EmaConfig) -> None:
         self.decay = config.decay
         self.model: SegmentationNet = copy.deepcopy(model).eval().requires_grad_(False)
-        self._pairs = self._match(model)
-
-    def _match(self, model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Float tensors of the average and of the network, each once: tied ones have two names."""
         averaged = self.model.state_dict(keep_vars=True)
-
-        pairs = {
+        # Float tensors of the network and of the average, each once: tied ones have two names.
+        self._pairs = {
             live: averaged[name]
             for name, live in model.state_dict(keep_vars=True).items()
             if live.is_floating_point()
         }
-        return list(pairs.values()), list(pairs)
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Move the average towards the network after update `step` (0-based)."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        averaged, live = self._pairs
+        live, averaged = list(self._pairs), list(self._pairs.values())
         torch._foreach_lerp_(averaged, live, 1.0 - decay)
 
 
@@ -251,7 +243,12 @@ def build_state(
     record, notes = _load(model, config, classes, start) if start else (None, [])
     model = model.to(device)
     if config.model.norm == "sync":
-        model = _with_sync_batchnorm(model, device)
+        if device.type != "cuda":
+            raise ConfigError(
+                "model.norm = sync, but torch has SyncBatchNorm for GPUs only. Set model.norm=batch."
+            )
+        # Statistics over all ranks. Parameter names stay, so checkpoints fit both.
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     if config.train.channels_last:
         model = model.to(memory_format=torch.channels_last)
     notes.append(freeze(model, config.model.freeze))
@@ -284,16 +281,3 @@ def _load(
             f"the data set {', '.join(classes.names)}"
         )
     return found.record(start), notes
-
-
-def _with_sync_batchnorm(
-    model: SegmentationNet, device: torch.device
-) -> SegmentationNet:
-    """The network with statistics over all ranks. Parameter names stay, so checkpoints fit both."""
-    if device.type != "cuda":
-        raise ConfigError(
-            "model.norm = sync, but torch has SyncBatchNorm for GPUs only. Set model.norm=batch."
-        )
-    converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    assert isinstance(converted, SegmentationNet)
-    return converted

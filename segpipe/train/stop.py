@@ -47,9 +47,7 @@ def stops_raised() -> Iterator[None]:
 
     handlers = dict.fromkeys([signal.SIGINT, signal.SIGQUIT, *stopping()], stop)
     handlers[signal.SIGUSR1] = lambda number, frame: None
-    before = {
-        number: signal.signal(number, handler) for number, handler in handlers.items()
-    }
+    before = {n: signal.signal(n, handler) for n, handler in handlers.items()}
     try:
         yield
     finally:

@@ -211,17 +211,19 @@ def _score(
     model: SegmentationNet, image: Tensor, target: Tensor, precision: str
 ) -> float:
     """mIoU of a batch. One image at a time has logits at full resolution, so training needs more memory."""
-    size = (target.shape[1], target.shape[2])
     with torch.inference_mode():
         preprocess = Preprocess().to(image.device)
         logits = _logits(model, preprocess, image, precision)
-        counts = []
+        total = torch.zeros((), dtype=torch.int64, device=image.device)
         for part, wanted in zip(
             torch.split(logits, 1), torch.split(target, 1), strict=True
         ):
-            full = bilinear(part, size, align_corners=model.align_corners)
-            counts.append(confusion(_classes(full), wanted, logits.shape[1]))
-    return miou(torch.stack(counts).sum(0).cpu())
+            corners = model.align_corners
+            _, counts = classes_and_confusion(
+                part, wanted, align_corners=corners, backend="plain"
+            )
+            total = total + counts
+    return miou(total.cpu())
 
 
 def _take_statistics(

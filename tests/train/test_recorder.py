@@ -236,7 +236,7 @@ def _plant_weight(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def planted(self: optim.Ema, step: int) -> None:
         if step == STEP:
-            _nudge(self._pairs[1][_entry(self)])
+            _nudge(list(self._pairs)[_entry(self)])
         update(self, step)
 
     monkeypatch.setattr(optim.Ema, "update", planted)
@@ -248,7 +248,7 @@ def _plant_ema(monkeypatch: pytest.MonkeyPatch) -> None:
     def planted(self: optim.Ema, step: int) -> None:
         update(self, step)
         if step == STEP:
-            _nudge(self._pairs[0][_entry(self)])
+            _nudge(list(self._pairs.values())[_entry(self)])
 
     monkeypatch.setattr(optim.Ema, "update", planted)
 

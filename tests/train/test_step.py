@@ -745,7 +745,7 @@ def test_launches_do_not_grow_with_the_network_but_for_its_own_and_the_optimizer
 
     def launches(mode: str, norms: int, alone: bool = False) -> int:
         """Operators of an update, or `alone` of the network's two passes and the optimizer."""
-        settings = config(compute={"mode": mode}, optim={"clip_norm": 1.0})
+        settings = config(compute={"mode": mode, "shards": 1}, optim={"clip_norm": 1.0})
         state, shards = fresh(settings, more_norms=norms), batches()[:1]
         step = step_of(state, settings)
         train_step(step, shards, wait=False)
