@@ -21,7 +21,7 @@ PAIRS = 20_000
 FEW = 8  # pairs of the run that is taken away
 SIZE = 48, 64
 CLASSES = 4
-SMOKE = {"PAIRS": 24}
+SMOKE = {"PAIRS": 24, "MUST": {"first": 8.0}}
 RUN = (
     "data=folder", "augment.crop_size=[32,32]", "augment.check=false", "compute.shards=1",
     "compute.samples_per_shard=2", "compute.device=cpu", "compute.threads=1", "data.workers=0",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -14,6 +13,10 @@ import cv2
 import pytest
 import torch
 from parity import state_dict
+
+import runs
+from segpipe import plugins
+from segpipe.cli.main import main as segpipe
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
@@ -26,29 +29,25 @@ PATIENCE_S = 300
 pytestmark = pytest.mark.slow
 
 
-def typed(folder: Path, line: str) -> str:
-    """Output of a command of the page, which must end with 0."""
+def typed(line: str, capfd: pytest.CaptureFixture[str]) -> str:
+    """Output of a command of the page, which must end with 0; those of segpipe run in this process."""
     program, *arguments = shlex.split(line)
-    command = [
-        sys.executable,
-        *(["-m", "segpipe"] if program == "segpipe" else []),
-        *arguments,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    if program == "segpipe":
+        plugins._trusted.clear()  # as a new process
+        with runs.torch_restored():
+            code = segpipe(arguments)
+    else:
+        command = [sys.executable, *arguments]
+        code = subprocess.run(command, timeout=PATIENCE_S, check=False).returncode
+    said = capfd.readouterr()
+    assert code == 0, f"{line}\n{said.out}\n{said.err}"
+    return said.out
 
 
-def test_the_tutorial_works_as_it_is_typed(tmp_path: Path) -> None:
+def test_the_tutorial_works_as_it_is_typed(
+    project: object, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path = Path.cwd()
     for name, content in SAVED.findall(TUTORIAL):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
@@ -60,7 +59,7 @@ def test_the_tutorial_works_as_it_is_typed(tmp_path: Path) -> None:
     torch.save(
         state_dict("fast_scnn"), tmp_path / "fast_scnn_citys.pth"
     )  # in the authors' names, of 19 classes
-    printed = {line: typed(tmp_path, line) for line in TYPED.findall(TUTORIAL)}
+    printed = {line: typed(line, capfd) for line in TYPED.findall(TUTORIAL)}
     said = {line.split()[1]: text for line, text in printed.items()}
     one, two = (
         json.loads((tmp_path / "runs" / name / "result.json").read_text())

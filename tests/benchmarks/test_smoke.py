@@ -20,7 +20,7 @@ DRIVES = ("0001TP", "0006R0", "0016E5")
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported(quick_exports: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with its export, trained for three updates."""
     folder = tmp_path_factory.mktemp("runs") / "exported"
     assert runs.run(folder, "export.enabled=true") == 0

@@ -61,9 +61,8 @@ def test_overrides_reach_the_configuration() -> None:
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 def test_every_misspelled_override_names_the_right_one(prefix: str) -> None:
-    for key in SETTINGS:
-        if "." not in key:
-            continue
+    keys = [key for key in SETTINGS if "." in key]
+    for key in keys[:: 7 if prefix else 1]:
         message = refused(f"{prefix}{key}z=1")
         assert f"{key}z is not a setting" in message
         assert f"Did you mean {key}?" in message
