@@ -33,7 +33,8 @@ LAYOUTS = [
 ]
 CONTROLS = (1, 2, 4)  # processes in mode ddp
 SMOKE = {
-    "RECIPE": (*RECIPE, "model=fast_scnn", "train.precision=fp32", "train.steps=1", "data.num_train=32", "data.num_val=1"),
+    "RECIPE": (*RECIPE, "model=fast_scnn", "train.precision=fp32", "train.steps=1", "data.num_train=32",
+               "data.num_val=1"),
     "PROCESSES": (1,), "UNEVEN": (), "CONTROLS": (), "LAYOUTS": LAYOUTS[:1],
 }  # fmt: skip
 
