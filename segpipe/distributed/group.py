@@ -167,9 +167,7 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
         gpu = "MIG" if "MIG" in found.name else str(found.uuid)
     store, cards = meet({**same, "device": device.type}, config.timeout_s, gpu)
     # Not by the number of visible GPUs: a launcher may show each rank its own alone.
-    shared = sharing(cards)
-    if os.environ.get(SEVERAL) == "1":
-        shared = []
+    shared = [] if os.environ.get(SEVERAL) == "1" else sharing(cards)
     if shared and rank == 0:
         warnings.warn(
             f"ranks {shared[:16]} share GPUs, or have instances (MIG): all ranks exchange gradients through the "

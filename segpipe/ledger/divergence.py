@@ -255,8 +255,8 @@ def _explain(
 ) -> Comparison:
     """The verdict on runs that differ at a step: the first field, there the lowest shard. `run` has the names."""
     a, b = _at(step, pair)
-    first = next(entry for entry in FIELDS if _shards(entry, a, b))
-    shards = _shards(first, a, b) or []
+    places = ((entry, _shards(entry, a, b)) for entry in FIELDS)
+    first, shards = next((entry, found) for entry, found in places if found)
     shard = shards[0]
     key, parts = (
         (first.kind, name, shard) for name in (first.name, first.name + PARTS)

@@ -160,10 +160,11 @@ def summary(confusion: Counts, names: Sequence[str]) -> dict[str, Any]:
     """
     pixels = dict(zip(names, _pixels(confusion), strict=True))
     absent = [name for name, (_, target, _) in pixels.items() if not target]
+    iou = dict(zip(names, iou_per_class(confusion), strict=True))
     return {
-        "miou": miou(confusion),
+        "miou": mean(iou.values()),
         "pixel_accuracy": pixel_accuracy(confusion),
-        "iou": dict(zip(names, iou_per_class(confusion), strict=True)),
+        "iou": iou,
         "absent": absent,
         "false_positives_only": [name for name in absent if pixels[name][2]],
         "pixels": sum(target for _, target, _ in pixels.values()),

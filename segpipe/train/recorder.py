@@ -101,13 +101,13 @@ class Recorder(Watch):
         for name in self._trained:
             del self._statistics[name]
 
-        gathered = group.gather(next_session(config.run_dir) if group.is_main else 0)
+        session = next_session(config.run_dir) if group.is_main else 0
         names = [samples.name(index) for index in range(len(samples))]
         kinds = {"gradient": self._trained, **self._kinds()}
         parts = {kind: list(named) for kind, named in kinds.items()}
 
         header = SessionHeader(
-            session=gathered[0],
+            session=group.gather(session)[0],
             first_step=state.step,
             rank=group.rank,
             world_size=group.world_size,

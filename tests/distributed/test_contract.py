@@ -36,7 +36,7 @@ from segpipe.errors import CollectiveError, DataError
 from segpipe.processes import rounds
 from segpipe.settings.config import Config
 from segpipe.train import gradients
-from segpipe.train.forward import AllHeads
+from segpipe.train.forward import AllHeads, Norms
 
 pytestmark = pytest.mark.slow
 
@@ -315,6 +315,7 @@ def test_where_torch_ddp_communicates_is_announced(
     loss.state = SimpleNamespace(
         model=nn.Linear(2, 1), scaler=SimpleNamespace(scale=lambda value: value), step=0
     )
+    loss.norms = Norms(loss.state.model)
     loss.watch = SimpleNamespace(whole_batch=lambda shards: None)
     loss.guard = SimpleNamespace(check=lambda step, shard: None)
     both = gradients.DdpGradients(loss)
