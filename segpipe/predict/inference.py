@@ -56,11 +56,7 @@ def inference(given: Mapping[str, Any]) -> Inference:
         raise ConfigError(
             f"precision = {precision}, but a run computes in one of fp32, {', '.join(AUTOCAST)}."
         )
-    flip, scales = _views(given["tta"])
-    return Inference(flip, scales, precision)
-
-
-def _views(tta: Sequence[str]) -> tuple[bool, tuple[float, ...]]:
+    tta: Sequence[str] = given["tta"]
     scales = set()
     for item in tta:
         if item == FLIP:
@@ -75,7 +71,7 @@ def _views(tta: Sequence[str]) -> tuple[bool, tuple[float, ...]]:
                 f"{LARGEST_SCALE:g}. Set for example tta=[flip,0.75,1.25]; scale 1 is always there."
             )
         scales.add(scale)
-    return FLIP in tta, (1.0, *sorted(scales - {1.0}))
+    return Inference(FLIP in tta, (1.0, *sorted(scales - {1.0})), precision)
 
 
 def segment(
@@ -101,24 +97,14 @@ def answers(
 
     Shapes: image uint8 (B, H, W, 3) on the device of the model -> uint8 (B, H, W), float32 (B, H, W).
     """
-    if len(how.views) > 1:
-        total = _probabilities(model, preprocess, image, how)
-        shares = total.max(1)
-        return shares.indices.to(torch.uint8), shares.values / total.sum(1)
-    size = (image.shape[1], image.shape[2])
-    logits = _logits(model, preprocess(image), size, how)
-    # Of logits, as in validation: probabilities round small differences to ties.
-    best = logits.max(1)
-    confidence = (best.values - logits.logsumexp(1)).exp()
-    return best.indices.to(torch.uint8), confidence
-
-
-def _probabilities(
-    model: SegmentationNet, preprocess: Preprocess, image: Tensor, how: Inference
-) -> Tensor:
-    """Sum over the views of the probabilities of the classes, float32 (B, C, H, W)."""
     size = (image.shape[1], image.shape[2])
     normalised = preprocess(image)
+    if len(how.views) == 1:
+        logits = _logits(model, normalised, size, how)
+        # Of logits, as in validation: probabilities round small differences to ties.
+        best = logits.max(1)
+        confidence = (best.values - logits.logsumexp(1)).exp()
+        return best.indices.to(torch.uint8), confidence
     total: Tensor | None = None
     for scale, flip in how.views:
         view = normalised
@@ -130,7 +116,8 @@ def _probabilities(
         shares = shares.flip(3) if flip else shares
         total = shares if total is None else total + shares
     assert total is not None
-    return total
+    best = total.max(1)
+    return best.indices.to(torch.uint8), best.values / total.sum(1)
 
 
 def _logits(model: SegmentationNet, view: Tensor, size: Size, how: Inference) -> Tensor:

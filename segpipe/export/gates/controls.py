@@ -36,23 +36,20 @@ _EFFECT = 1e-2
 _NOISE = (1, 3, 96, 96)  # image on which the influence of weights is measured
 
 
-class _Changed(nn.Module):
-    """A module whose input or output is changed."""
+class _Step(nn.Module):
+    """A function as a module."""
 
-    def __init__(self, inner: nn.Module, before: Change, after: Change) -> None:
+    def __init__(self, change: Change) -> None:
         super().__init__()
-        self.inner, self.before, self.after = inner, before, after
+        self.change = change
 
-    def forward(self, image: Tensor) -> Tensor:
-        return self.after(self.inner(self.before(image)))
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(x)
 
 
 def _bgr(model: DeployModel) -> None:
-    model.preprocess = _Changed(model.preprocess, lambda image: image.flip(-1), _same)
+    flip = _Step(lambda image: image.flip(-1))
+    model.preprocess = nn.Sequential(flip, model.preprocess)
 
 
 def _no_normalisation(model: DeployModel) -> None:
@@ -96,7 +93,8 @@ def _most_influential(network: nn.Module) -> Tensor:
 
 
 def _classes_permuted(model: DeployModel) -> None:
-    model.network = _Changed(model.network, _same, lambda logits: logits.roll(1, 1))
+    roll = _Step(lambda logits: logits.roll(1, 1))
+    model.network = nn.Sequential(model.network, roll)
 
 
 def _batchnorm_in_training_mode(model: DeployModel) -> None:
