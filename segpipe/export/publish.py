@@ -149,10 +149,15 @@ def export_run(
                 entry |= golden_figures(checks, comparisons[name], entry["precision"])
         with writing(out_dir):
             _complete(result, model, checks, files)
+            rejected = beside(out_dir, "rejected")
             if not result.passed:
-                _reject(result, report)
+                result.folder = rejected
+                result.write(report, _now())
+                shutil.rmtree(rejected, ignore_errors=True)
+                os.rename(report, rejected)
+                raise refusal(NOT_EXPORTED, result.failed, str(rejected / MARKDOWN))
             put_in_place(files, out_dir)
-            shutil.rmtree(beside(out_dir, "rejected"), ignore_errors=True)
+            shutil.rmtree(rejected, ignore_errors=True)
         return result
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -197,15 +202,6 @@ def _complete(
     load_as_robot(result, folder)
     if not result.passed:
         _complete(result, model, checks, folder)
-
-
-def _reject(result: ExportReport, report: Path) -> None:
-    """Leaves the report in the rejected folder, and raises the error of the worst failure."""
-    result.folder = rejected = beside(result.folder, "rejected")
-    result.write(report, _now())
-    shutil.rmtree(rejected, ignore_errors=True)
-    os.rename(report, rejected)
-    raise refusal(NOT_EXPORTED, result.failed, str(rejected / MARKDOWN))
 
 
 def _now() -> str:

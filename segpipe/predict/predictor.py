@@ -21,11 +21,7 @@ from segpipe.errors import (
     OutOfMemory,
 )
 from segpipe.predict.inference import SMALLEST, Inference, answers
-from segpipe.runtime.artifact import (
-    MANIFEST,
-    ArtifactError,
-    read_artifact,
-)
+from segpipe.runtime.artifact import MANIFEST, ArtifactError, read_artifact
 from segpipe.runtime.engines import EngineError
 from segpipe.runtime.frames import enlarged
 from segpipe.runtime.session import Session

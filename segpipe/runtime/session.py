@@ -97,7 +97,17 @@ class Session:
             ) from error
         outputs = artifact.manifest["io"]["outputs"]
         self._outputs = [str(entry["name"]) for entry in outputs]
-        _check_identity(artifact, self.engine)
+        # The digest of the weights inside the file: files of two exports have valid checksums too.
+        try:
+            inside = json.loads(self.engine.metadata(MANIFEST_KEY))
+            found = inside["source"]["ema_digest"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            found = "unknown"
+        if found != artifact.ema_digest:
+            raise ArtifactError(
+                f"the ONNX file in {artifact.folder} holds weights {found}, but the manifest describes "
+                f"{artifact.ema_digest}. {EXPORT_AGAIN}"
+            )
 
     def run(self, image: Bytes, due: float = math.inf) -> tuple[Bytes, Bytes]:
         """Mask (H, W) and confidence (h, w) of a frame uint8 (H, W, 3), in newly allocated memory.
@@ -169,16 +179,3 @@ class Session:
             self._watchdog = Watchdog()
             weakref.finalize(self, self._watchdog.close)
         return self._watchdog.ending(end, due)
-
-
-def _check_identity(artifact: Artifact, engine: Engine) -> None:
-    """Compare the weights digest inside the file with the manifest's: files of two exports have valid checksums too."""
-    try:
-        found = json.loads(engine.metadata(MANIFEST_KEY))["source"]["ema_digest"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        found = "unknown"
-    if found != artifact.ema_digest:
-        raise ArtifactError(
-            f"the ONNX file in {artifact.folder} holds weights {found}, but the manifest describes "
-            f"{artifact.ema_digest}. {EXPORT_AGAIN}"
-        )
