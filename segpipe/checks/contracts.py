@@ -235,7 +235,9 @@ class LossContract:
             "a batch without labels": self._unlabelled,
             "gradients are finite": self._finite,
             "class weights": self._weights,
-            "ops that CUDA repeats": self._ops,
+            "ops that CUDA repeats": lambda: forbidden_ops(
+                lambda: self._gradient(self.logits)
+            ),
         }
         return answers("loss", questions.items())
 
@@ -352,10 +354,6 @@ class LossContract:
             return "class_weights change nothing. Multiply the loss of a pixel by the weight of its class."
         return ""
 
-    def _ops(self) -> str:
-        """Whether its ops repeat themselves on a GPU."""
-        return forbidden_ops(lambda: self._gradient(self.logits))
-
 
 def check_plugins(config: Config) -> None:
     """Import the code that the configuration names, and raise ConfigError for what is known to be wrong before it runs.
@@ -408,7 +406,7 @@ class NetworkContract:
                 self._afresh
             ),
             "no randomness in eval mode": self._eval_randomness,
-            "ops that CUDA repeats": self._ops,
+            "ops that CUDA repeats": lambda: forbidden_ops(self._backward),
             "copies and state dict": self._round_trip,
             "the export passes its gates": self._export,
         }
@@ -592,10 +590,6 @@ class NetworkContract:
         if _moved_by_seeds(lambda: self._logits(self.image)):
             return "two forwards in eval mode differ. Give F.dropout training=self.training, or use nn.Dropout."
         return ""
-
-    def _ops(self) -> str:
-        """Whether its ops repeat themselves on a GPU."""
-        return forbidden_ops(self._backward)
 
     def _round_trip(self) -> str:
         """Whether copies compute the same: the average of the weights is one, and so is what is exported."""

@@ -111,30 +111,23 @@ def _send(sender: Connection, call: Callable[[], Any]) -> None:
 
 
 def _send_from_another_start(sender: Connection, content: bytes, threads: int) -> None:
-    """`_send` for a pickled call, whose code of the user is imported when all looks like another start."""
+    """`_send` for a pickled call, whose code of the user is imported when all looks like the main process of rank 1."""
     import torch
+    from torch import distributed
 
-    _pose_as_main_process()
-    _pose_as_rank_1()
-    torch.set_num_threads(threads)
-    tripwire.seed_globals(START_SEED)
-    _send(sender, lambda: pickle.loads(content)())
-
-
-def _pose_as_main_process() -> None:
     process: Any = multiprocessing.current_process()
     process.name = "MainProcess"
     process._identity = ()
     process._config["daemon"] = False
     vars(multiprocessing.process)["_parent_process"] = None
 
-
-def _pose_as_rank_1() -> None:
-    from torch import distributed
-
     answers = {"is_initialized": True, "get_rank": 1, "get_world_size": 2}
     for name, answer in answers.items():
         setattr(distributed, name, lambda *_, answer=answer, **__: answer)
+
+    torch.set_num_threads(threads)
+    tripwire.seed_globals(START_SEED)
+    _send(sender, lambda: pickle.loads(content)())
 
 
 def other_environment() -> None:

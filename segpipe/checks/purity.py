@@ -101,6 +101,10 @@ class Probed:
         """The output for a copy of the frame."""
         return self.function(*_copied(self.frames[place[0]]), KEYS[place[1]])
 
+    def outputs(self, order: int = 1) -> Outputs:
+        """All outputs; calls backwards for -1."""
+        return {place: _copied(self.call(place)) for place in self.places()[::order]}
+
 
 class Observation(NamedTuple):
     """What came of the calls in the first process."""
@@ -183,9 +187,10 @@ def _findings(
     """The first problem of each transform by its cause; that of the whole pipeline, the last, if there is no other."""
     findings: list[Finding] = []
     for number, observation in enumerate(observations):
-        problems = dict(observation.problems)
-        for probe, outputs in others.items():
-            problems[probe] = _difference(observation, outputs[number])
+        problems = observation.problems | {
+            probe: _difference(observation, outputs[number])
+            for probe, outputs in others.items()
+        }
         failed = next((probe for probe in ADVICE if problems.get(probe)), None)
         is_whole = number == len(probed) - 1
         if failed is None or (is_whole and findings):
@@ -236,8 +241,7 @@ def _outputs(probed: Sequence[Probed], order: int = 1) -> list[Outputs | str]:
     made: list[Outputs | str] = []
     for one in probed[::order]:
         try:
-            places = one.places()[::order]
-            made.append({place: _copied(one.call(place)) for place in places})
+            made.append(one.outputs(order))
         except Exception as error:
             made.append(_raises(error))
     return made[::order]
@@ -264,7 +268,7 @@ def observed(probed: Probed) -> Observation:
         raise ConfigError(f"{function.name} fails: {where}.") from error
     try:
         with tripwire.watching() as called:
-            outputs = {place: _copied(probed.call(place)) for place in probed.places()}
+            outputs = probed.outputs()
 
         # Two calls with one key: only what counts calls then changes in the second.
         first = tripwire.object_state(function.ready())

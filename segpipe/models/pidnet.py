@@ -68,15 +68,12 @@ class PIDNet(SegmentationNet):
         self.to_detail4 = conv_bn(8 * c, 2 * c, 1)
         self.gate3 = PixelAttention(2 * c, c)
         self.gate4 = PixelAttention(2 * c, c)
-        if large:
-            self.boundary3 = BasicBlock(2 * c, 2 * c)
-            self.boundary4: nn.Module = BasicBlock(2 * c, 2 * c)
-        else:
-            self.boundary3 = BasicBlock(2 * c, c)
-            self.boundary4 = Bottleneck(c, c)
-
+        planes_d = 2 * c if large else c  # of branch D at stride 8
+        self.boundary3 = BasicBlock(2 * c, planes_d)
+        block = BasicBlock if large else Bottleneck
+        self.boundary4 = block(planes_d, planes_d)
         self.boundary5 = Bottleneck(2 * c, 2 * c)
-        self.to_boundary3 = conv_bn(4 * c, 2 * c if large else c, 3)
+        self.to_boundary3 = conv_bn(4 * c, planes_d, 3)
         self.to_boundary4 = conv_bn(8 * c, 2 * c, 3)
         self.fusion = Bag(4 * c) if large else LightBag(4 * c)
         self.head = SegHead(4 * c, head_planes, num_classes)
@@ -96,33 +93,24 @@ class PIDNet(SegmentationNet):
         stride8 = relu(self.context2(stride4))
         stride16 = relu(self.context3(stride8))
         stride32 = relu(self.context4(stride16))
-        tap_p, detail = self._detail(stride8, stride16, stride32)
-        tap_d, boundary = self._boundary(stride8, stride16, stride32)
+
+        # Branch P.
+        gated = self.gate3(self.detail3(stride8), self.to_detail3(stride16))
+        tap_p = relu(gated)
+        gated = self.gate4(self.detail4(tap_p), self.to_detail4(stride32))
+        detail = self.detail5(relu(gated))
+
+        # Branch D.
+        edges = self.boundary3(stride8)
+        edges = relu(edges + upsample_like(self.to_boundary3(stride16), edges))
+        edges = self.boundary4(edges)
+        tap_d = relu(edges + upsample_like(self.to_boundary4(stride32), edges))
+        boundary = self.boundary5(tap_d)
+
         context = upsample_like(self.ppm(self.context5(stride32)), detail)
         main = self.head(self.fusion(detail, context, boundary))
 
         return main, {"aux_p": tap_p, "boundary": tap_d}
-
-    def _detail(
-        self, stride8: Tensor, stride16: Tensor, stride32: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Branch P: the input of "aux_p", and the output of the branch."""
-        gated = self.gate3(self.detail3(stride8), self.to_detail3(stride16))
-        tap = relu(gated)
-        gated = self.gate4(self.detail4(tap), self.to_detail4(stride32))
-
-        return tap, self.detail5(relu(gated))
-
-    def _boundary(
-        self, stride8: Tensor, stride16: Tensor, stride32: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Branch D: the input of "boundary", and the output of the branch."""
-        edges = self.boundary3(stride8)
-        edges = relu(edges + upsample_like(self.to_boundary3(stride16), edges))
-        edges = self.boundary4(edges)
-        tap = relu(edges + upsample_like(self.to_boundary4(stride32), edges))
-
-        return tap, self.boundary5(tap)
 
 
 class PixelAttention(nn.Module):

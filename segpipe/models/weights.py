@@ -29,7 +29,9 @@ from segpipe.models.layers import Keys
 PARTS = ("state_dict", "model_state_dict", "model_state", "model", "net", "network", "weights", "params", "model_ema",
          "state_dict_ema", "ema")  # fmt: skip
 # Left by losses that hold class weights, and by tools that count operations: no part of a network.
-NOT_OF_A_NETWORK = re.compile(r"(^|\.)(\w*loss|criterion)\.|(^|\.)total_(ops|params)$")
+NOT_OF_A_NETWORK = r"(^|\.)(\w*loss|criterion)\.|(^|\.)total_(ops|params)$"
+# Auxiliary heads are not always published, and torch below 0.4.1 had no counters in BatchNorm.
+OPTIONAL = re.compile(r"^train_only\.|\.num_batches_tracked$")
 FORMAT = "segpipe-weights"  # of safetensors files that segpipe writes
 NAMED = 5  # names in a message
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -229,28 +231,22 @@ def fit(
     used = {names[name] for name in found}
     left_over = [key for key in tensors if key not in used]
     if not partial:
-        needed = [names[name] for name in missing if not _may_be_missing(name)]
-        unused = getattr(model, "unused_keys", "") or "$^"
-        foreign = [
-            key
-            for key in left_over
-            if not NOT_OF_A_NETWORK.search(key) and not re.search(unused, key)
-        ]
-        other = [
-            f"{names[name]} {found[name].dtype} {tuple(found[name].shape)}, needed {own[name].dtype} "
-            f"{tuple(own[name].shape)}"
-            for name in misshapen
-        ]
+        unused = [NOT_OF_A_NETWORK, getattr(model, "unused_keys", "")]
+        pattern = "|".join(filter(None, unused))
         problems = {
-            "missing": needed,
-            "left over": foreign,
-            "of another shape or dtype": other,
+            "missing": [names[name] for name in missing if not OPTIONAL.search(name)],
+            "left over": [key for key in left_over if not re.search(pattern, key)],
+            "of another shape or dtype": [
+                f"{names[name]} {found[name].dtype} {tuple(found[name].shape)}, needed {own[name].dtype} "
+                f"{tuple(own[name].shape)}"
+                for name in misshapen
+            ],
         }
         _refuse(where, f"{type(model).__name__} with {num_classes} classes", problems)
 
-    checked = [_checked(name, found[name], own[name], where) for name in kept]
+    checked = {name: _checked(name, found[name], own[name], where) for name in kept}
     with torch.no_grad():
-        for name, value in zip(kept, checked, strict=True):
+        for name, value in checked.items():
             own[name].copy_(value)
 
     sizes = {name: value.numel() for name, value in model.named_parameters()}
@@ -302,11 +298,6 @@ def _other_classes(value: Tensor, own: Tensor, num_classes: int) -> int:
             if list(value.shape) == shape != list(own.shape):
                 return shape[axis]
     return 0
-
-
-def _may_be_missing(name: str) -> bool:
-    """Auxiliary heads are not always published, and torch below 0.4.1 had no counters in BatchNorm."""
-    return name.startswith("train_only.") or name.endswith(".num_batches_tracked")
 
 
 def _refuse(where: str, network: str, problems: Mapping[str, list[str]]) -> None:
