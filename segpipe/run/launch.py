@@ -84,12 +84,8 @@ if TYPE_CHECKING:
 
 # Raised on all ranks at once, so that rank 0 alone reports them.
 COMMON_ERRORS = (
-    ConfigError,
-    CheckpointError,
-    NumericsError,
-    DivergenceError,
-    Interrupted,
-)
+    ConfigError, CheckpointError, NumericsError, DivergenceError, Interrupted,
+)  # fmt: skip
 
 
 def launch(config: Config) -> int:
@@ -147,13 +143,12 @@ def _world_size(config: Config) -> int:
 
 
 def with_steps(config: Config) -> tuple[Config, Splits | None]:
-    """`config` with the number of updates that `train.epochs` stands for, and the data if it was opened for that.
+    """`config`, checked, with the number of updates that `train.epochs` stands for, and the data if that opened it.
 
     Checkpoints and ranks see nothing else.
     """
     if not config.train.epochs:
         return config, None
-    check(config, world_size=1)
     from segpipe.data.samples import open_splits
 
     splits = open_splits(config)
@@ -232,12 +227,16 @@ def _spawn(config: Config, world_size: int) -> int:
     from segpipe.distributed.group import local_store
 
     before = failure(config.run_dir)  # of an earlier session
+    variables = dict(os.environ)
     others = set(multiprocessing.active_children())
     logging.disable(logging.CRITICAL)  # the ranks report errors; torch would repeat it
     try:
         store = local_store()
         multiprocessing.set_forkserver_preload(["segpipe.train.engine"])
-        with stops_raised(), _environment_of_children(config, world_size):
+        # What the children need before their own code runs.
+        threads = world_size * config.compute.threads
+        flags.set_environment(threads, config.compute.mode)
+        with stops_raised():
             try:
                 with signals_deferred_by_children():
                     children = start_processes(  # type: ignore[no-untyped-call]
@@ -262,6 +261,9 @@ def _spawn(config: Config, world_size: int) -> int:
     except Stopped:  # a second Ctrl-C
         return Interrupted.exit_code
     finally:
+        # The next job of a sweep has its own.
+        os.environ.clear()
+        os.environ.update(variables)
         for child in set(multiprocessing.active_children()) - others:
             child.kill()
         logging.disable(logging.NOTSET)
@@ -280,18 +282,6 @@ def _pass_on(number: int, children: set[BaseProcess], patience_s: float) -> None
     end = time.monotonic() + patience_s
     for child in children:
         child.join(max(0.0, end - time.monotonic()))
-
-
-@contextlib.contextmanager
-def _environment_of_children(config: Config, world_size: int) -> Iterator[None]:
-    """Set variables that the children need before their own code runs, and remove them for the next job of a sweep."""
-    before = dict(os.environ)
-    flags.set_environment(world_size * config.compute.threads, config.compute.mode)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _child(rank: int, config: Config, world_size: int, port: int) -> None:
@@ -361,13 +351,21 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
     flags.apply(threads, mode)  # before the group: NCCL reads its variables there
     same = {"segpipe": _version(), "configuration": config_hash(config)}
     group = processes.join(config.compute, same)
+
+    def own() -> None:
+        """Rank 0 owns the folder, which it writes; the parent of spawned processes may die without them."""
+        if group.is_main:
+            if group.world_size == 1:  # of several, the parent removes the lock
+                held.enter_context(stops_raised())
+            held.enter_context(owned(config))
+
     try:
         # The folder is owned to the end of what rank 0 does after the training.
         with contextlib.ExitStack() as held:
             with _failure_told(group):
                 if not prepared:
                     splits = _prepare_together(config, group, splits)
-                group.together(lambda: _own(config, group, held))
+                group.together(own)
             group.contract.on_verdict = lambda error: note_failure(
                 config, error.exit_code, str(error)
             )
@@ -388,19 +386,23 @@ def _prepare_together(
     config: Config, group: Group, splits: Splits | None
 ) -> Splits | None:
     """`prepare` on rank 0 of a run that a launcher started; the others pin the same weights."""
-    _check_launcher(config)
-
-    opened: list[Splits] = []
+    started = environment.local_world_size()
+    if config.compute.nproc not in ("auto", str(started)):
+        raise ConfigError(
+            f"compute.nproc = {config.compute.nproc}, but the launcher started {started} processes on this machine. "
+            f"Leave compute.nproc out, or start without the launcher."
+        )
 
     def prepare_here() -> None:
+        nonlocal splits
         if group.is_main:
-            opened.append(prepare(config, group.world_size, splits))
+            splits = prepare(config, group.world_size, splits)
         else:
             pin_weights(config)
 
     group.together(prepare_here)
     check_pins(config, group)
-    return opened[0] if opened else splits
+    return splits
 
 
 @contextlib.contextmanager
@@ -427,24 +429,6 @@ def _failure_told(group: Group, config: Config | None = None) -> Iterator[None]:
         raise
 
 
-def _own(config: Config, group: Group, held: contextlib.ExitStack) -> None:
-    """Own the run's folder on rank 0, which writes; the parent of spawned processes may die without them."""
-    if group.is_main:
-        if group.world_size == 1:  # of several, the parent removes the lock
-            held.enter_context(stops_raised())
-        held.enter_context(owned(config))
-
-
-def _check_launcher(config: Config) -> None:
-    """Refuse a `compute.nproc` that contradicts the launcher, which would be ignored otherwise."""
-    started = environment.local_world_size()
-    if config.compute.nproc not in ("auto", str(started)):
-        raise ConfigError(
-            f"compute.nproc = {config.compute.nproc}, but the launcher started {started} processes on this machine. "
-            f"Leave compute.nproc out, or start without the launcher."
-        )
-
-
 def _lost_another_rank(error: Exception) -> bool:
     """Whether a collective failed because another process is gone.
 
@@ -461,7 +445,7 @@ def _lost_another_rank(error: Exception) -> bool:
 def _train(config: Config, group: Group, splits: Splits | None) -> int:
     from segpipe.distributed import group as processes
 
-    run, validation, result = train(config, group, CONSOLE, splits=splits)
+    run, validation, result = train(config, group, CONSOLE, splits)
     processes.leave(group)  # the other ranks need not wait for what rank 0 does next
     if group.is_main:
         assert isinstance(run.log, Tracker)
@@ -494,17 +478,11 @@ def finish(run: Run, found: Validation, result: dict[str, Any]) -> None:
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "latency_ms": latency_ms(predict, run.val_samples),
     }
-    links = ["config.json", "result.json", FILE_NAME]
-    if config.export.enabled and not config.export.dir:
-        links.append("export/")
-    data = page_data(
-        config,
-        run.val_samples,
-        found,
-        {**result, **about},
-        predict,
-        read_metrics(run.folder / FILE_NAME),
-        links,
+    exported = ["export/"] * (config.export.enabled and not config.export.dir)
+    data = replace(
+        page_data(config, run.val_samples, found, result | about, predict),
+        history=read_metrics(run.folder / FILE_NAME),
+        links=["config.json", "result.json", FILE_NAME, *exported],
     )
     write_report(run.folder / PAGE, data)
     images = f"{config.data.split} images"
@@ -555,7 +533,7 @@ def _this_command() -> str:
 
 
 def train(
-    config: Config, group: Group, console: Console, *, splits: Splits | None = None
+    config: Config, group: Group, console: Console, splits: Splits | None = None
 ) -> tuple[Run, Validation, dict[str, Any]]:
     """`segpipe.train.engine.train`, reporting to the terminal and to metrics.jsonl; the caller ends `run.log`."""
     from segpipe.files import ROOT, git_state
@@ -574,8 +552,9 @@ def train(
         return view, open_tracker(config, config.run_dir, step, rank=group.rank)
 
     # Of this checkout, read at the start: it may change during the training.
-    state = git_state(ROOT) if group.is_main else None
-    git = state and {"commit": state["commit"], "dirty": state["dirty"]}
+    git = git_state(ROOT) if group.is_main else None
+    if git:
+        del git["known_at"]
     return engine.train(config, group, open_outputs, splits=splits, git=git)
 
 

@@ -85,8 +85,6 @@ def page_data(
     found: Validation,
     result: Mapping[str, Any],
     predict: Predict,
-    history: Sequence[Mapping[str, Any]] = (),
-    links: Sequence[str] = (),
 ) -> ReportData:
     """Input of the report page; predicts some images once more."""
     names, counts = samples.classes.names, found.total.numpy()
@@ -98,11 +96,9 @@ def page_data(
         confusion=counts,
         names=names,
         palette=samples.classes.palette,
-        history=history,
         pictures={WORST: worst, WEAKEST: examples(samples, found, weak, predict)},
         calibration=found.calibration.numpy(),
         detail=detail(samples, len(names), predict),
-        links=links,
     )
 
 
