@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,11 @@ class SweepJob:
 
     def end(self, returned: Any) -> None:
         """Note the exit code that a job returned, or the error that it raised."""
-        self.code = 1 if isinstance(returned, Exception) else int(returned)
-        if isinstance(returned, SegpipeError):
-            self.code = returned.exit_code
         if isinstance(returned, Exception):
+            self.code = getattr(returned, "exit_code", 1)
             self.reason = " ".join(str(returned).split())
+        else:
+            self.code = int(returned)
 
     def row(self) -> Row:
         """Its line in the table."""
@@ -73,40 +73,37 @@ class SweepJob:
         row = Row(name, folder, state="not started")
         if (folder / "config.json").exists():
             row = read_row(folder, name)
-        if self.code:
-            noted = failure(folder)[1] or "see the messages above"
-            reason = self.reason or noted
-            state = f"failed, exit code {self.code}"
-            return replace(row, miou=None, state=state, reason=reason)
-        return replace(row, reason=self.reason or row.reason)
+        if not self.code:
+            return replace(row, reason=self.reason or row.reason)
+        reason = self.reason or failure(folder)[1] or "see the messages above"
+        state = f"failed, exit code {self.code}"
+        return replace(row, miou=None, state=state, reason=reason)
 
 
+@dataclass
 class Jobs:
     """Stands before a launcher of Hydra: names and checks the jobs of each batch, and returns their mIoU."""
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        loader: ConfigLoader,
-        config: DictConfig,
-        check: Check,
-        examine: Check,
-    ) -> None:
-        self._check_job, self._examine = check, examine
-        self._launcher = launcher
-        self._loader = loader
-        self._config = config
-        sweeper = config.hydra.sweeper
-        # A search chooses jobs batch by batch; a grid is one batch.
-        self._searched = not str(sweeper._target_).endswith(".BasicSweeper")
-        self._jobs: dict[Path, SweepJob] = {}
-        self._examined: list[Any] = []
-        direction = OmegaConf.select(sweeper, "direction")
+    launcher: Launcher
+    loader: ConfigLoader
+    config: DictConfig
+    check_job: Check
+    examine: Check
+    jobs: dict[Path, SweepJob] = field(default_factory=dict)
+    examined: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        direction = OmegaConf.select(self.config.hydra.sweeper, "direction")
         if getattr(direction, "name", direction) == "minimize":
             raise ConfigError(
                 "hydra.sweeper.direction = minimize, but jobs return their mIoU, higher is better. Set "
                 "hydra.sweeper.direction=maximize."
             )
+
+    @property
+    def searched(self) -> bool:
+        """Whether jobs are chosen batch by batch; a grid is one batch."""
+        return not str(self.config.hydra.sweeper._target_).endswith(".BasicSweeper")
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -119,7 +116,7 @@ class Jobs:
         new: dict[Path, SweepJob] = {}
         for job in batch:
             folder = job.config.run_dir
-            twin = self._jobs.get(folder) or new.setdefault(folder, job)
+            twin = self.jobs.get(folder) or new.setdefault(folder, job)
             if twin.config != job.config:
                 raise ConfigError(
                     f"run.name = {job.config.run.name} is the name of two jobs. Include the swept settings: "
@@ -127,13 +124,13 @@ class Jobs:
                 )
         for job in new.values():
             self._check(job)
-        self._jobs |= new
+        self.jobs |= new
         todo = [job for job in new.values() if job.code is None]
+        overrides = [job.overrides for job in todo]
         try:
-            overrides = [job.overrides for job in todo]
             with _all_gathered():
                 returned = (
-                    self._launcher.launch(overrides, initial_job_idx) if todo else ()
+                    self.launcher.launch(overrides, initial_job_idx) if todo else ()
                 )
         except Exception as error:
             raise ConfigError(
@@ -149,21 +146,15 @@ class Jobs:
         """Settings, folder and data of a job; one that run.exists=resume finds finished is done."""
         config = job.config
         # Jobs often share these, and reading a large data set takes minutes.
-        parts: list[Any] = [
-            config.data,
-            config.model,
-            config.loss,
-            config.augment,
-            config.track,
-        ]
-        parts += [config.export, config.optim.lr_scale, config.compute.mode]
+        shared = (config.data, config.model, config.loss, config.augment, config.track)
+        parts = [*shared, config.export, config.optim.lr_scale, config.compute.mode]
         try:
-            self._check_job(config)
+            self.check_job(config)
             if finished(config):
                 job.code, job.reason = 0, "was finished already"
-            if parts not in self._examined:
-                self._examine(config)
-                self._examined.append(parts)
+            if parts not in self.examined:
+                self.examine(config)
+                self.examined.append(parts)
         except SegpipeError as error:
             name = job.swept or config.run.name
             refusal = ConfigError(f"{name}: {error}\nNo job was started.")
@@ -174,12 +165,13 @@ class Jobs:
         self, job_overrides: Sequence[Sequence[str]], first: int
     ) -> list[SweepJob]:
         """Jobs with names that differ."""
-        parser = OverridesParser.create()
-        typed = parser.parse_overrides(list(self._config.hydra.overrides.task))
+        typed = OverridesParser.create().parse_overrides(
+            list(self.config.hydra.overrides.task)
+        )
         fixed = {each.key_or_group for each in typed if not each.is_sweep_override()}
         composed, swept, names = [], [], []
         for place, overrides in enumerate(job_overrides, start=first):
-            config = self._loader.load_sweep_config(self._config, list(overrides))
+            config = self.loader.load_sweep_config(self.config, list(overrides))
             with open_dict(config):
                 config.hydra.job.id = config.hydra.job.num = place
             HydraConfig.instance().set_config(config)  # for ${hydra:job.num}
@@ -187,7 +179,7 @@ class Jobs:
             names.append(str(config.run.name))
             pairs = [text.lstrip("+").partition("=") for text in overrides]
             swept.append({key: value for key, _, value in pairs if key not in fixed})
-        if self._searched or len(set(names)) < len(names):
+        if self.searched or len(set(names)) < len(names):
             names = [named(*pair) for pair in zip(names, swept, strict=True)]
         jobs = []
         for place, config in enumerate(composed):
@@ -202,24 +194,24 @@ class Jobs:
 
     def _returned(self, job: SweepJob, overrides: Sequence[str]) -> JobReturn:
         """What a sweeper reads. A grid must not end at a failed job, which Hydra's own sweeper would."""
-        row = self._jobs[job.config.run_dir].row()
+        row = self.jobs[job.config.run_dir].row()
         value: Any = row.miou
         status = JobStatus.COMPLETED
-        if self._searched and row.miou is None:
+        if self.searched and row.miou is None:
             value = JobFailedError(row.reason or "no labelled pixel")
             status = JobStatus.FAILED
         return JobReturn(overrides=list(overrides), status=status, _return_value=value)
 
     def summarize(self) -> int:
         """Print all jobs, the best first, and means over seeds; returns the first exit code that is not 0."""
-        rows = best_first(job.row() for job in self._jobs.values())
+        rows = best_first(job.row() for job in self.jobs.values())
         print_runs(rows)
         scored = [row for row in rows if row.miou is not None]
         for by in REPEATS:
             groups = [group for group in grouped(scored, by) if len(group.scores) > 1]
             if groups:
                 CONSOLE.print(run_table(groups))
-        return next((job.code for job in self._jobs.values() if job.code), 0)
+        return next((job.code for job in self.jobs.values() if job.code), 0)
 
 
 @contextmanager
@@ -230,7 +222,7 @@ def _all_gathered() -> Iterator[None]:
     except ImportError:
         yield
         return
-    results = Job.results
+    results: Callable[[Any], list[Any]] = Job.results
 
     def gathered(job: Any) -> list[Any]:
         try:
@@ -238,11 +230,19 @@ def _all_gathered() -> Iterator[None]:
         except Exception as error:
             return [JobReturn(_return_value=RuntimeError(_brief(error)))]
 
-    Job.results = gathered
+    with _replaced(Job, "results", gathered):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """An attribute of Hydra's or a plug-in's has another value inside the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        Job.results = results
+        setattr(owner, name, before)
 
 
 def named(name: str, swept: Mapping[str, str]) -> str:
@@ -254,7 +254,7 @@ def named(name: str, swept: Mapping[str, str]) -> str:
     for key, text in swept.items():
         leaf, value = key.rpartition(".")[2], _plain(text)
         is_number = value[0].isdigit()
-        part = f"{leaf}{value}" if is_number else f"{leaf}_{value}"
+        part = f"{leaf}{'' if is_number else '_'}{value}"
         is_there = part in name or (not is_number and len(value) > 3 and value in name)
         if key != "run.name" and not is_there:
             parts.append(part)
@@ -289,8 +289,8 @@ def sweep(
     GlobalHydra.instance().clear()
     app = Hydra.create_main_hydra2("segpipe", create_config_search_path(str(CONF)))
     started: list[Jobs] = []
-    hydra_plugins = Plugins.instance()
-    instantiate = hydra_plugins.instantiate_launcher
+    plugins = Plugins.instance()
+    instantiate = plugins.instantiate_launcher
 
     def instantiate_jobs(**given: Any) -> Jobs:
         loader, config = given["hydra_context"].config_loader, given["config"]
@@ -299,9 +299,11 @@ def sweep(
         started.append(Jobs(instantiate(**given), loader, config, check, examine))
         return started[-1]
 
-    hydra_plugins.instantiate_launcher = instantiate_jobs  # type: ignore[assignment,method-assign]
     try:
-        with explained(line.added):
+        with (
+            explained(line.added),
+            _replaced(plugins, "instantiate_launcher", instantiate_jobs),
+        ):
             app.multirun("config", train, line.overrides + line.search_path)
     except OSError as error:
         if not error.filename:
@@ -327,8 +329,6 @@ def sweep(
         raise ConfigError(
             f"hydra/sweeper: {_brief(error)}. Correct the ranges, or the settings of hydra.sweeper."
         ) from error
-    finally:
-        hydra_plugins.instantiate_launcher = instantiate  # type: ignore[method-assign]
     return started[0].summarize()
 
 
