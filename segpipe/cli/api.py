@@ -11,6 +11,7 @@ are the other keys of the command, as `segpipe evaluate --help` lists them.
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,10 +19,25 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
 from segpipe import plugins
-from segpipe.cli.commands import COMMANDS, TRUST
-from segpipe.settings.compose import complete, compose, quoted
-from segpipe.settings.config import SETTINGS, Config
+from segpipe.cli.commands import COMMANDS, TRUST, Given
+from segpipe.distributed.environment import local_rank, rank, wait_to_be_ended
+from segpipe.errors import Interrupted, SegpipeError
+from segpipe.files import read_json
+from segpipe.run.launch import check_job, examine, launch, launch_apart
+from segpipe.run.tracking import failure
+from segpipe.settings.compose import (
+    command_line,
+    complete,
+    compose,
+    composed,
+    quoted,
+    resolve,
+)
+from segpipe.settings.config import SETTINGS, Config, to_mapping
 
 if TYPE_CHECKING:
     from segpipe.export.verify_report import ExportReport
@@ -31,12 +47,16 @@ if TYPE_CHECKING:
 Settings = Sequence[str] | Mapping[str, Any] | Config
 
 
+# Settings of a run that are replaced.
+Replaced = Mapping[str, Any] | None
+
+
 @dataclass(frozen=True)
 class RunResult:
     """A finished training: its folder, the content of result.json, and the mIoU of the validation, from 0 to 1."""
 
     folder: Path
-    figures: dict[str, Any]
+    figures: Given
 
     @property
     def miou(self) -> float | None:
@@ -51,8 +71,7 @@ def train(settings: Settings = ()) -> RunResult:
     settings: as typed (["model=pidnet_s", "optim.lr=0.1"]), by name ({"model": "pidnet_s", "optim": {"lr": 0.1}}), or a
     Config. A script needs `if __name__ == "__main__":` for several processes. Sets torch's determinism in this process.
     """
-    result: RunResult = _command("train").train(configuration(settings))
-    return result
+    return run(configuration(settings))
 
 
 def configuration(settings: Settings = ()) -> Config:
@@ -67,7 +86,7 @@ def configuration(settings: Settings = ()) -> Config:
 def load(
     folder: Path | str,
     *,
-    settings: Mapping[str, Any] | None = None,
+    settings: Replaced = None,
     trust: Sequence[str] = (),
     **keys: Any,
 ) -> Predictor:
@@ -91,21 +110,19 @@ def load(
 def evaluate(
     run: Path | str,
     *,
-    settings: Mapping[str, Any] | None = None,
+    settings: Replaced = None,
     trust: Sequence[str] = (),
     **keys: Any,
-) -> dict[str, Any]:
+) -> Given:
     """Scores of a run on a split: what `segpipe evaluate` prints, by the same names."""
-    values = keys | {"run": run, "trust": trust}
-    given = _given("evaluate", values, settings)
-    figures: dict[str, Any] = _command("evaluate").evaluate(given).figures
-    return figures
+    given = _given("evaluate", keys | {"run": run, "trust": trust}, settings)
+    return dict(_command("evaluate").scored(given)[0])
 
 
 def export(
     run: Path | str,
     *,
-    settings: Mapping[str, Any] | None = None,
+    settings: Replaced = None,
     trust: Sequence[str] = (),
     **keys: Any,
 ) -> ExportReport:
@@ -129,9 +146,7 @@ def _command(name: str) -> ModuleType:
     return import_module(f"segpipe.cli.{name}")
 
 
-def _given(
-    name: str, values: Mapping[str, Any], settings: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _given(name: str, values: Mapping[str, Any], settings: Replaced) -> Given:
     """What the command line of these values would give."""
     command = COMMANDS[name]
     plain = {
@@ -163,3 +178,62 @@ def _typed(value: Any) -> str:
     if isinstance(value, str | Path):
         return quoted(str(value))
     return json.dumps(value)
+
+
+def train_main(given: Given) -> int:
+    """Exit code of `segpipe train`: of one training, or with --multirun of a sweep."""
+    try:
+        line = command_line(given["overrides"])
+        if line.sweeps:
+            from segpipe.run.sweep import sweep
+
+            return sweep(line, train_job, check_job, examine)
+        config = composed(line)
+        if line.shows:
+            print(OmegaConf.to_yaml(OmegaConf.create(to_mapping(config))), end="")
+            return 0
+        run(config)
+    except SegpipeError as error:
+        # The other ranks of this machine have the same command line.
+        if error.told or local_rank() == 0:
+            raise
+        wait_to_be_ended()
+        return error.exit_code
+    return 0
+
+
+def train_job(job: DictConfig) -> int:
+    """Exit code of a job, in the process that its launcher started; its own processes do the training."""
+    if multiprocessing.get_start_method(allow_none=True) == "loky":
+        # Of joblib, which our processes would not know.
+        multiprocessing.set_start_method("spawn", force=True)
+    config = resolve(job)
+    print(f"job {HydraConfig.get().job.num}: {config.run_dir}", flush=True)
+    code = launch_apart(config)
+    if code == Interrupted.exit_code:
+        raise KeyboardInterrupt
+    return code
+
+
+def run(config: Config) -> RunResult:
+    """Train and export, in this process or in compute.nproc others; what the run ended with.
+
+    Raises the SegpipeError that the exit code stands for, which says whether its message was printed.
+    """
+    before = failure(config.run_dir)
+    code = launch(config)
+    if not code:
+        # Rank 0 writes.
+        result = {} if rank() else read_json(config.run_dir / "result.json")
+        return RunResult(config.run_dir, result)
+    kinds = {kind.exit_code: kind for kind in _kinds(SegpipeError)}
+    now = failure(config.run_dir)
+    error = kinds.get(code, SegpipeError)("" if now == before else now[1])
+    error.exit_code, error.told = code, True
+    raise error
+
+
+def _kinds(root: type[SegpipeError]) -> Iterator[type[SegpipeError]]:
+    for kind in root.__subclasses__():
+        yield from _kinds(kind)
+        yield kind

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from segpipe.checks.contracts import (
@@ -16,11 +14,12 @@ from segpipe.checks.contracts import (
     NetworkContract,
     augment_clauses,
 )
+from segpipe.cli.commands import Given
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.errors import ConfigError, DataError, ImpureAugmentError
 from segpipe.export.publish import trial_export
-from segpipe.run.console import CONSOLE, progress
+from segpipe.run.console import CONSOLE, progress, table
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, check
 
@@ -33,7 +32,7 @@ PARTS = {
 }
 
 
-def check_augment(given: dict[str, Any]) -> int:
+def check_augment(given: Given) -> int:
     """Exit code: that of an impure augmentation if a probe fails."""
     config = compose(given["overrides"])
     check(config, world_size=1)
@@ -43,7 +42,7 @@ def check_augment(given: dict[str, Any]) -> int:
     return ImpureAugmentError.exit_code if _show(found, "augment") else 0
 
 
-def check_plugin(given: dict[str, Any]) -> int:
+def check_plugin(given: Given) -> int:
     """Exit code: that of a wrong setting if a check fails."""
     arguments = given["overrides"]
     config = compose(arguments)
@@ -90,13 +89,9 @@ def _show(checked: Iterable[Clause], what: str) -> bool:
     """Whether a check failed. Prints a table of the checks, then what is wrong and what to do."""
     with CONSOLE.status(f"checking {what}"):
         found = list(checked)
-    rows = Table("part", "check", "", "note")
-    for clause in found:
-        verdict = Text("passed", "green")
-        if clause.problem:
-            verdict = Text("failed", "bold red")
-        rows.add_row(clause.part, clause.name, verdict, clause.note)
-    CONSOLE.print(rows)
+    verdicts = {True: Text("failed", "bold red"), False: Text("passed", "green")}
+    rows = [(x.part, x.name, verdicts[bool(x.problem)], x.note) for x in found]
+    CONSOLE.print(table(("part", "check", "", "note"), rows))
     broken = [clause for clause in found if clause.problem]
     for clause in broken:
         CONSOLE.print(f"{clause.part}, {clause.name}: {clause.problem}")

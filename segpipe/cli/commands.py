@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from segpipe.settings.config import SETTINGS
 from segpipe.settings.setting import Setting
+
+Given = dict[str, Any]  # what was given of a command's keys, with their defaults
 
 RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
@@ -38,6 +41,7 @@ INFERENCE = (
 PRECISIONS = ("fp32", "bf16", "fp16", "int8")
 EXISTS = ("keep", "replace")
 DATA = ("data.root", "data.split")
+ALL = tuple(dict.fromkeys(key.partition(".")[0] for key in SETTINGS))
 EXPORT = tuple(
     key for key in SETTINGS if key.startswith("export.") and key != "export.enabled"
 )
@@ -62,7 +66,8 @@ COMMANDS = {
         "Starts compute.nproc processes itself; `torchrun ... -m segpipe train key=value ...` works too.\n"
         "-m: one run per combination of key=1,2,3; --cfg job: print the configuration; --config-dir FOLDER: files as\n"
         "in conf/, of your own.",
-        overrides=tuple(dict.fromkeys(key.partition(".")[0] for key in SETTINGS)),
+        overrides=ALL,
+        starts="api.train_main",
     ),
     "evaluate": Command(
         "evaluate a run on a split",
@@ -331,6 +336,7 @@ COMMANDS = {
             "model.weights",
             "loss.teacher",
         ),
+        starts="export.audit",
     ),
     "check-augment": Command(
         "check that augmentation is a pure function of sample and key",
@@ -365,7 +371,7 @@ COMMANDS = {
         "show where an update spends its time",
         "segpipe profile experiment=... runs a few updates of a fresh network in this process, or those of torchrun,\n"
         "prints a table of their parts, and writes a trace to runs/NAME_profile. See docs/performance.md.",
-        overrides=tuple(dict.fromkeys(key.partition(".")[0] for key in SETTINGS)),
+        overrides=ALL,
         starts="speed.profile",
     ),
     "gpu-check": Command(

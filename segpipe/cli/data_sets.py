@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from segpipe.cli.commands import Given
 from segpipe.data.catalog import table_path
 from segpipe.data.data_set import DataSet
 from segpipe.data.pairs import scan_undivided
@@ -27,14 +27,14 @@ from segpipe.datasets.importers import IMPORTERS
 from segpipe.errors import ConfigError, DataError, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, print_problems, progress, share_table
-from segpipe.settings.compose import compose, read
-from segpipe.settings.config import SETTINGS, check
+from segpipe.settings.compose import compose
+from segpipe.settings.config import check
 from segpipe.settings.groups import DataConfig
 
 DIVISION = {"by": "sequence", "pattern": "", "seed": 0, "replace": True}
 
 
-def pack(given: dict[str, Any]) -> int:
+def pack(given: Given) -> int:
     """Exit code. Reads every sample once, which writes those that the pack lacks."""
     config = compose(given["overrides"])
     if config.data.pack == "off":
@@ -69,13 +69,10 @@ def _read(place: tuple[DataSet, int]) -> None:
     samples.read(index)
 
 
-def split(given: dict[str, Any]) -> int:
+def split(given: Given) -> int:
     """Exit code. Divides a folder of images into training and validation, whole sequences at a time."""
-    values = {
-        key.removeprefix("data."): read(SETTINGS[key], given[key])
-        for key in given
-        if key.startswith("data.")
-    }
+    of_data = {key: given[key] for key in given if key.startswith("data.")}
+    values = {key.removeprefix("data."): value for key, value in of_data.items()}
     data = DataConfig(name="folder", **values)
     root = Path(data.root)
     if not data.root or not root.is_dir():
@@ -120,7 +117,7 @@ def split(given: dict[str, Any]) -> int:
     return 0
 
 
-def import_labels(given: dict[str, Any]) -> int:
+def import_labels(given: Given) -> int:
     """Exit code. Writes labels of another format as a folder data set."""
     source, out, name = Path(given["source"]), Path(given["out"]), given["format"]
     if not source.exists():
@@ -197,11 +194,9 @@ def _ignored(given: Sequence[str], export: Export) -> list[str]:
 
 
 def _unfinished(faults: Sequence[str], out: Path, *, skip: bool) -> int:
-    left = "or set skip=true to leave them out"
-    if skip:
-        left = "no image is left without them"
+    out_of = ("or set skip=true to leave them out", "no image is left without them")
     CONSOLE.print(
         f"{len(faults)} problem{'s' * (len(faults) > 1)}: {out} has no classes.yaml yet. Correct them and repeat the "
-        f"command (remove {out} first if names or ignore change); {left}."
+        f"command (remove {out} first if names or ignore change); {out_of[skip]}."
     )
     return DataError.exit_code

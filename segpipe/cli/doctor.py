@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from segpipe.cli.commands import Given
 from segpipe.data.catalog import PUBLISHED, published, table_path
 from segpipe.data.data_set import DataSet
 from segpipe.data.pairs import no_split, scan, scan_undivided, split_lists
@@ -39,7 +40,7 @@ WIDTH = 360  # of a picture, in pixels
 Shown = tuple[str, list[NDArray[np.uint8]]]  # name; image and overlay, or nothing
 
 
-def main(given: dict[str, Any]) -> int:
+def main(given: Given) -> int:
     """Exit code; `given` are the values of the command's keys, and the overrides of the settings."""
     config = compose(given["overrides"])
     data = config.data

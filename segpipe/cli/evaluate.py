@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from segpipe.data.data_set import Samples
+from segpipe.cli.commands import Given
 from segpipe.data.samples import open_samples, sequences
 from segpipe.datasets.problems import verify
 from segpipe.determinism import flags
@@ -18,56 +16,38 @@ from segpipe.errors import ConfigError, DataError
 from segpipe.files import plain
 from segpipe.ledger.inputs import changed_since
 from segpipe.losses.total import backend
-from segpipe.predict.inference import Inference, inference, segment
+from segpipe.predict.inference import inference, segment
 from segpipe.run.console import ERRORS, iou_table, sequence_table
-from segpipe.run.report import ReportData, page_data, predictor, write_report
+from segpipe.run.report import page_data, predictor, write_report
 from segpipe.settings.compose import with_settings
 from segpipe.settings.config import Config
-from segpipe.train.checkpoint import TrainedNetwork, load_network
-from segpipe.train.metrics import (
-    Validation,
-    flattering,
-    scores,
-)
+from segpipe.train.checkpoint import load_network
+from segpipe.train.metrics import flattering, scores
 from segpipe.train.validate import validate
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """A run scored on a split."""
-
-    config: Config
-    trained: TrainedNetwork
-    samples: Samples
-    found: Validation
-    how: Inference
-    figures: dict[str, Any]
-
-
-def main(given: dict[str, Any]) -> int:
+def main(given: Given) -> int:
     """Exit code. The line of JSON is all that stdout gets; tables go to stderr."""
-    page = Path(given["out"]) if given["out"] else None
-    done = evaluate(given)
-    figures = done.figures
-    pixels = done.found.total.sum(1).double()
-    ERRORS.print(iou_table(figures, (pixels / pixels.sum().clamp_min(1)).tolist()))
+    figures, pixels = scored(given)
+    ERRORS.print(iou_table(figures, pixels))
     if figures["sequences"]:
         ERRORS.print(sequence_table(figures["sequences"]))
     if figures["note"]:
         ERRORS.print(figures["note"])
-    if page:
-        write_report(page, _page(done))
-        ERRORS.print(f"report {page}")
+    if given["out"]:
+        ERRORS.print(f"report {given['out']}")
     sys.stderr.flush()
     print(json.dumps(plain(figures), allow_nan=False))
     return 0
 
 
-def evaluate(given: dict[str, Any]) -> Evaluation:
-    """What the command prints, and what it is made from."""
+def scored(given: Given) -> tuple[Given, list[int]]:
+    """What the command prints, and the pixels of each class; writes the page, if one is asked for."""
     how = inference(given)
     trained = load_network(Path(given["run"]), given["which"])
-    config = _config(trained.config, given)
+    # A split that is named is scored whole.
+    whole = {"data.hold_out": ""} if "data.split" in given else {}
+    config = with_settings(trained.config, whole | given)
     flags.apply(config.compute.threads)
     samples = open_samples(config.data, config.data.split, config.seed)
     verify(config.data, {config.data.split: samples})
@@ -86,7 +66,7 @@ def evaluate(given: dict[str, Any]) -> Evaluation:
         precision=how.precision,
         backend=backend(config.loss, group.device.type),
     )
-    figures = {
+    figures: Given = {
         "run": given["run"],
         "split": config.data.split,
         "images": len(samples),
@@ -101,38 +81,21 @@ def evaluate(given: dict[str, Any]) -> Evaluation:
         flattering(figures["sequences"]),
     ]
     figures["note"] = " ".join(filter(None, notes))
-    return Evaluation(config, trained, samples, found, how, figures)
-
-
-def _config(trained: Config, given: dict[str, Any]) -> Config:
-    """The configuration of the run with the settings that are given. A split that is named is scored whole."""
-    whole = {"data.hold_out": ""} if "data.split" in given else {}
-    return with_settings(trained, whole | given)
+    if given["out"]:
+        about = {"device": str(group.device), "ema_digest": trained.ema_digest}
+        answer = partial(segment, trained.model, trained.preprocess, how=how)
+        predict = predictor(answer, group.device)
+        data = page_data(config, samples, found, figures | about, predict)
+        write_report(Path(given["out"]), data)
+    return figures, found.total.sum(1).tolist()
 
 
 def _seen(trained: Config, config: Config) -> set[str] | None:
     """Sequences of the run's training images; None if these are not on this machine."""
     for data in (trained.data, config.data):
         try:
-            return set(
-                sequences(
-                    open_samples(data, "train", trained.seed), config.data.sequence
-                )
-            )
+            samples = open_samples(data, "train", trained.seed)
+            return set(sequences(samples, config.data.sequence))
         except DataError:
             continue
     return None
-
-
-def _page(done: Evaluation) -> ReportData:
-    trained = done.trained
-    device = next(trained.model.parameters()).device
-    result = {
-        **done.figures,
-        "device": str(device),
-        "ema_digest": trained.ema_digest,
-    }
-    seer = predictor(
-        partial(segment, trained.model, trained.preprocess, how=done.how), device
-    )
-    return page_data(done.config, done.samples, done.found, result, seer)

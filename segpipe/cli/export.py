@@ -1,18 +1,27 @@
-"""`segpipe export`, `verify` and `weights`: a trained network as files that compute the same, and their check."""
+"""`segpipe export`, `verify`, `weights`, `audit`: a trained network as files that compute the same, and its checks."""
 
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from rich.text import Text
 from safetensors.torch import save
 
 from segpipe import __version__
+from segpipe.audit.examine import AuditRequest, check_folder, examine, write_audit
+from segpipe.cli.commands import Given
 from segpipe.disk import sha256
-from segpipe.errors import ConfigError, DataError, ExportMismatch, WeightsError
+from segpipe.errors import (
+    ConfigError,
+    DataError,
+    ExportMismatch,
+    SegpipeError,
+    WeightsError,
+)
 from segpipe.export.artifact.manifest import origin_of
 from segpipe.export.artifact.place import sums_line
 from segpipe.export.dataset import gather, training_images, validation_samples
@@ -28,21 +37,29 @@ from segpipe.export.verify_report import (
 from segpipe.files import write_atomically
 from segpipe.ledger.inputs import changed_since
 from segpipe.models.weights import FORMAT, published_key
-from segpipe.run.console import CONSOLE
+from segpipe.run.console import CONSOLE, progress, table
 from segpipe.settings.compose import with_settings
+from segpipe.settings.config import Config, flat
 from segpipe.train.checkpoint import TrainedNetwork, load_network
 
 SUFFIX = ".safetensors"
+# Of verdicts of an audit.
+COLORS = {
+    "passed": "green",
+    "failed": "bold red",
+    "noted": "yellow",
+    "not checked": "dim",
+}
 
 
-def main(given: dict[str, Any]) -> int:
+def main(given: Given) -> int:
     """Exit code of `segpipe export`."""
     report = export(given)
     _print(report, "EXPORT", report.manifest.get("warnings", []))
     return 0
 
 
-def export(given: dict[str, Any]) -> ExportReport:
+def export(given: Given) -> ExportReport:
     """The published folder, with the result of every gate."""
     run = Path(given["run"])
     trained = _load(run, given["which"], NOT_EXPORTED)
@@ -65,7 +82,7 @@ def _load(run: Path, which: str, verdict: str) -> TrainedNetwork:
         raise integrity_refusal(verdict, [str(error)], "the checkpoint") from error
 
 
-def verify_main(given: dict[str, Any]) -> int:
+def verify_main(given: Given) -> int:
     """Exit code of `segpipe verify`."""
     report = verify(given)
     _print(report, "ARTIFACT", [])
@@ -80,7 +97,7 @@ def _print(report: ExportReport, what: str, warnings: Sequence[str]) -> None:
     print(report.line(what))
 
 
-def verify(given: dict[str, Any], *, engines: Sequence[str] = ()) -> ExportReport:
+def verify(given: Given, *, engines: Sequence[str] = ()) -> ExportReport:
     """Report of all gates. Raises the error of the first that fails.
 
     engines: besides those of `export.engines`, names that the caller put into `segpipe.runtime.engines.ENGINES`.
@@ -118,7 +135,7 @@ def verify(given: dict[str, Any], *, engines: Sequence[str] = ()) -> ExportRepor
     return report
 
 
-def weights_main(given: dict[str, Any]) -> int:
+def weights_main(given: Given) -> int:
     """Exit code of `segpipe weights`."""
     out = Path(given["out"])
     if out.suffix != SUFFIX:
@@ -150,7 +167,7 @@ def weights_main(given: dict[str, Any]) -> int:
     return 0
 
 
-def _metadata(trained: TrainedNetwork, given: dict[str, Any]) -> dict[str, str]:
+def _metadata(trained: TrainedNetwork, given: Given) -> dict[str, str]:
     """What a reader needs to know, as text, the only type in the header of the format."""
     model, classes = trained.config.model, trained.classes
     return {
@@ -169,3 +186,41 @@ def _metadata(trained: TrainedNetwork, given: dict[str, Any]) -> dict[str, str]:
         "output_stride": str(trained.model.output_stride),
         "align_corners": json.dumps(trained.model.align_corners),
     }
+
+
+def audit(given: Given) -> int:
+    """Exit code of `segpipe audit`; draws a seed if none is given."""
+    out = Path(given["out"] or Path(given["run"], "audit"))
+    check_folder(out)
+
+    def gates(config: Config, folder: Path) -> str:
+        asked = {"run": given["run"], "which": "last", "artifact": str(folder)}
+        return verify({**flat(config), **asked}).line("ARTIFACT")
+
+    request = AuditRequest(
+        Path(given["run"]),
+        seed=secrets.randbelow(2**32) if given["seed"] < 0 else given["seed"],
+        spans=given["spans"],
+        span_steps=given["span_steps"],
+        any_environment=given["any_environment"],
+        settings={key: value for key, value in given.items() if "." in key},
+    )
+    with progress("audit") as show:
+        found = examine(
+            request,
+            lambda what, done, total: show(done, total or None, what),
+            verify=gates if given["verify"] else None,
+        )
+    rows = [
+        (line.part, Text(line.status, COLORS[line.status]), line.text)
+        for line in found.lines
+    ]
+    columns = ("part", "verdict", "finding")
+    CONSOLE.print(table(columns, rows, f"audit of {found.run}"))
+    CONSOLE.print(f"{found.sentence}.")
+    try:
+        CONSOLE.print(f"Report: {write_audit(found, out)}")
+    except SegpipeError as error:
+        print(f"{error} Set out=FOLDER for the report.", file=sys.stderr)
+        return found.exit_code or error.exit_code
+    return found.exit_code

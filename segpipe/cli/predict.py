@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from segpipe.cli.commands import COMMANDS
+from segpipe.cli.commands import COMMANDS, Given
 from segpipe.determinism import flags
 from segpipe.distributed.group import choose_device
 from segpipe.errors import ConfigError
@@ -31,7 +31,7 @@ ONLY = {
 }
 
 
-def main(given: dict[str, Any]) -> int:
+def main(given: Given) -> int:
     """Exit code: 2 when a source could not be predicted; all others are."""
     out = Path(given["out"])
     if out.is_file():
@@ -67,7 +67,7 @@ def main(given: dict[str, Any]) -> int:
     return 2 if job.problems else 0
 
 
-def check(given: dict[str, Any], *, has_video: bool) -> None:
+def check(given: Given, *, has_video: bool) -> None:
     """Raise ConfigError when keys contradict each other."""
     if bool(given["run"]) == bool(given["artifact"]):
         raise ConfigError(
@@ -86,7 +86,7 @@ def check(given: dict[str, Any], *, has_video: bool) -> None:
         )
 
 
-def predictor(given: dict[str, Any]) -> Predictor:
+def predictor(given: Given) -> Predictor:
     """The network of `run` or `artifact`."""
     if given["artifact"]:
         return of_exported(

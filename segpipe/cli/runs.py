@@ -7,13 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
+from segpipe.cli.commands import Given
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.ledger.divergence import Comparison, compare, not_comparable
 from segpipe.ledger.reader import read_run
-from segpipe.run.console import CONSOLE
+from segpipe.run.console import CONSOLE, table
 from segpipe.run.overview import (
     RecipeGroup,
     Row,
@@ -29,7 +29,7 @@ from segpipe.settings.setting import nearest
 COLORS = {"differs": "red", "equal": "green", "not recorded": "dim"}
 
 
-def main(given: dict[str, Any]) -> int:
+def main(given: Given) -> int:
     """Exit code of `segpipe runs`."""
     by = given["group"]
     recipe = [key for key in SETTINGS if key not in FREE_KEYS]
@@ -66,7 +66,7 @@ def _plain(item: Row | RecipeGroup) -> dict[str, Any]:
     }
 
 
-def compare_main(given: dict[str, Any]) -> int:
+def compare_main(given: Given) -> int:
     """Exit code of `segpipe compare`."""
     found = compared(given)
     if given["json"]:
@@ -76,7 +76,7 @@ def compare_main(given: dict[str, Any]) -> int:
     return found.exit_code
 
 
-def compared(given: dict[str, Any]) -> Comparison:
+def compared(given: Given) -> Comparison:
     """The comparison that the command shows."""
     a, b = Path(given["a"]), Path(given["b"])
     try:
@@ -98,12 +98,10 @@ def _show(found: Comparison) -> None:
     for line in filter(None, lines):
         CONSOLE.print(line)
     if found.verdict == "diverged":
-        table = Table(
-            "stage", "field", "", title=f"step {found.step}", title_justify="left"
-        )
-        for cell in found.fields:
-            state = Text(cell["state"], COLORS[cell["state"]])
-            table.add_row(cell["stage"], cell["field"], state)
-        CONSOLE.print(table)
+        rows = [
+            (cell["stage"], cell["field"], Text(cell["state"], COLORS[cell["state"]]))
+            for cell in found.fields
+        ]
+        CONSOLE.print(table(("stage", "field", ""), rows, f"step {found.step}"))
     if found.advice:
         CONSOLE.print(found.advice)

@@ -18,13 +18,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
+from segpipe.cli.commands import Given
 from segpipe.determinism import flags
 from segpipe.distributed import environment
 from segpipe.errors import ConfigError
 from segpipe.files import to_json, write_atomically
-from segpipe.run.console import CONSOLE
+from segpipe.run.console import CONSOLE, table
 from segpipe.run.launch import with_steps
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, check, config_hash
@@ -43,7 +42,7 @@ TRACED = 3
 SAMPLES = 8  # that the loader's work is measured on
 
 
-def describe(given: dict[str, Any]) -> int:
+def describe(given: Given) -> int:
     """Exit code. Prints sizes of a network, counted without computing anything, and its latency on this machine."""
     config = compose(given["overrides"])
     check(config, world_size=1)
@@ -54,11 +53,11 @@ def describe(given: dict[str, Any]) -> int:
     if given["json"]:
         print(json.dumps(found))
         return 0
-    table = Table(show_header=False)
-    for name, value in found.items():
-        plain = f"{value:,}" if isinstance(value, int) else str(value)
-        table.add_row(name.replace("_", " "), plain)
-    CONSOLE.print(table)
+    rows = [
+        (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else value)
+        for name, value in found.items()
+    ]
+    CONSOLE.print(table(("", ""), rows))
     return 0
 
 
@@ -73,7 +72,7 @@ def _size(text: str) -> tuple[int, int]:
 
 def counts(
     config: Config, size: tuple[int, int], num_classes: int, batch: int
-) -> dict[str, Any]:
+) -> Given:
     """Sizes of the network for images of `size`.
 
     A MAC is one multiplication with its addition, in convolutions and matrix products. Memory is that of tensors alive
@@ -122,30 +121,28 @@ def _peak(call: Callable[[], object]) -> int:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __init__(self) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]
-            self.alive: dict[int, tuple[Any, int]] = {}
-            self.peak = 0
+    alive: dict[int, tuple[Any, int]] = {}
+    peak = 0
 
+    class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, op: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
+            nonlocal peak
             out = op(*args, **(kwargs or {}))
             for leaf in tree_leaves(out):
                 if hasattr(leaf, "untyped_storage"):
                     storage = leaf.untyped_storage()
                     ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                    self.alive[storage._cdata] = ref, storage.nbytes()
-            for key, (ref, _) in list(self.alive.items()):
-                if ref.expired():
-                    del self.alive[key]
-            self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+                    alive[storage._cdata] = ref, storage.nbytes()
+            for key in [key for key, (ref, _) in alive.items() if ref.expired()]:
+                del alive[key]
+            peak = max(peak, sum(size for _, size in alive.values()))
             return out
 
-    with Memory() as memory:
+    with Memory():  # type: ignore[no-untyped-call]
         call()
-    return int(memory.peak)
+    return peak
 
 
 def _mib(num_bytes: int) -> float:
@@ -163,7 +160,7 @@ def operations(net: torch.nn.Module, image: torch.Tensor) -> int:
 
 def latency(
     config: Config, size: tuple[int, int], num_classes: int, runs: int
-) -> dict[str, Any]:
+) -> Given:
     """Median time of one forward of one fp32 image on this machine, in ms. Other processes slow it down."""
     import torch
 
@@ -195,7 +192,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def gpu_check(given: dict[str, Any]) -> int:
+def gpu_check(given: Given) -> int:
     """Exit code of all checks that need a GPU, within a time limit."""
     if find_spec("benchmarks") is None or find_spec("benchmarks.gpu") is None:
         raise ConfigError(
@@ -207,7 +204,7 @@ def gpu_check(given: dict[str, Any]) -> int:
     return check(given)
 
 
-def profile(given: dict[str, Any]) -> int:
+def profile(given: Given) -> int:
     """Exit code. Prints the parts of an update, and writes profile.json and a trace."""
     config = compose(given["overrides"])
     check(config, world_size=1)
@@ -227,15 +224,14 @@ def profile(given: dict[str, Any]) -> int:
     if not group.is_main:
         return 0
     write_atomically(folder / "profile.json", to_json(found))
-    table = Table("part of an update", "ms", "share")
-    for name, ms in found["parts"].items():
-        table.add_row(name, f"{ms:.1f}", f"{ms / found['update_ms']:.1%}")
+    whole, parts = found["update_ms"], found["parts"]
+    rows = [(name, f"{ms:.1f}", f"{ms / whole:.1%}") for name, ms in parts.items()]
     CONSOLE.print(
-        f"{config.model.name} on {group.device.type}: {found['update_ms']:.1f} ms per update, "
+        f"{config.model.name} on {group.device.type}: {whole:.1f} ms per update, "
         f"{found['images_per_second']:.1f} images/s per process"
     )
-    CONSOLE.print(table)
-    waiting = found["parts"].get("data", 0.0) / found["update_ms"]
+    CONSOLE.print(table(("part of an update", "ms", "share"), rows))
+    waiting = parts.get("data", 0.0) / whole
     CONSOLE.print(
         f"loader: {found['sample_ms']:.1f} ms to read and augment a sample in one process; updates wait {waiting:.0%} "
         f"of their time. data.workers={found['workers']} keep up, if there are as many cores."
@@ -244,7 +240,7 @@ def profile(given: dict[str, Any]) -> int:
     return 0
 
 
-def _profiled(config: Config, group: Group, folder: Path) -> dict[str, Any]:
+def _profiled(config: Config, group: Group, folder: Path) -> Given:
     """Content of profile.json, from some updates of a fresh network; writes `folder`/trace.json.
 
     `parts` has the milliseconds of each part of an update, the slowest first, with `other` for what no span holds.
@@ -301,9 +297,9 @@ def _profiled(config: Config, group: Group, folder: Path) -> dict[str, Any]:
     found = spent(trace, group.device)
     found["other"] = max(traced * TRACED - sum(found.values()), 0.0)
     factor = 1000 * whole / max(sum(found.values()), 1e-9)
-    slowest_first = sorted(found, key=lambda name: -found[name])
     batch = len(shards) * config.compute.samples_per_shard
-    parts = {name: factor * found[name] for name in slowest_first}
+    slowest = sorted(found, key=found.__getitem__, reverse=True)
+    parts = {name: factor * found[name] for name in slowest}
     busy_ms = max(1000 * whole - parts.get("data", 0.0), 1e-9)
     return {
         "update_ms": 1000 * whole,

@@ -134,8 +134,8 @@ def table(
     return made
 
 
-def iou_table(summary: Mapping[str, Any], shares: Sequence[float]) -> Table:
-    """Per-class IoU of a validation; `shares` are the classes' fractions of the labelled pixels.
+def iou_table(summary: Mapping[str, Any], pixels: Sequence[float]) -> Table:
+    """Per-class IoU of a validation; `pixels` are the labelled ones of each class.
 
     The keys of `COLUMNS` and `interval_95` that `summary` has get a column.
     """
@@ -149,9 +149,9 @@ def iou_table(summary: Mapping[str, Any], shares: Sequence[float]) -> Table:
             "absent" if iou is None else percent(iou),
             *(percent_range(interval["iou"][name]) for _ in ranges),
             *(percent(summary[key][name]) for key in keys),
-            percent(share, 2),
+            percent(number / max(sum(pixels), 1), 2),
         ]
-        for (name, iou), share in zip(summary["iou"].items(), shares, strict=True)
+        for (name, iou), number in zip(summary["iou"].items(), pixels, strict=True)
     ]
     made = table(columns, rows, "IoU per class, in %", numbers=True)
     made.add_section()

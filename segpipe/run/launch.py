@@ -465,8 +465,7 @@ def finish(run: Run, found: Validation, result: dict[str, Any]) -> None:
     """
     from segpipe.train.metrics import flattering
 
-    shares = found.total.sum(1).double() / found.total.sum().clamp_min(1)
-    CONSOLE.print(iou_table(result, shares.tolist()))
+    CONSOLE.print(iou_table(result, found.total.sum(1).tolist()))
     if len(result["sequences"]) > 1:
         CONSOLE.print(sequence_table(result["sequences"]))
     if note := flattering(result["sequences"]):

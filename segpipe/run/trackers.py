@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,11 @@ from segpipe.settings.config import Config, recipe, to_mapping
 if TYPE_CHECKING:
     from segpipe.run.pages import Picture
 
+    Pictures = Sequence[Picture]
+
+Figures = dict[str, float]
+Values = dict[str, Any]
+
 _METHODS = ("on_start", "on_metrics", "on_validation", "on_end")  # of `Callback`
 _PROJECT = "segpipe"
 # Values of WANDB_MODE: run and dryrun are older names of online and offline.
@@ -37,37 +42,36 @@ _MLFLOW_BATCH = 100  # parameters that MLflow takes at once
 _MLFLOW_VALUE = 500  # characters of a parameter
 
 
-class Callback(Protocol):
+Tracked = Callable[[], "Callback"]
+
+
+class Callback:
     """Shows a run elsewhere. Methods may be missing and may raise; they are called in order, beside the training."""
 
     def on_start(self, config: Config, step: int) -> None:
         """Before the first update; `step` is above 0 when the run is resumed."""
 
-    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def on_metrics(self, step: int, metrics: Figures) -> None:
         """Figures of one step, by names such as `train/loss`."""
 
-    def on_validation(
-        self, step: int, scores: dict[str, Any], pictures: Sequence[Picture]
-    ) -> None:
+    def on_validation(self, step: int, scores: Values, pictures: Pictures) -> None:
         """After each validation: miou, iou by class, `confusion` int64 (C, C), `names` and `palette` of the classes.
 
         The pictures are the first image of the split, the same each time, and then the worst ones.
         """
 
-    def on_end(self, result: dict[str, Any]) -> None:
+    def on_end(self, result: Values) -> None:
         """At the end: `exit_code`, and of a finished run also result.json and the list `files`."""
 
 
-def tracker_classes(config: Config) -> dict[str, Callable[[], Callback]]:
+def tracker_classes(config: Config) -> dict[str, Tracked]:
     """The classes that track.name stands for. Raises ConfigError for one of your own that is not there."""
-    classes: dict[str, Callable[[], Callback]] = {}
-    for name in config.track.names:
-        if plugins.is_path(name):
-            plugins.trust([name])  # only `segpipe train` tracks: the user named it
-            classes[name] = plugins.load("track.name", name)
-        else:
-            classes[name] = TRACKERS[name][1]
-    return classes
+    own = [name for name in config.track.names if plugins.is_path(name)]
+    plugins.trust(own)  # only `segpipe train` tracks: the user named it
+    return {
+        name: plugins.load("track.name", name) if name in own else TRACKERS[name][1]
+        for name in config.track.names
+    }
 
 
 def check_tracking(config: Config) -> None:
@@ -129,7 +133,7 @@ def run_id(config: Config, run_dir: Path) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-class Wandb:
+class Wandb(Callback):
     """The wandb run with the id of this recipe and folder, or WANDB_RUN_ID."""
 
     def on_start(self, config: Config, step: int) -> None:
@@ -163,24 +167,20 @@ class Wandb:
         self._run.define_metric("validation/miou", summary="max")
         self._run.define_metric("validation/iou/*", summary="max")
 
-    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def on_metrics(self, step: int, metrics: Figures) -> None:
         """Log the figures."""
         self._run.log(metrics, step=step)
 
-    def on_validation(
-        self, step: int, scores: dict[str, Any], pictures: Sequence[Picture]
-    ) -> None:
+    def on_validation(self, step: int, scores: Values, pictures: Pictures) -> None:
         """Log the confusion matrix, the pictures with their masks, and a table of the worst."""
-        names, counts = scores["names"], scores["confusion"]
+        names = scores["names"]
         images = [self._image(picture, names) for picture in pictures]
-        worst = [
-            [picture.name, picture.miou, image]
-            for picture, image in zip(pictures[1:], images[1:], strict=True)
-        ]
+        pairs = zip(pictures[1:], images[1:], strict=True)
+        worst = [[picture.name, picture.miou, image] for picture, image in pairs]
         table = self._wandb.Table
         cells = [
-            [names[row], names[column], int(counts[row, column])]
-            for row, column in np.ndindex(*counts.shape)
+            [names[row], names[column], int(count)]
+            for (row, column), count in np.ndenumerate(scores["confusion"])
         ]
         matrix = table(columns=["Actual", "Predicted", "nPredictions"], data=cells)
         shown = {
@@ -206,7 +206,7 @@ class Wandb:
             },
         )
 
-    def on_end(self, result: dict[str, Any]) -> None:
+    def on_end(self, result: Values) -> None:
         """Log model and data as artifacts, and end the run."""
         files = {path.name: path for path in result.get("files", ())}
         data = self._config.data
@@ -220,7 +220,7 @@ class Wandb:
         self._run.finish(exit_code=result["exit_code"])
 
     def _log_artifact(
-        self, name: str, kind: str, paths: Sequence[Path], about: dict[str, Any]
+        self, name: str, kind: str, paths: Sequence[Path], about: Values
     ) -> None:
         artifact = self._wandb.Artifact(
             f"{self._run.id}-{name}", type=kind, metadata=about
@@ -231,7 +231,7 @@ class Wandb:
         self._run.log_artifact(artifact)
 
 
-class Tensorboard:
+class Tensorboard(Callback):
     """Event files of the run; a resumed run continues them, and hides what will be written again."""
 
     def on_start(self, config: Config, step: int) -> None:
@@ -246,20 +246,18 @@ class Tensorboard:
             for key, value in recipe(config).items()
         }
 
-    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def on_metrics(self, step: int, metrics: Figures) -> None:
         """Write the figures."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def on_validation(
-        self, step: int, scores: dict[str, Any], pictures: Sequence[Picture]
-    ) -> None:
+    def on_validation(self, step: int, scores: Values, pictures: Pictures) -> None:
         """Write each picture with its masks side by side."""
         for name, panels in _side_by_side(scores, pictures):
             self._writer.add_image(name, panels, step, dataformats="HWC")
 
-    def on_end(self, result: dict[str, Any]) -> None:
+    def on_end(self, result: Values) -> None:
         """Write the settings with the score, and close; TensorBoard knows no failed runs."""
         if result.get("miou") is not None:
             score, step = {"miou": result["miou"]}, result["steps"]
@@ -269,7 +267,7 @@ class Tensorboard:
         self._writer.close()
 
 
-class Mlflow:
+class Mlflow(Callback):
     """The MLflow run that bears the id of this recipe and folder; a resumed run continues it."""
 
     def on_start(self, config: Config, step: int) -> None:
@@ -290,8 +288,7 @@ class Mlflow:
         else:
             experiment = self._client.create_experiment(project)
         query = f"tags.`{_MLFLOW_TAG}` = '{own}'"
-        earlier = self._client.search_runs([experiment], query)[:1] if step else []
-        if earlier:
+        if step and (earlier := self._client.search_runs([experiment], query)):
             self._id = earlier[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
             return
@@ -300,15 +297,15 @@ class Mlflow:
             tags["mlflow.parentRunId"] = self._parent(experiment, config.track.group)
         made = self._client.create_run(experiment, run_name=config.run.name, tags=tags)
         self._id = made.info.run_id
+        values = recipe(config)
         params = [
-            entities.Param(key, str(value)[:_MLFLOW_VALUE])
-            for key, value in recipe(config).items()
+            entities.Param(key, str(values[key])[:_MLFLOW_VALUE]) for key in values
         ]
         for start in range(0, len(params), _MLFLOW_BATCH):
             batch = params[start : start + _MLFLOW_BATCH]
             self._client.log_batch(self._id, params=batch)
 
-    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def on_metrics(self, step: int, metrics: Figures) -> None:
         """Log the figures."""
         now = int(1000 * time.time())
         entries = [
@@ -318,14 +315,12 @@ class Mlflow:
         ]
         self._client.log_batch(self._id, metrics=entries)
 
-    def on_validation(
-        self, step: int, scores: dict[str, Any], pictures: Sequence[Picture]
-    ) -> None:
+    def on_validation(self, step: int, scores: Values, pictures: Pictures) -> None:
         """Log each picture with its masks side by side."""
         for name, panels in _side_by_side(scores, pictures):
             self._client.log_image(self._id, panels, f"step_{step:06}/{name}.png")
 
-    def on_end(self, result: dict[str, Any]) -> None:
+    def on_end(self, result: Values) -> None:
         """Log the files, register the exported model, and end the run."""
         for path in result.get("files", ()):
             if path.is_dir():
@@ -372,22 +367,21 @@ class Mlflow:
         self._client.create_model_version(self._model_name, place, self._id)
 
 
-def _mlmodel(manifest: dict[str, Any], run: str) -> dict[str, Any]:
+def _mlmodel(manifest: Values, run: str) -> Values:
     """MLflow's description of an exported folder: its ONNX file, and shapes and types of inputs and outputs."""
     file = next(name for name in manifest["files"] if name.endswith(".onnx"))
     versions = manifest["versions"]
 
-    def columns(tensors: list[dict[str, Any]]) -> str:
-        return json.dumps(
-            [
-                {
-                    "name": tensor["name"],
-                    "type": "tensor",
-                    "tensor-spec": {key: tensor[key] for key in ("dtype", "shape")},
-                }
-                for tensor in tensors
-            ]
-        )
+    def columns(kind: str) -> str:
+        tensors = [
+            {
+                "name": tensor["name"],
+                "type": "tensor",
+                "tensor-spec": {key: tensor[key] for key in ("dtype", "shape")},
+            }
+            for tensor in manifest["io"][kind]
+        ]
+        return json.dumps(tensors)
 
     return {
         "flavors": {
@@ -399,25 +393,23 @@ def _mlmodel(manifest: dict[str, Any], run: str) -> dict[str, Any]:
             },
         },
         "run_id": run,
-        "signature": {
-            "inputs": columns(manifest["io"]["inputs"]),
-            "outputs": columns(manifest["io"]["outputs"]),
-        },
+        "signature": {kind: columns(kind) for kind in ("inputs", "outputs")},
     }
 
 
-def _side_by_side(
-    scores: dict[str, Any], pictures: Sequence[Picture]
-) -> list[tuple[str, Any]]:
+def _side_by_side(scores: Values, pictures: Pictures) -> list[tuple[str, Any]]:
     """Names, the same at each validation, and image, target, prediction and errors beside one another."""
-    names = ["first_image", *(f"worst_{place}" for place in range(1, len(pictures)))]
-    panels = [
-        np.hstack([*picture.panels(scores["palette"]).values()]) for picture in pictures
+    palette = scores["palette"]
+    return [
+        (
+            f"worst_{place}" if place else "first_image",
+            np.hstack([*picture.panels(palette).values()]),
+        )
+        for place, picture in enumerate(pictures)
     ]
-    return list(zip(names, panels, strict=True))
 
 
-class Prometheus:
+class Prometheus(Callback):
     """Gauges of this process, for a Prometheus server: over HTTP on this machine, or in a text file.
 
     `step` and `time` are those of the last figures: a rank that stands still shows by them, also in a text file.
@@ -431,7 +423,7 @@ class Prometheus:
 
         self._package: Any = prometheus_client
         self._registry: Any = prometheus_client.CollectorRegistry()
-        self._gauges: dict[str, Any] = {}
+        self._gauges: Values = {}
         self._rank = environment.rank()
         self._labels = {"run": config.run.name, "rank": str(self._rank)}
         folder, place = config.run_dir, config.track.metrics
@@ -451,10 +443,9 @@ class Prometheus:
         self._set("world_size", environment.world_size() or 1)
         self._set("restarts", sum(environment.job_attempt()[1]))
         self._set("resumed_step", step)
-        self._set("step", step)
-        self._publish()
+        self._publish(step)
 
-    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def on_metrics(self, step: int, metrics: Figures) -> None:
         """Show the figures; of those of several ranks, this one's."""
         for name, value in metrics.items():
             kind, figure, *rest = name.split("/")
@@ -463,15 +454,9 @@ class Prometheus:
                 self._set(f"{kind}_{figure}", value, label)
         for name, value in _gpu_figures().items():
             self._set(f"gpu_{name}", value)
-        self._set("step", step)
-        self._publish()
+        self._publish(step)
 
-    def on_validation(
-        self, step: int, scores: dict[str, Any], pictures: Sequence[Picture]
-    ) -> None:
-        """Nothing: the figures come as metrics."""
-
-    def on_end(self, result: dict[str, Any]) -> None:
+    def on_end(self, result: Values) -> None:
         """Leave the exit code of a run that failed in the text file; another run's file goes."""
         self._set("exit_code", result["exit_code"])
         if self._server:
@@ -491,7 +476,9 @@ class Prometheus:
             )
         self._gauges[name].labels(**self._labels, of=of).set(value)
 
-    def _publish(self) -> None:
+    def _publish(self, step: int | None = None) -> None:
+        if step is not None:
+            self._set("step", step)
         self._set("time", time.time())
         for name, path in self._files.items():
             with contextlib.suppress(OSError):
@@ -515,7 +502,7 @@ def _gpu_figures() -> dict[str, float]:
 
 
 # track.name -> what pip calls its package, and its class
-TRACKERS: dict[str, tuple[str, Callable[[], Callback]]] = {
+TRACKERS: dict[str, tuple[str, Tracked]] = {
     "wandb": ("wandb", Wandb),
     "tensorboard": ("tensorboard", Tensorboard),
     "mlflow": ("mlflow-skinny", Mlflow),

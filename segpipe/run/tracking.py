@@ -33,7 +33,7 @@ from segpipe.run.report import (
     live_pictures,
     write_report,
 )
-from segpipe.run.trackers import tracker_classes
+from segpipe.run.trackers import Callback, Figures, Values, tracker_classes
 from segpipe.settings.config import Config
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ REWRITTEN_S = 60.0  # the live page, between validations
 RESERVED = {"step": (int,), "kind": (str,), "time_s": (int, float)}
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[Values]:
     """Entries of a metrics.jsonl, oldest first; empty if there is no file. Lines damaged by a crash are skipped."""
     if not path.exists():
         return []
@@ -57,13 +57,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         # A block lost in a power failure is no JSON, and JSON nested 10,000 deep raises RecursionError.
         with contextlib.suppress(ValueError, RecursionError):
             entry = json.loads(line)
-            if isinstance(entry, dict) and _has_reserved(entry):
+            if isinstance(entry, dict) and all(
+                type(entry.get(key)) in kinds for key, kinds in RESERVED.items()
+            ):
                 entries.append(entry)
     return entries
-
-
-def _has_reserved(entry: Mapping[str, Any]) -> bool:
-    return all(type(entry.get(key)) in kinds for key, kinds in RESERVED.items())
 
 
 class Tracker:
@@ -72,8 +70,8 @@ class Tracker:
     def __init__(
         self,
         path: Path | None,
-        callbacks: Mapping[str, Any] | None = None,
-        kept: Sequence[Mapping[str, Any]] = (),
+        callbacks: Values | None = None,
+        kept: Sequence[Values] = (),
     ) -> None:
         self._path, self._file = path, None
         if path:
@@ -82,7 +80,7 @@ class Tracker:
         self._kept = {(entry["step"], entry["kind"]) for entry in kept}
         earlier_s = kept[-1]["time_s"] if kept else 0.0
         self._start = time.monotonic() - earlier_s
-        self._callbacks = dict(callbacks or {})
+        self._callbacks = callbacks or {}
         self._thread = ThreadPoolExecutor(1, "callbacks")
 
     def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
@@ -173,7 +171,7 @@ def open_tracker(
         write_atomically(path, b"".join(map(_line, kept)))
         if config.train.validate_every:
             classes = {"report.html": LivePage, **classes}
-    callbacks: dict[str, Any] = {}
+    callbacks: Values = {}
     for name, kind in classes.items():
         if rank == 0 or getattr(kind, "every_rank", False):
             try:
@@ -193,7 +191,7 @@ def _warn(name: str, error: Exception) -> None:
     )
 
 
-def _scores(found: Validation, classes: ClassTable) -> dict[str, Any]:
+def _scores(found: Validation, classes: ClassTable) -> Values:
     """Figures of a validation: those of `metrics.summary`, `confusion`, `names` and `palette`."""
     from segpipe.train.metrics import summary
 
@@ -220,7 +218,7 @@ def _scalars(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, floa
             yield f"{prefix}{name}", value
 
 
-class LivePage:
+class LivePage(Callback):
     """report.html of a run that goes on, written whole after each validation, and every minute between."""
 
     def on_start(self, config: Config, step: int) -> None:
@@ -229,7 +227,7 @@ class LivePage:
         self._data: ReportData | None = None
 
     def on_validation(
-        self, step: int, scores: dict[str, Any], pictures: Sequence[Picture]
+        self, step: int, scores: Values, pictures: Sequence[Picture]
     ) -> None:
         """Write the page."""
         self._data = ReportData(
@@ -244,14 +242,14 @@ class LivePage:
         )
         self._write()
 
-    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def on_metrics(self, step: int, metrics: Figures) -> None:
         """Write the page again, if the last time was a minute ago."""
         if self._data and time.monotonic() - self._written > REWRITTEN_S:
             history = read_metrics(self._config.run_dir / FILE_NAME)
             self._data = replace(self._data, result={"steps": step}, history=history)
             self._write()
 
-    def on_end(self, result: dict[str, Any]) -> None:
+    def on_end(self, result: Values) -> None:
         """Stop the page of a run that did not finish; a finished one has its report."""
         if self._data and "miou" not in result:
             self._data = replace(self._data, live=False)

@@ -17,7 +17,7 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
 from runs import settings, torch_restored
-from segpipe.cli import train
+from segpipe.cli import api
 from segpipe.cli.main import main as segpipe
 from segpipe.errors import ConfigError, DataError
 from segpipe.run import launch, sweep
@@ -75,8 +75,8 @@ def sweeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Sweeps:
     found = Sweeps(tmp_path, capsys)
-    monkeypatch.setattr(train, "launch_apart", found.train)
-    monkeypatch.setattr(train, "examine", found.examined.append)
+    monkeypatch.setattr(api, "launch_apart", found.train)
+    monkeypatch.setattr(api, "examine", found.examined.append)
     return found
 
 
@@ -114,7 +114,7 @@ def test_flags_without_a_sweep_start_the_run_as_it_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[Config] = []
-    monkeypatch.setattr(train, "launch", lambda config: started.append(config) or 7)
+    monkeypatch.setattr(api, "launch", lambda config: started.append(config) or 7)
     arguments = [f"run.root={tmp_path}", "seed=4"]
     assert segpipe(["train", *arguments, "--config-dir", str(tmp_path)]) == 7
     assert started == [compose(arguments)]
@@ -194,7 +194,7 @@ def test_data_is_examined_before_the_first_job_and_once_for_all(
         if config.data.num_val == 7:
             raise DataError("a mask is damaged.")
 
-    monkeypatch.setattr(train, "examine", refused)
+    monkeypatch.setattr(api, "examine", refused)
     code, said = sweeps("data.num_val=6,7")
     assert (code, sweeps.started) == (2, [])
     assert "data.num_val=7: a mask is damaged.\nNo job was started." in said
