@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from importlib import import_module, invalidate_caches, metadata
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def _fault_of_place(top: str) -> str:
     for pattern in RUN_FILES:
         inside = place.rglob(pattern) if place.is_dir() else ()
         beside = (path for folder in around for path in folder.glob(pattern))
-        for path in (*inside, *beside):
+        if path := next(chain(inside, beside), None):
             return f"lies in one folder with a run: {path}"
     return ""
 
@@ -214,11 +215,7 @@ def check_arguments(
         return
     parameters = list(signature.parameters.values())[len(given) :]
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        taken = [
-            parameter.name
-            for parameter in parameters
-            if parameter.kind is not parameter.POSITIONAL_ONLY
-        ]
+        taken = [x.name for x in parameters if x.kind is not x.POSITIONAL_ONLY]
         own = [keyword for keyword in taken if keyword not in named]
         for argument in args:
             if argument not in own:

@@ -28,8 +28,8 @@ from segpipe.datasets.problems import Census, missing_labels, problems, take
 from segpipe.datasets.proposal import propose
 from segpipe.errors import DataError, SegpipeError, listed
 from segpipe.run.console import CONSOLE, print_problems, progress, share_table
+from segpipe.run.launch import check_crop, check_workers, checks, refusals
 from segpipe.run.pages import overlay, write_page
-from segpipe.run.preflight import check_crop, check_workers, checks, refusals
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, check
 from segpipe.settings.groups import DataConfig

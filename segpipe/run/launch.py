@@ -18,10 +18,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +36,13 @@ from segpipe.distributed import environment
 from segpipe.errors import (
     CheckpointError,
     ConfigError,
+    DataError,
     DivergenceError,
     Interrupted,
     NumericsError,
     SegpipeError,
 )
 from segpipe.files import ADVICE, not_written, sha256_of
-from segpipe.run import lock
 from segpipe.run.console import (
     CONSOLE,
     ERRORS,
@@ -48,8 +50,13 @@ from segpipe.run.console import (
     iou_table,
     sequence_table,
 )
-from segpipe.run.folder import check_folder, claim_folder, clear_folder, owned
-from segpipe.run.preflight import check_crop, check_workers, checks
+from segpipe.run.folder import (
+    check_folder,
+    claim_folder,
+    clear_folder,
+    owned,
+    remove_dead,
+)
 from segpipe.run.report import (
     PAGE,
     latency_ms,
@@ -67,7 +74,7 @@ from segpipe.run.tracking import (
     open_tracker,
     read_metrics,
 )
-from segpipe.settings.config import Config, check, config_hash
+from segpipe.settings.config import SETTINGS, Config, check, config_hash
 from segpipe.train.start import check_pins, pin_weights
 from segpipe.train.stop import (
     Stopped,
@@ -77,11 +84,13 @@ from segpipe.train.stop import (
 )
 
 if TYPE_CHECKING:
+    from segpipe.data.data_set import DataSet
     from segpipe.data.samples import Splits
     from segpipe.distributed.group import Group
     from segpipe.train.engine import Run
     from segpipe.train.metrics import Validation
 
+BYTES_PER_PIXEL = 4  # RGB and class id
 # Raised on all ranks at once, so that rank 0 alone reports them.
 COMMON_ERRORS = (
     ConfigError, CheckpointError, NumericsError, DivergenceError, Interrupted,
@@ -213,6 +222,89 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
     return splits
 
 
+def checks(config: Config, splits: Splits) -> list[Callable[[], object]]:
+    """What raises DataError or ConfigError for data of whole files that would spoil a run."""
+    from segpipe.data.order import check_given_weights
+    from segpipe.data.samples import check_labelled, check_scorable, sequences
+    from segpipe.datasets.problems import check_overlap
+
+    data, (train, val) = config.data, splits
+    found: list[Callable[[], object]] = [partial(check_labelled, train)]
+    if data.split != "train":
+        found.append(partial(check_scorable, val, data.split))
+        if not data.allow_overlap:
+            found.append(partial(check_overlap, train, val, data.split))
+    if data.sequence:  # scores are told by it, after the training
+        found += [partial(sequences, samples, data.sequence) for samples in splits]
+    if isinstance(weights := config.loss.class_weights, list):
+        found.append(partial(check_given_weights, weights, train.classes.names))
+    return found
+
+
+def refusals(checks: Iterable[Callable[[], object]]) -> list[str]:
+    """The messages of checks that raise."""
+    found = []
+    for one in checks:
+        try:
+            one()
+        except (ConfigError, DataError) as error:
+            found.append(str(error))
+    return found
+
+
+def check_crop(config: Config, samples: DataSet) -> None:
+    """Raise ConfigError for a crop larger than every image at its largest scale; nobody would notice the padding."""
+    from segpipe.data.samples import image_sizes
+
+    sizes = image_sizes(samples)
+    largest = config.augment.scale[1]
+    height, width = (max(sides) for sides in zip(*sizes, strict=True))
+    crop = config.augment.crop_size
+    fitting = [min(crop[0], int(height * largest)), min(crop[1], int(width * largest))]
+    fix = f"Set 'augment.crop_size={fitting}' or smaller."
+    if min(fitting) < SETTINGS["augment.crop_size"].low:
+        fix = "Use larger images, or raise the second number of augment.scale."
+    if crop != fitting:
+        raise ConfigError(
+            f"augment.crop_size = {crop}, but the training images have at most {height}x{width} pixels (height x width)"
+            f" and augment.scale reaches {largest}. {fix}"
+        )
+
+
+def check_workers(config: Config, samples: DataSet) -> None:
+    """Raise ConfigError for what would stop loader processes."""
+    from segpipe.data.augment import Augmenter
+
+    data, method = config.data, config.data.start_method
+    if not data.workers:
+        return
+    # The kernel ends a process whose shared memory no page backs, without a word.
+    height, width = config.augment.crop_size
+    batch = config.compute.samples_per_shard * height * width * BYTES_PER_PIXEL
+    needed = data.workers * data.prefetch * batch
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise ConfigError(
+            f"data.workers = {data.workers} and data.prefetch = {data.prefetch} need {needed / 2**20:.0f} MiB of "
+            f"shared memory, but this machine has {memory / 2**20:.0f} MiB. Lower one of the two."
+        )
+    if method == "fork":  # which sends no object
+        return
+    sent = {
+        f"data.name = {config.data.name}": samples,
+        f"augment.extra = {config.augment.extra}": Augmenter(config.augment),
+    }
+    for setting, value in sent.items():
+        try:
+            ForkingPickler.dumps(value)
+        except Exception as error:  # whatever a class raises in __reduce__
+            raise ConfigError(
+                f"{setting} cannot be pickled ({type(error).__name__}: {error}), but data.start_method = {method} "
+                f"sends it to every loader process. Open files and databases in read, not in __init__, and define "
+                f"functions at the top of a module; or set data.start_method=fork."
+            ) from error
+
+
 def _spawn(config: Config, world_size: int) -> int:
     """Run `world_size` child processes on this machine; this process never touches the GPU.
 
@@ -270,7 +362,7 @@ def _spawn(config: Config, world_size: int) -> int:
         # The next run of this process may have other variables and outputs.
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
         # Rank 0 may have been killed; another machine could not know it.
-        lock.remove_dead(config.run_dir)
+        remove_dead(config.run_dir)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,14 @@ from segpipe.settings.config import (
     no_setting,
     to_mapping,
 )
-from segpipe.settings.setting import Setting, nearest, shown, valid_values
+from segpipe.settings.setting import (
+    Setting,
+    Settings,
+    Values,
+    nearest,
+    shown,
+    valid_values,
+)
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a clone the folder lies beside the package, in an installed wheel inside it.
@@ -237,7 +244,7 @@ def parse(
 
 
 def complete(
-    values: Mapping[str, Any], keys: Sequence[Setting], settings: Sequence[str] = ()
+    values: Values, keys: Sequence[Setting], settings: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The values with their types, and the defaults of the keys that are not given. Raises as `parse` does."""
     known = _known(keys, settings)
@@ -251,12 +258,12 @@ def complete(
     return defaults | valid_values(known, values, missing)
 
 
-def _known(keys: Sequence[Setting], settings: Sequence[str]) -> dict[str, Setting]:
+def _known(keys: Sequence[Setting], settings: Sequence[str]) -> Settings:
     own = {key.key: key for key in keys}
     return own | {name: SETTINGS[name] for name in settings}
 
 
-def _unknown(argument: str, known: Mapping[str, Setting]) -> str:
+def _unknown(argument: str, known: Settings) -> str:
     hint = nearest(argument.lstrip("-").partition("=")[0], known)
     if "run" in known and ("/" in argument or Path(argument).exists()):
         hint = f" Did you mean run={argument}?"
@@ -268,7 +275,7 @@ def _unknown(argument: str, known: Mapping[str, Setting]) -> str:
 
 def _pairs(
     arguments: Sequence[str],
-    defaults: Mapping[str, Any],
+    defaults: Values,
     positional: Sequence[str],
     others: list[str],
 ) -> Iterator[tuple[str, str]]:
@@ -303,7 +310,7 @@ def _following(default: Any, rest: list[str]) -> str:
     return f"[{','.join(values)}]" if is_list else "".join(values)
 
 
-def with_settings(config: Config, given: Mapping[str, Any]) -> Config:
+def with_settings(config: Config, given: Values) -> Config:
     """`config` with the settings in `given`, as text or value, replaced; keys without a dot are no settings.
 
     A `loss.backend` that needs a certain machine becomes auto: the network may have been trained on another one.

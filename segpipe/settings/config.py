@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from segpipe.settings.groups import (
 )
 from segpipe.settings.setting import (
     Setting,
+    Values,
     converted,
     declared,
     group,
@@ -109,7 +111,7 @@ MIX = {
 FREE_KEYS = frozenset(key for key, entry in SETTINGS.items() if entry.free)
 
 
-def from_mapping(values: Mapping[str, Any]) -> Config:
+def from_mapping(values: Values) -> Config:
     """Config from nested mappings, as composed by Hydra or stored in a checkpoint.
 
     Raises ConfigError with a line for each unknown key, with the nearest valid one, and each value of the wrong type.
@@ -174,23 +176,21 @@ def recipe(config: Config) -> dict[str, Any]:
     return found
 
 
-def course(found: Mapping[str, Any]) -> dict[str, Any]:
+def course(found: Values) -> dict[str, Any]:
     """What of a recipe decides an update: train.steps only while the learning rates follow it."""
-    fixed = found.get("optim.schedule_steps")
-    return {
-        key: value
-        for key, value in of_this_version(found).items()
-        if key != "train.steps" or not fixed
-    }
+    whole = of_this_version(found)
+    if found.get("optim.schedule_steps"):
+        del whole["train.steps"]
+    return whole
 
 
-def of_this_version(found: Mapping[str, Any]) -> dict[str, Any]:
+def of_this_version(found: Values) -> dict[str, Any]:
     """A recipe as this version would write it: an earlier one lacks later settings."""
     defaults = {key: entry.default for key, entry in SETTINGS.items() if not entry.free}
     return defaults | dict(found)
 
 
-def changed_course(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def changed_course(before: Values, now: Values) -> str:
     """What differs between the recipes of a run and of its continuation, with what to do; empty if nothing does."""
     old, new = course(before), course(now)
     changed = [
@@ -210,7 +210,7 @@ def changed_course(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"was trained with another recipe ({'; '.join(changed[:5])}). {fix}"
 
 
-def config_hash(config: Config | Mapping[str, Any]) -> str:
+def config_hash(config: Config | Values) -> str:
     """Hex digest of all settings, also as an earlier version saved them; ranks compare it when they join."""
     text = json.dumps(
         to_mapping(config) if isinstance(config, Config) else config, sort_keys=True
@@ -225,15 +225,15 @@ def check(config: Config, *, world_size: int) -> None:
     # What follows needs sound values, and says nothing of those that are not.
     defaults = {key: SETTINGS[key].default for key in wrong}
     config = from_mapping(values | defaults) if wrong else config
-    found = [
-        *_mixture(config.data),
-        *_data(config),
-        *_augment(config.augment),
-        *_network_and_loss(config),
-        *_length(config),
-        *_processes(config, world_size),
-        *export_problems(config.export),
-    ]
+    found = chain(
+        _mixture(config.data),
+        _data(config),
+        _augment(config.augment),
+        _network_and_loss(config),
+        _length(config),
+        _processes(config, world_size),
+        export_problems(config.export),
+    )
     about_others = [each for each in found if not any(key in each for key in wrong)]
     refuse([*wrong.values(), *about_others])
 

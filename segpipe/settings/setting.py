@@ -70,10 +70,9 @@ class Setting:
 
     @property
     def _names(self) -> str:
-        example, _ = self.family
-        family = [f"names like {example}"] if example else []
-        own = ["or package.module:Name of your own"] if self.plugin else []
-        return ", ".join([*self.choices, *family, *own])
+        family = f"names like {self.family[0]}" if self.family[0] else ""
+        own = "or package.module:Name of your own" if self.plugin else ""
+        return ", ".join(filter(None, [*self.choices, family, own]))
 
     def convert(self, value: Any) -> Any:
         """`value` as the type of the default; a number given for a text (`compute.nproc=4`) becomes text.
@@ -100,9 +99,9 @@ class Setting:
             raise self._unfit(value, f"a list such as {example}")
 
         accepted, name = KINDS[type(default)]
-        fits = isinstance(value, accepted)
-        if isinstance(value, bool) != isinstance(default, bool):
-            fits = False
+        fits = isinstance(value, accepted) and (
+            isinstance(value, bool) == isinstance(default, bool)
+        )
         if fits and isinstance(default, float):
             fits = abs(value) <= sys.float_info.max
         if not fits:
@@ -160,18 +159,18 @@ class Setting:
         return bool(re.fullmatch(self.family[1], name))
 
 
-def problems_of(
-    settings: Mapping[str, Setting], values: Mapping[str, Any]
-) -> dict[str, str]:
+Settings = Mapping[str, Setting]
+Values = Mapping[str, Any]
+
+
+def problems_of(settings: Settings, values: Values) -> dict[str, str]:
     """What is wrong with values by key, each of the right type; only those that are not valid."""
     found = {key: settings[key].problem(value) for key, value in values.items()}
     return {key: problem for key, problem in found.items() if problem}
 
 
 def converted(
-    settings: Mapping[str, Setting],
-    values: Mapping[str, Any],
-    problems: Iterable[str] = (),
+    settings: Settings, values: Values, problems: Iterable[str] = ()
 ) -> dict[str, Any]:
     """The values by key with their types.
 
@@ -188,9 +187,7 @@ def converted(
 
 
 def valid_values(
-    settings: Mapping[str, Setting],
-    values: Mapping[str, Any],
-    problems: Iterable[str] = (),
+    settings: Settings, values: Values, problems: Iterable[str] = ()
 ) -> dict[str, Any]:
     """`converted`, which also raises for values that are not valid."""
     found = converted(settings, values)

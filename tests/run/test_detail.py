@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from segpipe.run.detail import by_distance, by_size, detail, examples
+from segpipe.run.report import by_distance, by_size, detail, examples
 from segpipe.train.metrics import Validation
 
 

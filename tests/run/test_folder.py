@@ -33,7 +33,7 @@ from segpipe.ledger.divergence import compare
 from segpipe.ledger.reader import read_run
 from segpipe.processes import process_start, this_host
 from segpipe.run import folder as folders
-from segpipe.run import lock
+from segpipe.run import folder as lock
 from segpipe.run.folder import clear_folder
 from segpipe.run.tracking import failure
 from segpipe.settings.compose import compose
@@ -45,7 +45,7 @@ LONG = ("train.steps=2000", "train.log_every=1", "checkpoint.every=2")
 HOLD = """
 import sys, time
 from pathlib import Path
-from segpipe.run import lock
+from segpipe.run import folder as lock
 from segpipe.train.stop import Stopped, stops_raised
 try:
     with stops_raised(), lock.held(Path(sys.argv[1])):
@@ -72,7 +72,7 @@ def kill(
 
 
 def write_lock(folder: Path, /, *, silent_s: float = 0.0, **changes: Any) -> Path:
-    path = folder / lock.NAME
+    path = folder / lock.LOCK
     owner = {
         "host": "far-1",
         "pid": 77,
@@ -89,8 +89,8 @@ def write_lock(folder: Path, /, *, silent_s: float = 0.0, **changes: Any) -> Pat
 def taken(folder: Path) -> str:
     """What taking the lock says; it is released again."""
     with lock.held(folder) as dead:
-        assert (folder / lock.NAME).exists()
-    assert not (folder / lock.NAME).exists()
+        assert (folder / lock.LOCK).exists()
+    assert not (folder / lock.LOCK).exists()
     return dead
 
 
@@ -125,10 +125,10 @@ def test_a_second_job_of_one_name_is_refused_and_a_killed_one_is_continued(
         wait_for(lambda: len(updates(folder)) > steps, first)
     finally:
         assert kill(first) == -signal.SIGKILL
-    assert (folder / lock.NAME).exists()
+    assert (folder / lock.LOCK).exists()
     assert run(folder, *changes, "run.exists=resume") == 0
     assert f"taken over from process {first.pid} on " in capsys.readouterr().err
-    assert not (folder / lock.NAME).exists()
+    assert not (folder / lock.LOCK).exists()
     assert run(tmp_path / "alone", *changes) == 0
     assert outcome(folder) == outcome(tmp_path / "alone")
 
@@ -155,14 +155,14 @@ def test_rank_0_owns_the_folder_and_the_parent_removes_its_lock_when_it_was_kill
     folder = tmp_path / "run"
     parent = start("train.py", *settings(folder, *LONG, "compute.nproc=2"))
     wait_for(lambda: len(updates(folder)) > 0, parent)
-    owner = json.loads((folder / lock.NAME).read_text())["pid"]
+    owner = json.loads((folder / lock.LOCK).read_text())["pid"]
     assert owner != parent.pid
     assert run(folder, "run.exists=replace") == 2
     assert f"process {owner} on " in capsys.readouterr().err
     os.kill(owner, signal.SIGKILL)
     done = finished(parent)
     assert done.returncode == 9, done.stderr
-    assert not (folder / lock.NAME).exists()
+    assert not (folder / lock.LOCK).exists()
     code, reason = failure(folder)
     assert code == 9
     assert reason.startswith(
@@ -178,7 +178,7 @@ def test_replace_deletes_all_but_the_lock(tmp_path: Path) -> None:
     config = compose(settings(folder, "run.exists=replace"))
     with lock.held(folder):
         clear_folder(config)
-        assert [path.name for path in folder.iterdir()] == [lock.NAME]
+        assert [path.name for path in folder.iterdir()] == [lock.LOCK]
 
 
 # --- the lock
@@ -193,9 +193,9 @@ def test_only_sigkill_leaves_the_lock_and_it_is_taken_over(
 ) -> None:
     process = hold(tmp_path)
     with pytest.raises(ConfigError, match=f"in use by process {process.pid} on "):
-        lock.check(tmp_path)
+        lock._dead_lock(tmp_path / lock.LOCK)
     assert kill(process, number) == (-number if left else 130)
-    assert (tmp_path / lock.NAME).exists() is left
+    assert (tmp_path / lock.LOCK).exists() is left
     assert (f"taken over from process {process.pid} on " in taken(tmp_path)) is left
 
 
@@ -210,7 +210,7 @@ def test_a_process_that_has_ended_but_is_still_listed_is_dead(tmp_path: Path) ->
 def test_a_suspended_process_lives(tmp_path: Path) -> None:
     process = hold(tmp_path)
     os.kill(process.pid, signal.SIGSTOP)
-    os.utime(tmp_path / lock.NAME, (0, 0))
+    os.utime(tmp_path / lock.LOCK, (0, 0))
     with pytest.raises(ConfigError, match="in use"):
         taken(tmp_path)
     kill(process)
@@ -262,10 +262,10 @@ def test_a_pid_that_a_process_of_another_user_has_now_is_dead(
 def test_a_lock_that_cannot_be_read_is_respected_for_a_while(
     tmp_path: Path, content: bytes
 ) -> None:
-    (tmp_path / lock.NAME).write_bytes(content)
+    (tmp_path / lock.LOCK).write_bytes(content)
     with pytest.raises(ConfigError, match="an unknown process"):
         taken(tmp_path)
-    os.utime(tmp_path / lock.NAME, (0, 0))
+    os.utime(tmp_path / lock.LOCK, (0, 0))
     assert "taken over" in taken(tmp_path)
 
 
@@ -298,7 +298,7 @@ def test_of_many_that_find_a_dead_owner_one_takes_over(tmp_path: Path) -> None:
 def test_a_dead_lock_is_deleted_by_one_job_and_never_another_lock(
     tmp_path: Path,
 ) -> None:
-    path, beside = write_lock(tmp_path), tmp_path / f".{lock.NAME}.removal"
+    path, beside = write_lock(tmp_path), tmp_path / f".{lock.LOCK}.removal"
     dead = path.read_bytes()
     lock._remove(path, b"of an owner that was replaced meanwhile")
     assert path.exists()
@@ -312,7 +312,7 @@ def test_a_dead_lock_is_deleted_by_one_job_and_never_another_lock(
 
 def test_a_removal_that_was_killed_does_not_block_for_ever(tmp_path: Path) -> None:
     write_lock(tmp_path, silent_s=2 * lock.SILENT_S)
-    beside = tmp_path / f".{lock.NAME}.removal"
+    beside = tmp_path / f".{lock.LOCK}.removal"
     beside.touch()
     os.utime(beside, (0, 0))
     assert "taken over" in taken(tmp_path)
@@ -323,7 +323,7 @@ def test_the_owner_touches_its_lock_and_puts_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.02)
-    path = tmp_path / lock.NAME
+    path = tmp_path / lock.LOCK
     with lock.held(tmp_path):
         os.utime(path, (0, 0))
         deadline = time.monotonic() + 60
@@ -367,7 +367,7 @@ def test_a_forked_child_does_not_release(tmp_path: Path) -> None:
             held.__exit__(None, None, None)
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        assert (tmp_path / lock.NAME).exists()
+        assert (tmp_path / lock.LOCK).exists()
 
 
 # --- copies of a folder that is in use
@@ -384,9 +384,9 @@ def test_a_copy_of_a_folder_in_use_names_the_file_to_delete(tmp_path: Path) -> N
     kill(process)
     write_lock(folder)
     far = Path(shutil.copytree(folder, tmp_path / "far"))
-    with pytest.raises(ConfigError, match=f"copy of .* delete {far / lock.NAME}"):
+    with pytest.raises(ConfigError, match=f"copy of .* delete {far / lock.LOCK}"):
         taken(far)
-    (far / lock.NAME).unlink()  # as the message says
+    (far / lock.LOCK).unlink()  # as the message says
     assert taken(far) == ""
     assert "taken over" in taken(near), "its owner is dead"
 
@@ -692,6 +692,6 @@ def test_no_task_of_srun_trains(
 
 def test_a_lock_that_is_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
     """Created exclusively it exists, read it does not: looking again would never end."""
-    (tmp_path / lock.NAME).symlink_to(tmp_path / "nothing")
+    (tmp_path / lock.LOCK).symlink_to(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="is a link"), lock.held(tmp_path):
         pass

@@ -17,7 +17,7 @@ from segpipe.data.data_set import DataSet
 from segpipe.data.loader import Pixels
 from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError
-from segpipe.run.preflight import check_workers
+from segpipe.run.launch import check_workers
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
 
