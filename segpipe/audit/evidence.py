@@ -1,4 +1,4 @@
-"""Checks the files of a run against each other, and what it ended with against what is measured and verified again."""
+"""Checks the files of a run against each other, and its export against the gates, which are run again."""
 
 from __future__ import annotations
 

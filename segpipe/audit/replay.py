@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
@@ -84,14 +85,23 @@ def _train(
         "ema": state.ema.model.state_dict(),
         "optimizer": state.optimizer.state_dict(),
     }
-    return tensor_digests(content)
+    return tensor_digests(content) | _class_texts(asdict(samples.classes))
 
 
 def first_difference(path: Path, wanted: Mapping[str, str]) -> str:
-    """Name of the first tensor of a checkpoint with another digest than in `wanted`; empty if none has.
+    """First tensor, or part of the class table, of a checkpoint that is not as in `wanted`; empty if there is none.
 
     Raises CheckpointError when the file cannot be read.
     """
     saved = checkpoint.load(path)
     found = tensor_digests({part: saved[part] for part in PARTS})
+    found |= _class_texts(saved["classes"])
     return next(iter(flags.mapping_differences(wanted, found)), "")
+
+
+def _class_texts(table: Mapping[str, Any]) -> dict[str, str]:
+    """What a class table says, without its name, which may be that of the folder."""
+    return {
+        f"classes.{part}": repr(table.get(part))
+        for part in ("names", "palette", "train_ids")
+    }

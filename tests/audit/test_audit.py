@@ -215,6 +215,15 @@ def in_count(folder: Path) -> None:
     edit_checkpoint(folder, change)
 
 
+def in_classes(folder: Path) -> None:
+    """The table of last.pt alone, by which the robot's file names its classes."""
+
+    def change(state: dict[str, Any]) -> None:
+        state["classes"]["names"] = state["classes"]["names"][::-1]
+
+    edit_checkpoint(folder, change, "last.pt")
+
+
 def other_setting(group: str, **values: object) -> Callable[[Path], None]:
     """Settings inside last.pt, as in a checkpoint of another run."""
 
@@ -287,6 +296,9 @@ CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, str]]] = {
         other_weights,
         {"step_000002.pt": "is not what the replayed updates give", "replay": "step 1: weights differ"},
     ),
+    "the names of the classes": (
+        in_classes, {"last.pt": "classes.names is not what the replayed updates give"}
+    ),
     "a buffer that no row covers": (in_count, {"step_000002.pt": "num_batches_tracked is not what the replayed"}),
     "a byte of the ledger": (in_ledger, {"ledger": "row 5 of session 0 (after step 1, shard 0) was altered"}),
     "a digest in the ledger": (in_row, {"replay": "step 1: weights differ"}),
@@ -305,7 +317,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, str]]] = {
 def test_what_changed_afterwards_fails_and_is_named(copy: Path, name: str) -> None:
     change, expected = CHANGES[name]
     change(copy)
-    whole_run = change in (other_weights, in_count, in_row, in_image)
+    whole_run = change in (other_weights, in_count, in_classes, in_row, in_image)
     audit = audited(copy, **{"spans": 9, "span_steps": 0} if whole_run else {})
     found = failures(audit)
     assert (audit.verdict, audit.exit_code) == ("failed", 13)
