@@ -99,10 +99,11 @@ MASK_ENDINGS = (
     "-label",
 )
 LOSSY = (".jpg", ".jpeg", ".jpe", ".jfif", ".webp")  # no mask, if there is another
-# What lies beside pictures and is none; so is a file without a suffix.
+# What lies beside pictures and is none, by suffix, or by name where there is no suffix.
 COMPANIONS = (
     *(".json", ".xml", ".txt", ".csv", ".md", ".yaml", ".yml", ".html", ".pdf", ".log"),
     *(".ini", ".db", ".mat", ".py", ".zip", ".tar", ".gz", ".color", ".part"),
+    *("readme", "license", "licence", "copying", "notice", "makefile", "md5sums"),
 )
 MOST_UNREAD = 0.05  # share of the files of a folder that may be of unknown formats
 LOSSLESS = tuple(suffix for suffix in SUFFIXES if suffix not in LOSSY)
@@ -235,7 +236,7 @@ def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> Files:
         if os.path.basename(stem).startswith("."):
             continue
         if suffix not in SUFFIXES:
-            if suffix and suffix not in COMPANIONS:
+            if (suffix or os.path.basename(stem).lower()) not in COMPANIONS:
                 unread.append(path)
             continue
         if path.encode(errors="replace").decode() != path:

@@ -199,7 +199,7 @@ def test_a_mask_whose_values_pillow_would_scale_is_refused(tmp_path: Path) -> No
         read_target(load_masks(tmp_path / "classes.yaml"), str(path))
 
 
-@pytest.mark.parametrize("name", ["1.exr", "1.jxl", "1.tga", "1.png "])
+@pytest.mark.parametrize("name", ["1.exr", "1.jxl", "1.tga", "1.png ", "1"])
 def test_pairs_of_kinds_that_nobody_reads_are_named(
     data: DataConfig, name: str
 ) -> None:
@@ -220,6 +220,7 @@ def test_a_few_files_of_unknown_kinds_are_counted(
             path.write_bytes((Path(data.root) / kind / "train/1.png").read_bytes())
     folder = Path(data.root) / "images/train"
     (folder / "a.raw2").write_text("")
+    (folder / "LICENSE").write_text("")
     verify(data, SPLITS)
     told = "holds 1 files that are not read, beside 43 pictures"
     assert told in capsys.readouterr().err
