@@ -86,6 +86,7 @@ MODULES: dict[
     ),
     "segpipe/train/checkpoint.py": (
         "tests/train/test_checkpoint.py",
+        "tests/train/test_optim.py",
         "tests/train/test_state.py",
     ),
     "segpipe/train/gradients.py": (
