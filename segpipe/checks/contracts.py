@@ -395,7 +395,11 @@ class NetworkContract:
 
     def clauses(self) -> Iterator[Clause]:
         """All clauses; none further when there is no network, or one of other weights each time or of wrong shapes."""
-        questions = {
+        return answers("model", self.questions().items(), vital=3)
+
+    def questions(self) -> dict[str, Callable[[], str]]:
+        """What answers each clause with what is wrong, or nothing."""
+        return {
             "is built": self._is_built,
             "equal seeds give equal weights": self._equal_weights,
             "logits of every head in training": self._training_shapes,
@@ -410,7 +414,6 @@ class NetworkContract:
             "copies and state dict": self._round_trip,
             "the export passes its gates": self._export,
         }
-        return answers("model", questions.items(), vital=3)
 
     def runs(self) -> bool:
         """Whether the network, which this builds, takes these images on the CPU. Raises SegpipeError for its outputs.

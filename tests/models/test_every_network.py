@@ -76,7 +76,7 @@ def test_clauses_of_networks_of_users(name: str) -> None:
         }
     )
     problems = {}
-    for clause, ask in NetworkContract(config, C, SIZE)._questions():
+    for clause, ask in NetworkContract(config, C, SIZE).questions().items():
         if clause != "the same in another start, on rank 1 of 2":  # seconds
             answer = ask()
             if answer and not answer.startswith("note"):
