@@ -141,10 +141,10 @@ def where_it_goes(step: TrainStep) -> dict[str, float]:
     """Milliseconds of what elastic does and off does not, each alone: medians of 20."""
     from segpipe.distributed.reduce import FlatLayout
 
-    tensors = [*step.statistics, *step.parameters]
+    tensors = [*step.loss.norms.statistics, *step.parameters]
     layout = FlatLayout(tensors)
     flat, values = layout.new(), [value.detach().clone() for value in tensors]
-    views, statistics = layout.views(flat), step.statistics
+    views, statistics = layout.views(flat), step.loss.norms.statistics
     actions: dict[str, Callable[[], Any]] = {
         "new vector": layout.new,
         "gradients into the vector": lambda: torch._foreach_copy_(views, values),
