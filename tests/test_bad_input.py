@@ -164,7 +164,7 @@ BAD_FILES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     ),
     (truncate, ("/train/frame04.png is truncated", "Copy it again")),
     (damage, ("/val/frame00.png is damaged", "Copy it again")),
-    (empty, ("/val is empty", "split val")),
+    (empty, ("/val is empty", "no pair of image and mask")),
     (
         unlabel,
         (

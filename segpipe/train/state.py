@@ -243,12 +243,7 @@ def build_state(
     record, notes = _load(model, config, classes, start) if start else (None, [])
     model = model.to(device)
     if config.model.norm == "sync":
-        if device.type != "cuda":
-            raise ConfigError(
-                "model.norm = sync, but torch has SyncBatchNorm for GPUs only. Set model.norm=batch."
-            )
-        # Statistics over all ranks. Parameter names stay, so checkpoints fit both.
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        model = _with_sync_batchnorm(model, device)
     if config.train.channels_last:
         model = model.to(memory_format=torch.channels_last)
     notes.append(freeze(model, config.model.freeze))
@@ -281,3 +276,16 @@ def _load(
             f"the data set {', '.join(classes.names)}"
         )
     return found.record(start), notes
+
+
+def _with_sync_batchnorm(
+    model: SegmentationNet, device: torch.device
+) -> SegmentationNet:
+    """The network with statistics over all ranks. Parameter names stay, so checkpoints fit both."""
+    if device.type != "cuda":
+        raise ConfigError(
+            "model.norm = sync, but torch has SyncBatchNorm for GPUs only. Set model.norm=batch."
+        )
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    assert isinstance(converted, SegmentationNet)
+    return converted
