@@ -11,6 +11,7 @@ from segpipe.data.order import (
     Order,
     Passes,
     PixelCounts,
+    check_given_weights,
     draws,
     load_counts,
     merged_counts,
@@ -248,3 +249,11 @@ def test_counts_are_kept_and_put_together(tmp_path) -> None:
         path.write_bytes(damage)
         with pytest.raises(DataError, match=r"pixels\.npz is damaged.*Delete it"):
             load_counts(path)
+
+
+def test_weights_that_do_not_fit_the_classes_are_refused() -> None:
+    check_given_weights([0.0, 2.0], ["sky", "road"])
+    with pytest.raises(ConfigError, match="3 weights, but the data set has 2 classes"):
+        check_given_weights([1.0, 1.0, 1.0], ["sky", "road"])
+    with pytest.raises(ConfigError, match="only zeros"):
+        check_given_weights([0.0, 0.0], ["sky", "road"])
