@@ -10,6 +10,7 @@ from segpipe.data.catalog import CAMVID, ClassTable
 from segpipe.errors import CheckpointError
 from segpipe.keys import torch_seed
 from segpipe.ledger.digest import state_digest
+from segpipe.models import build_model
 from segpipe.settings.config import Config, from_mapping, to_mapping
 from segpipe.train.checkpoint import load, restore, save, snapshot
 from segpipe.train.state import TrainState, build_state
@@ -77,6 +78,15 @@ def test_fresh_weights_are_a_function_of_the_seed() -> None:
     torch.rand(17)
     assert digests(build_state(config(), CAMVID, CPU)) == first
     assert digests(build_state(from_mapping({"seed": 1}), CAMVID, CPU)) != first
+
+
+def test_fresh_weights_are_those_of_the_key_of_the_weights() -> None:
+    """Changing how the seed becomes weights would change every run; a first validation is the best so far."""
+    torch.manual_seed(torch_seed(3, 0, 0, "weights"))
+    expected = build_model("fast_scnn", CAMVID.num_classes).state_dict()
+    state = build_state(config(seed=3), CAMVID, CPU)
+    assert state_digest(state.model.state_dict()) == state_digest(expected)
+    assert state.best_miou < 0
 
 
 def test_memory_format_is_the_configured_one() -> None:
