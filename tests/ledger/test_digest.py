@@ -14,6 +14,7 @@ from segpipe.ledger.digest import (
     digest_groups,
     digest_many,
     float_bits,
+    leaves,
     state_digest,
 )
 
@@ -380,3 +381,13 @@ def test_state_digest_sees_names_shapes_dtypes_and_bits_but_no_order() -> None:
     ]
     found = [state_digest(state) for state in others]
     assert len({whole, *found}) == len(others) + 1
+
+
+def test_leaves_of_dictionaries_lists_and_tuples_are_named_by_their_path() -> None:
+    tree = {"a": [1, (2, {"b": 3})], "c": 4}
+    assert list(leaves(tree)) == [
+        ("/'a'/0", 1),
+        ("/'a'/1/0", 2),
+        ("/'a'/1/1/'b'", 3),
+        ("/'c'", 4),
+    ]

@@ -136,6 +136,21 @@ def test_settings_that_reach_no_number_may_change(saved: Path) -> None:
     restore(saved, build_state(config(), CAMVID, CPU), from_mapping(free), CAMVID, HERE)
 
 
+def test_a_finished_run_is_restored_and_one_that_went_further_is_refused(
+    tmp_path: Path,
+) -> None:
+    settings, path = config(train={"steps": 3}), tmp_path / "last.pt"
+    state = build_state(settings, CAMVID, CPU)
+    for state.step in (3, 4):
+        save(path, snapshot(state, settings, CAMVID, HERE))
+        other = build_state(settings, CAMVID, CPU)
+        if state.step == 3:
+            restore(path, other, settings, CAMVID, HERE)
+            assert other.step == 3
+    with pytest.raises(CheckpointError, match="is of step 4, but train.steps = 3"):
+        restore(path, other, settings, CAMVID, HERE)
+
+
 def test_other_classes_are_refused(saved: Path) -> None:
     renamed = ClassTable(
         "camvid", ("x", *CAMVID.names[1:]), CAMVID.palette, CAMVID.train_ids
