@@ -147,7 +147,7 @@ def test_a_finished_run_is_restored_and_one_that_went_further_is_refused(
         if state.step == 3:
             restore(path, other, settings, CAMVID, HERE)
             assert other.step == 3
-    with pytest.raises(CheckpointError, match="is of step 4, but train.steps = 3"):
+    with pytest.raises(CheckpointError, match=r"is of step 4, but train\.steps = 3"):
         restore(path, other, settings, CAMVID, HERE)
 
 
