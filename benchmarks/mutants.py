@@ -78,7 +78,10 @@ MODULES: dict[
         "tests/ledger/test_digest.py",
         "tests/ledger/test_native.py",
     ),
-    "segpipe/ledger/divergence.py": ("tests/ledger/test_divergence.py",),
+    "segpipe/ledger/divergence.py": (
+        "tests/ledger/test_divergence.py",
+        "tests/ledger/test_results.py",
+    ),
     "segpipe/distributed/reduce.py": ("tests/distributed/test_reduce.py",),
     "segpipe/train/state.py": (
         "tests/train/test_optim.py",
