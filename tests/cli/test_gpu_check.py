@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_speed
 from benchmarks.gpu_bench import GoalMissed, latest
 from runs import torch_restored
 from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
+from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, check
 
 pytestmark = pytest.mark.slow
@@ -296,3 +297,11 @@ def test_the_command_writes_what_it_found(
     assert found["preprocessing"]["device"] == "cpu"
     assert segpipe(["gpu-check", "--only", "nothing"]) == 2
     assert "only = nothing is not one of" in capsys.readouterr().err
+
+
+def test_settings_of_the_timed_loop_are_valid(bench: gpu.Bench, tmp_path: Path) -> None:
+    """A run of each takes half a minute without a GPU, so nobody trains them here."""
+    for name, pack in gpu_speed.PACKS.items():
+        config = compose(gpu_speed.loop_settings(bench, tmp_path, name, pack))
+        check(config, world_size=1)
+        assert config.data.pack == pack
