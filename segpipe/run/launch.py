@@ -15,6 +15,7 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -91,6 +92,8 @@ if TYPE_CHECKING:
     from segpipe.train.metrics import Validation
 
 BYTES_PER_PIXEL = 4  # RGB and class id
+LONGEST_SOCKET = 107  # bytes of a path, on Linux
+SOCKET_NAME = len("/pymp-12345678/listener-12345678")  # as multiprocessing makes it
 # Raised on all ranks at once, so that rank 0 alone reports them.
 COMMON_ERRORS = (
     ConfigError, CheckpointError, NumericsError, DivergenceError, Interrupted,
@@ -336,7 +339,7 @@ def _spawn(config: Config, world_size: int) -> int:
                         (config, world_size, store.port),
                         nprocs=world_size,
                         join=False,
-                        start_method="forkserver",
+                        start_method=_start_method(),
                     )
                 while not children.join():
                     pass
@@ -364,6 +367,12 @@ def _spawn(config: Config, world_size: int) -> int:
         # Rank 0 may have been killed; another machine could not know it.
         remove_dead(config.run_dir)
     return 0
+
+
+def _start_method() -> str:
+    """How ranks start: forked, unless the path of the server's socket would be too long for the system (107 bytes)."""
+    fits = len(os.fsencode(tempfile.gettempdir())) + SOCKET_NAME <= LONGEST_SOCKET
+    return "forkserver" if fits else "spawn"
 
 
 def _pass_on(number: int, children: set[BaseProcess], patience_s: float) -> None:

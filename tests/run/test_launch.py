@@ -321,6 +321,17 @@ def _check_that_children_defer() -> None:
     assert subprocess.check_output(asks, text=True) == "False\n"
 
 
+def test_a_long_name_of_the_folder_for_temporary_files_stops_no_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The path of a socket has at most 107 bytes; folders of clusters' jobs can be longer."""
+    address = "/pymp-12345678/listener-12345678"
+    for length, method in ((107, "forkserver"), (108, "spawn")):
+        folder = "/" + (length - len(address) - 1) * "x"
+        monkeypatch.setattr("tempfile.gettempdir", lambda folder=folder: folder)
+        assert launch._start_method() == method
+
+
 def _sleep_unblocked() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, asking())
     time.sleep(3600)
