@@ -362,8 +362,10 @@ def _spawn(config: Config, world_size: int) -> int:
         for child in set(multiprocessing.active_children()) - others:
             child.kill()
         logging.disable(logging.NOTSET)
-        # The next run of this process may have other variables and outputs.
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        # The next run of this process may have other variables and outputs. Other children may be forks of the server,
+        # too, and it would be waited for as long as they live.
+        if not others:
+            forkserver._forkserver._stop()  # type: ignore[attr-defined]
         # Rank 0 may have been killed; another machine could not know it.
         remove_dead(config.run_dir)
     return 0
