@@ -46,7 +46,12 @@ LOSSES, GATES = (
     ("tests/losses",),
     ("tests/export/test_limits.py", "tests/export/test_gates.py"),
 )
-JUDGE = ("tests/export/test_judge.py",)
+JUDGE = ("tests/export/test_judge.py", *GATES)
+CHECK_SET = (
+    "tests/export/test_judge.py",
+    "tests/export/test_export.py::test_check_images_are_spread_over_the_split",
+    "tests/export/test_artifact.py::test_images_are_spread_over_a_split",
+)
 MODULES: dict[
     str, tuple[str, ...]
 ] = {  # the tests that must notice a change of the module
@@ -102,7 +107,7 @@ MODULES: dict[
     ),
     "segpipe/export/gates/comparison.py": GATES,
     "segpipe/export/gates/judge.py": JUDGE,
-    "segpipe/export/dataset.py": JUDGE,
+    "segpipe/export/dataset.py": CHECK_SET,
     "segpipe/export/gates/controls.py": GATES,
     "segpipe/export/gates/quality.py": (
         *GATES,

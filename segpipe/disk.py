@@ -57,11 +57,11 @@ def append(path: Path, descriptor: int, content: bytes) -> None:
         raise
 
 
-def sha256(path: Path) -> str:
+def sha256(path: Path | str) -> str:
     """SHA-256 of a file, as hex digits. Raises OSError."""
 
     def digest() -> str:
-        with path.open("rb") as file:
+        with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     return patiently(path, digest)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
-from pathlib import Path
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -35,8 +34,8 @@ SHAPES = (
     ("image", 3, "uint8 (H, W, 3) in RGB order"),
     ("target", 2, "uint8 (H, W) of class ids"),
 )
-# A file; or of a sample that names none, what reads it and returns its SHA-256.
-Input = Path | Callable[[], str]
+# Path of a file; or of a sample that names none, what reads it and returns its SHA-256.
+Input = str | Callable[[], str]
 SOME_PACKED = 16  # samples of a pack that are read to check it
 SOME = 64  # samples that stand for all where there is no bound on the cost of one
 
@@ -153,7 +152,7 @@ class FileSamples(DataSet):
 
     def inputs(self) -> dict[str, Input]:
         paths = [*self.sources, *self._paths()]
-        return {self._below(path): Path(path) for path in paths}
+        return {self._below(path): path for path in paths}
 
     def hashes(self) -> dict[str, str]:
         """SHA-256 by path of those images and masks that were read as a whole and have not changed since."""
@@ -372,7 +371,7 @@ class PluginSamples(DataSet):
         found: dict[str, Input] = {}
         for index in range(len(self)):
             files = self.source.files(index) if hasattr(self.source, "files") else ()
-            for path in map(Path, files):
+            for path in map(os.fspath, files):
                 found[os.path.relpath(path, self.root)] = path
             if not files:
                 found[f"{self.split}/{self.name(index)}"] = partial(self.sha256, index)

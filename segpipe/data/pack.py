@@ -102,7 +102,7 @@ class Pack:
 
         before = _states(pair)
         sample = decode()
-        digests = [sha256(Path(path)) for path in pair[1:]]
+        digests = [sha256(path) for path in pair[1:]]
         if _states(pair) == before:
             height, width = sample[1].shape
             entry = PackEntry(key, height, width, before, digests)
@@ -152,7 +152,7 @@ class Pack:
 
         facts = zip(pair[1:], _states(pair), entry.states, entry.sha256, strict=True)
         for path, now, then, packed in facts:
-            if now != then and (now[0] != then[0] or sha256(Path(path)) != packed):
+            if now != then and (now[0] != then[0] or sha256(path) != packed):
                 raise ValueError(f"{path} was changed after it was packed")
 
         size = entry.height, entry.width

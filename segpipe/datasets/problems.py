@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -227,15 +224,18 @@ def shared_files(first: DataSet, second: DataSet) -> list[tuple[str, str]]:
     """
     sides = []
     for samples in (first, second):
-        pairs = chain(*(one.pairs for one in samples.file_sets()))
-        sides.append({pair.image: os.stat(pair.image).st_size for pair in pairs})
-    sets = (*first.file_sets(), *second.file_sets())
-    known = ChainMap(*(dict(one.hashes()) for one in sets))
-    common = set(sides[0].values()) & set(sides[1].values())
+        sides.append(
+            {
+                pair.image: (os.stat(pair.image).st_size, files.facts)
+                for files in samples.file_sets()
+                for pair in files.pairs
+            }
+        )
+    common = set.intersection(*({size for size, _ in side.values()} for side in sides))
     one, two = (
         [
-            (known.get(path) or sha256(Path(path)), path)
-            for path, size in side.items()
+            (facts.hashes([path]).get(path) or sha256(path), path)
+            for path, (size, facts) in side.items()
             if size in common
         ]
         for side in sides

@@ -63,7 +63,8 @@ def record(
     known = _known(sets, found)
     if not path.is_file():
         content = _content(config, found, known if hashed else None)
-        text = json.dumps(content, indent=1)
+        # A line for each file; with `indent`, json.dumps takes ten times as long.
+        text = json.dumps(content, separators=(",\n", ": "))
         write_atomically(path, f"{text}\n".encode())
         return
     before = read_inputs(path)
@@ -181,9 +182,7 @@ def _known(sets: Iterable[DataSet], found: Mapping[str, Input]) -> Hashes:
         for files in one.file_sets():
             by_path |= files.hashes()
     return {
-        name: by_path[str(source)]
-        for name, source in found.items()
-        if str(source) in by_path
+        name: by_path[source] for name, source in found.items() if source in by_path
     }
 
 
@@ -192,7 +191,7 @@ def sizes_of(found: Mapping[str, Input]) -> Sizes:
     sizes: Sizes = {}
     for name, source in found.items():
         sizes[name] = None
-        if isinstance(source, Path):
+        if isinstance(source, str):
             with suppress(OSError):
                 sizes[name] = os.stat(source).st_size
     return sizes
@@ -205,12 +204,12 @@ def hashes_of(
     paths = {
         name: source
         for name, source in found.items()
-        if isinstance(source, Path) and name not in known
+        if isinstance(source, str) and name not in known
     }
     read = zip(paths, threaded(sha256, paths.values()), strict=True)
     hashes = {**known, **dict(read)}
     return {
-        name: hashes[name] if isinstance(source, Path) else source()
+        name: hashes[name] if isinstance(source, str) else source()
         for name, source in found.items()
     }
 
@@ -219,5 +218,5 @@ def source_hashes() -> Hashes:
     """SHA-256 of every source file of segpipe by path, digest.c, schemas and templates included."""
     paths = [path for path in SOURCES.rglob("*") if path.suffix in SOURCE_SUFFIXES]
     return hashes_of(
-        {path.relative_to(SOURCES).as_posix(): path for path in sorted(paths)}
+        {path.relative_to(SOURCES).as_posix(): str(path) for path in sorted(paths)}
     )
