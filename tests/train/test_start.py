@@ -17,10 +17,11 @@ from runs import outcome, result, run, torch_restored
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import CAMVID, STREET
 from segpipe.disk import sha256
+from segpipe.distributed.group import Group
 from segpipe.errors import CheckpointError, ConfigError, WeightsError
 from segpipe.models import build_model
 from segpipe.settings.config import Config, check, from_mapping, recipe
-from segpipe.train import checkpoint
+from segpipe.train import checkpoint, opening
 from segpipe.train.start import pin_weights, weights_summary
 from segpipe.train.state import build_state
 
@@ -327,3 +328,31 @@ def test_the_summary_survives_a_deleted_record(tmp_path: Path) -> None:
     settings = config(tmp_path / "x.pth", weights_sha256="0" * 64)
     assert weights_summary(settings)["weights"]["sha256"] == "0" * 64
     assert weights_summary(Config()) == {}
+
+
+@pytest.mark.parametrize(
+    ("precision", "instructions", "told"),
+    [
+        ("bf16", "avx_vnni", True),
+        ("bf16", "", True),
+        ("bf16", "avx512_bf16 amx_int8", False),
+        ("bf16", None, False),  # nobody knows
+        ("fp32", "", False),
+    ],
+)
+def test_a_cpu_that_emulates_bf16_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    precision: str,
+    instructions: str | None,
+    told: bool,
+) -> None:
+    config = Config()
+    config.model.name, config.train.precision = "fast_scnn", precision
+    monkeypatch.setattr(
+        opening,
+        "common_fingerprint",
+        lambda *_: ({"instructions": instructions}, []),
+    )
+    group = Group(0, 0, 1, torch.device("cpu"))
+    *_, warnings = opening.state_of(config, group, STREET, None)
+    assert told == any("no instruction" in warning for warning in warnings)
