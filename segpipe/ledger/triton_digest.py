@@ -2,6 +2,7 @@
 """Digests of words that lie in many tensors of a GPU by Triton, as digest.c: two launches for any number of tensors."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 
 import numpy as np
@@ -116,4 +117,6 @@ def _uploaded(array: np.ndarray, device: torch.device) -> Tensor:
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    with suppress(RuntimeError):  # pages cannot be locked: the host waits
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

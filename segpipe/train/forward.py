@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
+from shutil import which
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,8 +108,16 @@ class GraphedHeads(AllHeads):
 def training_heads(
     model: nn.Module, compute: ComputeConfig, device: torch.device
 ) -> Any:
-    """The heads as `compute.compile` and `compute.cuda_graph` want them. Raises ConfigError without a GPU."""
+    """The heads as `compute.compile` and `compute.cuda_graph` want them. Raises ConfigError without what these need."""
     if compute.compile:
+        # torch would say so in the first update, with a traceback.
+        needed = {"cuda": ("CC", "gcc", "clang"), "cpu": ("CXX", "g++", "clang++")}
+        variable, compiler, clang = needed[device.type]
+        if not (os.environ.get(variable) or which(compiler) or which(clang)):
+            raise ConfigError(
+                f"compute.compile = true needs {compiler} or {clang}, and neither is installed, nor is {variable} set. "
+                f"Install {compiler}, or set compute.compile=false."
+            )
         from torch._inductor import config
 
         # Without trials on the device, which choose kernels by their speed, ranks with equal hardware compile alike.

@@ -24,7 +24,7 @@ from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, from_mapping
 from segpipe.train.batches import counted, loss_weights
-from segpipe.train.forward import AllHeads, GraphedHeads, statistics
+from segpipe.train.forward import AllHeads, GraphedHeads, statistics, training_heads
 from segpipe.train.gradients import ElasticGradients
 from segpipe.train.recorder import Watch
 from segpipe.train.state import Ema, TrainState, build_optimizer, learning_rate
@@ -608,6 +608,20 @@ def test_a_compiled_network_is_compiled_once_and_without_trials(
     assert torch._inductor.config.deterministic
     assert found == bits(run(config(), 2)[0])
     assert len(compiled) == 1
+
+
+def test_without_a_compiler_a_compiled_network_is_refused_before_the_first_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = config(compute={"compile": True}).compute
+    monkeypatch.setenv("PATH", "")
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    for device, missing in (("cpu", r"g\+\+"), ("cuda", "gcc")):
+        with pytest.raises(ConfigError, match=f"compile = true needs {missing}"):
+            training_heads(nn.Identity(), settings, torch.device(device))
+    monkeypatch.setenv("CXX", "/opt/c++")
+    training_heads(nn.Identity(), settings, torch.device("cpu"))
 
 
 def test_a_network_is_recorded_once_with_statistics_and_random_numbers_put_back(
