@@ -1,4 +1,4 @@
-# make setup | train | race-demo | elastic-demo | test | check | wheels | docs | site. Everything runs in .venv, made from the locked requirements.txt.
+# make setup | train | race-demo | elastic-demo | test | check | wheels | docs | site | sbom. Everything runs in .venv, made from the locked requirements.txt.
 PYTHON ?= python3
 RUN := .venv/bin/python
 READY := .venv/.ready
@@ -6,7 +6,7 @@ PIP := $(RUN) -m pip install --disable-pip-version-check --no-input --quiet
 # make setup CPU=1 (or train, ...) leaves out 3 GB of CUDA; torch is then what pip finds for this, and torchvision is missing.
 TORCH ?= torch>=2.11
 
-.PHONY: setup train race-demo elastic-demo test quick mutants check wheels docs site lock clean
+.PHONY: setup train race-demo elastic-demo test quick mutants check wheels docs site sbom lock clean
 
 setup: $(READY)
 
@@ -66,6 +66,14 @@ docs: $(READY)
 site: $(READY)
 	$(PIP) "mkdocs-material>=9.8,<10"
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict --config-file packaging/site/mkdocs.yml
+
+# What is installed in .venv: dist/sbom.json (CycloneDX) and dist/licences.md. The tools have an environment of their own.
+sbom: $(READY)
+	$(PYTHON) -m venv dist/sbom
+	dist/sbom/bin/python -m pip install --disable-pip-version-check --no-input --quiet "cyclonedx-bom>=7,<8" "pip-licenses>=5,<6"
+	dist/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o dist/sbom.json $(RUN)
+	dist/sbom/bin/pip-licenses --python $(RUN) --format markdown --with-urls --output-file dist/licences.md
+	rm -rf dist/sbom
 
 # Needs uv. Writes the lock from the ranges in pyproject.toml.
 lock:
