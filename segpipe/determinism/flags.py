@@ -46,8 +46,8 @@ INSTRUCTIONS = (  # beyond `cpu_capability`; they select kernels, above all for 
 def set_environment(threads: int = 1, mode: str = "elastic") -> None:
     """Set the variables that CUDA, NCCL and OpenMP read once at startup; call it before torch is imported.
 
-    `threads` counts those of all processes on this machine. When they outnumber the cores, waiting OpenMP threads must
-    sleep instead of spin, or an update takes 5 to 12 times as long. Neither changes a number.
+    `threads` counts those of all processes on this machine. When they outnumber the cores that are idle, waiting OpenMP
+    threads must sleep instead of spin, or an update takes 5 to 12 times as long. Neither changes a number.
 
     NVLS lets the NVSwitch do the sums of an all-reduce in an order of its own. torch turns it off only when the
     deterministic flag is set before the process group is made; here it is always off.
@@ -68,8 +68,20 @@ def set_environment(threads: int = 1, mode: str = "elastic") -> None:
             cuda_runs = torch is not None and torch.cuda.is_initialized()
             assert name in os.environ or not cuda_runs, late
             os.environ.setdefault(name, value)
-    if threads > len(os.sched_getaffinity(0)):
+    if threads > max(1, idle_cores()):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def idle_cores() -> int:
+    """Cores for this process that no other one uses now.
+
+    Busy are those of the last minute that still run: the minute alone would count a job of a sweep that has just ended.
+    """
+    mine, busy = len(os.sched_getaffinity(0)), 0.0
+    for line in proc_lines("loadavg"):
+        minute, _, _, running, _ = line.split()
+        busy = min(float(minute), int(running.partition("/")[0]) - 1)
+    return min(mine, (os.cpu_count() or mine) - round(busy))
 
 
 def apply(threads: int, mode: str = "elastic") -> None:

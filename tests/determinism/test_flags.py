@@ -292,6 +292,31 @@ def test_importing_the_flags_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+@pytest.mark.parametrize(
+    ("load", "policy"),
+    [
+        ("1.20 2 1 3/90 7", "PASSIVE"),  # another process has been busy and is
+        ("1.90 2 1 1/90 7", None),  # it has just ended
+        ("0.10 0 0 3/90 7", None),  # two start for a moment
+        ("", None),
+    ],
+)
+def test_threads_sleep_where_others_keep_the_cores_busy(
+    load: str, policy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training of 2 threads beside 3 busy processes on 2 cores made 1.8 images/s spinning and 10.9 asleep."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "unset")
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(flags, "proc_lines", lambda _: [load] if load else [])
+    flags.set_environment(2)
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    flags.set_environment(1)  # the control: one thread waits for nobody
+    assert "OMP_WAIT_POLICY" not in os.environ
+
+
 def test_gradients_arrive_in_the_thread_that_asks_for_them() -> None:
     """On a GPU autograd has a thread of its own, in which the hooks of the exchange would run."""
     with runs.torch_restored(), torch.autograd.set_multithreading_enabled(True):
