@@ -9,7 +9,6 @@ from torch import Tensor
 from segpipe import IGNORE_INDEX
 
 STRIDES = (1, 2)
-THRESHOLD = 0.1
 
 
 def boundary_target(target: Tensor, *, width: int = 2) -> Tensor:
@@ -65,7 +64,8 @@ def detail_target(target: Tensor) -> Tensor:
         counted = F.conv2d(valid, window, stride=stride, padding=1)
         center = labels[:, :, ::stride, ::stride]
         contrast = counted * center - around
-        edge = (contrast > THRESHOLD) & (valid[:, :, ::stride, ::stride] > 0)
+        # A whole number, so that this is the published threshold of 0.1.
+        edge = (contrast > 0) & (valid[:, :, ::stride, ::stride] > 0)
         found += F.interpolate(edge.float(), found.shape[2:])
     return (found > 0).float() * valid
 

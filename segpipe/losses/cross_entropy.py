@@ -55,8 +55,9 @@ def class_weights(pixels: Tensor, name: str) -> Tensor:
     total = pixels.sum().clamp_min(1)
     frequency = pixels.double() / total
     if name == "sqrt":
-        weights = 1.0 / (pixels.clamp_min(1).double() / total).sqrt()
+        divisor = pixels.clamp_min(1).double().sqrt()
     else:
         offset = float(name.removeprefix("log") or 1.02)
-        weights = 1.0 / torch.log(offset + frequency)
+        divisor = torch.log(offset + frequency)
+    weights = divisor.reciprocal()  # up to a factor, which the last line cancels
     return (weights / (weights * frequency).sum().clamp_min(1e-12)).float()
