@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -270,7 +271,7 @@ def _constants(value: object) -> list[object]:
 
 
 class QuickFirst:
-    """A pytest plugin: in each file the tests that were quick unchanged come first, since one failure is enough."""
+    """A pytest plugin: the files and tests that were quick unchanged come first, since one failure is enough."""
 
     def __init__(self, path: Path, *, note: bool) -> None:
         """`path`: seconds by test, which an unchanged run writes with `note`."""
@@ -279,13 +280,16 @@ class QuickFirst:
         self.seconds: dict[str, float] = {}
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Files keep their order, so that fixtures of a module are made once."""
-        files = {
-            path: place
-            for place, path in enumerate(dict.fromkeys(item.path for item in items))
-        }
+        """Tests of a file stay together, so that fixtures of a module are made once."""
+        files: Counter[Path] = Counter()
+        for item in items:
+            files[item.path] += self.before.get(item.nodeid, 0.0)
         items.sort(
-            key=lambda item: (files[item.path], self.before.get(item.nodeid, 0.0))
+            key=lambda item: (
+                files[item.path],
+                item.path,
+                self.before.get(item.nodeid, 0.0),
+            )
         )
 
     def pytest_runtest_logreport(self, report: Any) -> None:
