@@ -50,7 +50,7 @@ class SegmentationNet(nn.Module):
         An auxiliary head may have a stride of its own. "boundary" has one channel, all others have `num_classes`.
         """
         main, read = self.features(image)
-        heads = self.train_only.items() if aux else ()
+        heads = getattr(self, "train_only", {}).items() if aux else ()
         return {"main": main, **{name: head(read[name]) for name, head in heads}}
 
     def pretrained(self) -> tuple[str, dict[str, Tensor]]:

@@ -428,8 +428,8 @@ BARE = """
             super().__init__()
             self.body = nn.Sequential(conv_bn(3, 8, 3, stride=8), nn.ReLU(), nn.Conv2d(8, num_classes, 1))
 
-        def logits(self, image, *, aux):
-            return {"main": self.body(image)}
+        def features(self, image):
+            return self.body(image), {}
 
     class Sorted(Bare):
         def logits(self, image, *, aux):
@@ -454,6 +454,7 @@ def test_the_export_is_tried(project: Write) -> None:
         [*answered] = answers(
             "model", [("built", contract._is_built), ("export", contract._export)]
         )
+        assert contract.runs()  # also its heads for training, of which it has none
         clauses[name] = answered[-1]
     assert (clauses["Bare"].problem, clauses["Bare"].note) == ("", "onnx")
     assert "G1 integrity" in clauses["Sorted"].problem
