@@ -30,7 +30,9 @@ Size = tuple[int, int]  # (height, width)
 Shape = Callable[[Size], Area]  # its pixels in an image; raises ValueError
 BACKGROUND, BACKGROUND_TOO = "background", "_background_"
 IGNORED = ("ignore", "__ignore__", "void")
-SPLIT_NAMES = {"training": "train", "valid": "val", "validation": "val", "default": ""}
+SPLIT_NAMES = {
+    "training": "train", "valid": "val", "validation": "val", "default": "", "all": "",
+}  # fmt: skip
 # What content of other types than expected raises.
 INCOMPLETE = (
     KeyError,

@@ -166,6 +166,11 @@ def coco_counts_of_a_crowd(root: Path) -> None:
     write(root / "images/default/a.jpg", PICTURE)
 
 
+def coco_of_all(root: Path) -> None:
+    write(root / "annotations/instances_all.json", coco_json(("polygon", "counts")))
+    write(root / "images/a.jpg", PICTURE)
+
+
 def labelme_json(*shapes: dict[str, object]) -> str:
     content = {
         "imagePath": "..\\x\\a.jpg",
@@ -236,6 +241,7 @@ EXPORTS: dict[
     "coco polygons": (coco_polygons, "coco", "val", "a", THREE, scene()),
     "coco compressed runs": (coco_text, "coco", "train", "a", THREE, scene()),
     "coco runs": (coco_counts_of_a_crowd, "coco", "", "a", THREE, scene()),
+    "coco of all images": (coco_of_all, "coco", "", "a", THREE, scene()),
     "coco of roboflow": (coco_text, "roboflow", "train", "a", THREE, scene()),
     "labelme": (labelme, "labelme", "", "sub/a", THREE, LABELME),
     "cvat": (cvat, "cvat", "val", "a", THREE, scene()),
