@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from segpipe import IGNORE_INDEX
 from segpipe.cli.commands import Given
 from segpipe.data.catalog import PUBLISHED, published, table_path
 from segpipe.data.data_set import DataSet
-from segpipe.data.pairs import no_split, scan, scan_undivided, split_lists
+from segpipe.data.pairs import Scan, no_split, scan, scan_undivided, split_lists
 from segpipe.data.samples import (
     class_pixels,
+    file_samples,
     image_sizes,
     open_readable,
     open_splits,
@@ -28,8 +30,15 @@ from segpipe.datasets.problems import Census, missing_labels, problems, take
 from segpipe.datasets.proposal import propose
 from segpipe.errors import DataError, SegpipeError, listed
 from segpipe.run.console import CONSOLE, print_problems, progress, share_table
-from segpipe.run.launch import check_crop, check_workers, checks, refusals
+from segpipe.run.launch import (
+    check_crop,
+    check_workers,
+    checks,
+    refusals,
+    with_crop,
+)
 from segpipe.run.pages import overlay, write_page
+from segpipe.run.report import densest
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, check
 from segpipe.settings.groups import DataConfig
@@ -57,13 +66,16 @@ def main(given: Given) -> int:
     own = data.name == "folder" and not data.classes and Path(data.root).is_dir()
     is_new = own and not table_path(data).exists()
     if is_new and not _offer_table(data, splits, write=given["write"]):
+        if given["out"]:
+            CONSOLE.print(f"{given['out']} is not written: it needs classes.yaml.")
         return DataError.exit_code
     warnings: list[str] = []
     if todo := _not_divided(data, splits):
-        found = scan_undivided(data).faults  # `segpipe split` refuses these
+        whole = scan_undivided(data)
+        found = whole.faults  # `segpipe split` refuses these
         print_problems(found, given["lines"])
         CONSOLE.print(todo)
-        _write_page(config, splits, [*found, todo], warnings, given["out"])
+        _write_page(config, ["all"], [*found, todo], warnings, given["out"], whole)
         return 0 if is_new and not found else DataError.exit_code
     with progress("checking files") as show:
         grouped = bool(given["lines"])
@@ -71,6 +83,7 @@ def main(given: Given) -> int:
     opened: dict[str, DataSet] = {}
     if not found:
         both = open_splits(config)
+        config = with_crop(config, both.train)
         found = refusals(checks(config, both))
         opened = dict(zip(splits, both, strict=False))
         warnings = _warnings(config, opened)
@@ -155,13 +168,21 @@ def _write_page(
     problems: Sequence[str],
     warnings: Sequence[str],
     out: str,
+    whole: Scan | None = None,
 ) -> None:
-    """Write the page with pictures, if asked for: of all that can be read, if there are problems."""
+    """Write the page with pictures, if asked for: of all that can be read, if there are problems.
+
+    whole: of a folder without splits, what is shown in their place.
+    """
     if not out:
         return
     census = []
     for split in splits:
-        samples, _ = open_readable(config.data, split, config.seed)
+        samples: DataSet | None = None
+        if whole and whole.pairs:
+            samples = file_samples(config.data, whole)
+        else:
+            samples, _ = open_readable(config.data, split, config.seed)
         if samples is not None:
             with progress(f"reading {split}") as show:
                 census.append(take(split, samples, show))
@@ -180,6 +201,7 @@ def _write_page(
         warnings=[*warnings, *fault],
         splits=[_split(each) for each in census],
         classes=train.classes,
+        examples=_examples(census[0]),
         batch=batch,
     )
     CONSOLE.print(f"page: {out}")
@@ -231,6 +253,22 @@ def _shown(census: Census, places: Iterable[int]) -> list[Shown]:
         with suppress(DataError):
             pictures = overlay(*samples.read(index), samples.classes.palette, WIDTH)
         found.append((samples.name(index), pictures))
+    return found
+
+
+def _examples(census: Census) -> list[Shown]:
+    """A part of an image for each class, to tell what it is: where most of its pixels lie."""
+    samples: DataSet = census.samples
+    found: list[Shown] = []
+    for k, name in enumerate(samples.classes.names):
+        pixels = census.table[:, k]
+        with suppress(DataError):  # of a torn file
+            if pixels.any():
+                image, target = samples.read(census.rows[int(pixels.argmax())].place)
+                part = densest(target == k)
+                own = np.where(target == k, target, IGNORE_INDEX)[part]
+                pictures = overlay(image[part], own, samples.classes.palette, WIDTH)
+                found.append((name, pictures))
     return found
 
 

@@ -379,13 +379,13 @@ def examples(
         pred = predict(image)
         counts = found.per_image[index]
         iou = int(counts[k, k]) / max(wrong[index] + int(counts[k, k]), 1)
-        part = _densest(((target == k) != (pred == k)) & (target != IGNORE_INDEX))
+        part = densest(((target == k) != (pred == k)) & (target != IGNORE_INDEX))
         title = f"{name}: {samples.name(index)}"
         pictures.append(Picture(title, iou, image[part], target[part], pred[part]))
     return pictures
 
 
-def _densest(wrong: NDArray[np.bool_]) -> tuple[slice, slice]:
+def densest(wrong: NDArray[np.bool_]) -> tuple[slice, slice]:
     """The window of half the height and width of an image with the most true pixels."""
     import cv2
 

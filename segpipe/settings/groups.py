@@ -190,8 +190,13 @@ class DataConfig:
 
 @dataclass
 class AugmentConfig:
-    crop_size: list[int] = setting(
-        [192, 384], "[height, width] of the crop in pixels", length=2, low=32, high=8192
+    crop_size: Any = setting(
+        [192, 384],
+        "[height, width] of the crop in pixels; auto: from the sizes of the training images",
+        length=2,
+        low=32,
+        high=8192,
+        auto=True,
     )
     scale: list[float] = setting(
         [0.75, 1.5],

@@ -44,6 +44,7 @@ class Setting:
     family: tuple[str, str] = ("", "")
     several: bool = False  # a list of the choices is valid, too
     mappings: bool = False  # a list of mappings, empty by default
+    auto: bool = False  # "auto" is valid, too: an empty list until the data tells
     # An import path package.module:Name is valid, too; its form is checked where it is
     # imported.
     plugin: bool = False
@@ -66,7 +67,7 @@ class Setting:
             return ""
         if self.high == MOST:
             return f"at least {self.low}"
-        return f"{self.low} to {self.high}"
+        return f"{self.low} to {self.high}{', or auto' if self.auto else ''}"
 
     @property
     def _names(self) -> str:
@@ -89,6 +90,8 @@ class Setting:
                 return dict(value)
             return {name: self._item(f".{name}", value[name]) for name in value}
 
+        if self.auto and value in ("auto", []):
+            return []
         is_list = isinstance(default, list)
         takes_list = is_list or self.numbers or self.several
         if takes_list and isinstance(value, list | tuple) and (value or default == []):
@@ -134,7 +137,7 @@ class Setting:
         items = value if isinstance(value, list) else [value]
         if isinstance(value, dict):
             items = list(value.values()) if math.isfinite(self.low) else []
-        if self.length and len(items) != self.length:
+        if self.length and len(items) != self.length and (items or not self.auto):
             return (
                 f"{self.key} = {value}, but {self.length} values were needed, such as "
                 f"{self.default}."

@@ -79,9 +79,8 @@ def test_a_sound_set_shows_no_fault(tmp_path: Path) -> None:
     ):
         assert tile(text, label) == "none", label
     assert "A batch as training sees it" in text
-    assert text.count("data:image/jpeg") == 2 * (
-        4 + 2 + 4
-    )  # image and overlay of samples and of a shard
+    # Image and overlay of samples, of a shard, and of each class.
+    assert text.count("data:image/jpeg") == 2 * (4 + 2 + 4 + 2)
     shares = [10 * number * 128 for number in (1, 2, 3, 4)]
     assert (
         f"<td>{100 * sum(shares) / (4 * 95 * 128):.2f}</td><td>4</td>" in text
@@ -89,6 +88,26 @@ def test_a_sound_set_shows_no_fault(tmp_path: Path) -> None:
     assert text.count('class="bar"') == 1 + 2  # narrow screens hide a whole column
     assert "http" not in text.replace("http-equiv", "")
     assert "<script" not in text
+
+
+def test_proposed_classes_have_a_picture_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the split, since their names are wanted then; the table must be written to be read."""
+    for number in range(3):
+        mask = np.zeros(SIZE, np.uint8)
+        mask[48:] = 7 * (number == 2)
+        write(tmp_path / f"images/drive{number}_001.png", scene(number))
+        write(tmp_path / f"masks/drive{number}_001.png", mask)
+    assert page(tmp_path) == (2, "")
+    assert (
+        "doctor.html is not written: it needs classes.yaml" in capsys.readouterr().out
+    )
+    code, text = page(tmp_path, "write=true")
+    assert code == 0
+    pictures = text.partition("One picture of each class")[2].partition("</section>")[0]
+    assert re.findall("<figcaption>(.*?)<", pictures) == ["class0", "class7"]
+    assert pictures.count("data:image/jpeg") == 2 * 2
 
 
 def test_images_that_training_would_refuse_are_warned_of(

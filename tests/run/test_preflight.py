@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 
 from runs import TINY, torch_restored
+from segpipe.cli import checks
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import STREET, ClassTable
 from segpipe.data.data_set import DataSet
 from segpipe.data.loader import Pixels
 from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError
-from segpipe.run.launch import check_workers
+from segpipe.run.launch import check_crop, check_workers, with_crop
 from segpipe.settings.compose import compose
-from segpipe.settings.config import Config
+from segpipe.settings.config import Config, saved_config
 
 
 @dataclass
@@ -96,3 +97,54 @@ def test_the_samples_of_a_set_in_files_travel(tmp_path: Path) -> None:
     """The control: what segpipe itself sends can be pickled."""
     own = config("data.workers=1", "data.start_method=spawn")
     check_workers(own, open_samples(own.data, "train", 0))
+
+
+@pytest.mark.parametrize(
+    ("size", "crop"),
+    [([360, 480], [320, 416]), ([64, 96], [32, 64]), ([32, 34], [32, 32])],
+)
+def test_auto_crops_nine_tenths_of_the_images(size: list[int], crop: list[int]) -> None:
+    changes = (f"data.size={size}", "data.num_train=2", "augment.crop_size=auto")
+    given = config(*(part.replace(" ", "") for part in changes))
+    train = open_samples(given.data, "train", 0)
+    found = with_crop(given, train)
+    assert found.augment.crop_size == crop
+    assert with_crop(found, train) == found
+
+
+def test_a_crop_that_is_mostly_padding_is_warned_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Photos of 360x480 with the crop of data=folder."""
+    given = config(
+        "data.size=[360,480]", "data.num_train=2", "augment.scale=[0.75,1.5]"
+    )
+    train = open_samples(given.data, "train", 0)
+    for crop, share in (([512, 512], "29%"), ([320, 416], "")):
+        given.augment.crop_size = crop
+        check_crop(given, train)
+        warned = (
+            f"Warning: {share} of the crops of augment.crop_size = {crop} is padding"
+        )
+        assert capsys.readouterr().err.startswith(warned) == bool(share)
+
+
+def test_auto_trains_with_the_crop_that_it_names(tmp_path: Path) -> None:
+    changes = ("augment.crop_size=auto", "train.steps=1", "export=off")
+    where = (f"run.root={tmp_path}", "run.name=a")
+    with torch_restored():
+        assert segpipe(["train", *TINY, *where, *changes]) == 0
+        resumed = (*changes, "run.exists=resume")
+        assert segpipe(["train", *TINY, *where, *resumed]) == 0
+    assert saved_config(tmp_path / "a").augment.crop_size == [32, 64]
+
+
+def test_a_check_without_a_training_takes_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    crops = []
+    monkeypatch.setattr(
+        checks, "clauses", lambda given, _: crops.append(given.augment.crop_size) or []
+    )
+    with torch_restored():
+        given = ["check-plugin", "loss.name=focal", *TINY, "augment.crop_size=auto"]
+        assert segpipe(given) == 0
+    assert crops == [[32, 64]]
