@@ -48,6 +48,15 @@ class Predictor:
     settings: dict[str, Any]  # of the inference
 
 
+def _checked(image: Pixels) -> Pixels:
+    """The image in one piece of memory, which RGB made of OpenCV's BGR by [..., ::-1] is not."""
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        raise DataError(
+            f"an image of {image.dtype} {image.shape}, but uint8 (height, width, 3) in RGB was needed."
+        )
+    return np.ascontiguousarray(image)
+
+
 def of_network(
     trained: TrainedNetwork, device: torch.device, how: Inference
 ) -> Predictor:
@@ -56,6 +65,7 @@ def of_network(
     classes = trained.classes
 
     def predict(image: Pixels) -> Answer:
+        image = _checked(image)
         height, width, _ = image.shape
         if min(height, width) < SMALLEST:
             raise DataError(
@@ -104,12 +114,13 @@ def of_exported(
     height, width, _ = artifact.frame
 
     def predict(image: Pixels) -> Answer:
+        image = _checked(image)
         if image.shape != artifact.frame:
             raise DataError(
                 f"an image of {image.shape[0]}x{image.shape[1]}, but the file takes {height}x{width}. Scale it, or set "
                 "run=, which takes any size."
             )
-        ids, confidence = session.run(np.ascontiguousarray(image))
+        ids, confidence = session.run(image)
         ids, levels = (enlarged(each, height, width) for each in (ids, confidence))
         return ids, np.divide(levels, 255, dtype=np.float32)
 

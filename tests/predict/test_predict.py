@@ -429,6 +429,21 @@ def test_one_image_gets_ids_and_their_probability(run: Path, toy: Path) -> None:
     assert 0 <= confidence.min() < confidence.max() <= 1
 
 
+def test_images_come_from_opencv_and_others_are_named(run: Path, toy: Path) -> None:
+    """RGB made of its BGR by [..., ::-1] lies backwards in memory; a float image would be answered with nonsense."""
+    network = of_network(load_network(run), torch.device("cpu"), Inference())
+    small = np.random.default_rng(1).integers(0, 190, (*TOY_SIZE, 3), dtype=np.uint8)
+    small[..., 2] = 0  # of the toy file: no loops
+    for predictor, image in ((network, IMAGES[0]), (of_exported(toy), small)):
+        backwards = np.ascontiguousarray(image[..., ::-1])[..., ::-1]
+        wanted = predictor.predict(image)
+        for found, right in zip(predictor.predict(backwards), wanted, strict=True):
+            np.testing.assert_array_equal(found, right)
+        for other in (image[..., 0], image / np.float32(255), image[..., [0, 1, 2, 2]]):
+            with pytest.raises(DataError, match=r"but uint8 \(height, width, 3\)"):
+                predictor.predict(other)
+
+
 def test_images_of_other_sizes_are_named_and_the_rest_is_predicted(
     toy: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
