@@ -340,6 +340,8 @@ def test_main_and_auxiliary_heads_have_their_own_strides(loss: Loss) -> None:
     }
     assert float(parts["main"]) == float(alone[2])
     assert float(parts["aux"]) == pytest.approx(0.5 * float(alone[3]), rel=1e-6)
+    off = loss({"main": logits, "aux": logits}, target, LossConfig(aux_weight=0.0))
+    assert float(off["aux"]) == 0.0
 
 
 def test_ohem_settings_reach_the_loss(loss: Loss) -> None:
