@@ -16,6 +16,7 @@ from segpipe.ledger.digest import (
     float_bits,
     leaves,
     state_digest,
+    tensor_digests,
 )
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
@@ -391,3 +392,12 @@ def test_leaves_of_dictionaries_lists_and_tuples_are_named_by_their_path() -> No
         ("/'a'/1/1/'b'", 3),
         ("/'c'", 4),
     ]
+
+
+def test_every_tensor_of_a_state_has_a_digest_by_its_path() -> None:
+    first, second = torch.arange(3), torch.ones(2, 2)
+    found = tensor_digests({"ema": {"net.bias": first}, "step": 3, "m": [second]})
+    assert found == {
+        "ema/net.bias": state_digest({"": first}),
+        "m/0": state_digest({"": second}),
+    }

@@ -149,6 +149,11 @@ def test_sentences(tmp_path: Path) -> None:
             "(sample 9 of epoch 0 in A, sample 13 of epoch 0 in B)",
         ),
         (
+            {(1, 0, "order", 1): 3 << 32},
+            "step 1, shard 0, sample 9 (scene_009): samples differ "
+            "(sample 9 of epoch 0 in A, sample 9 of epoch 3 in B)",
+        ),
+        (
             {(3, None, "lr", 0): 1},
             "step 3: learning rate differs (3.5 in A, 4.5 in B)",
         ),
