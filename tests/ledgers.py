@@ -182,11 +182,14 @@ def _write_shard(
     *,
     audit: bool,
 ) -> None:
-    epochs, indices = order(step, shard, shards, samples)
-    indices = [
-        index + content.changed.get((step, shard, "order", j), 0)
-        for j, index in enumerate(indices)
-    ]
+    planned = order(step, shard, shards, samples)
+    epochs, indices = (
+        [
+            number + content.changed.get((step, shard, what, j), 0)
+            for j, number in enumerate(numbers)
+        ]
+        for what, numbers in zip(("epoch", "order"), planned, strict=True)
+    )
     widths = {
         name: samples if name in SAMPLE_FIELDS else 0
         for name in SHARD_FIELDS

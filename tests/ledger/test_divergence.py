@@ -149,7 +149,7 @@ def test_sentences(tmp_path: Path) -> None:
             "(sample 9 of epoch 0 in A, sample 13 of epoch 0 in B)",
         ),
         (
-            {(1, 0, "order", 1): 3 << 32},
+            {(1, 0, "epoch", 1): 3},
             "step 1, shard 0, sample 9 (scene_009): samples differ "
             "(sample 9 of epoch 0 in A, sample 9 of epoch 3 in B)",
         ),
