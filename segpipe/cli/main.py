@@ -11,8 +11,10 @@ from typing import Any
 from segpipe import __version__, plugins
 from segpipe.cli.commands import COMMANDS, TRUST
 from segpipe.cli.help import overview, page
+from segpipe.determinism import flags
 from segpipe.errors import ConfigError, Interrupted, SegpipeError
 from segpipe.settings.compose import parse
+from segpipe.settings.config import SETTINGS
 from segpipe.settings.setting import nearest
 
 HELP = ("-h", "--help")
@@ -56,6 +58,8 @@ def _run(name: str, rest: list[str]) -> int:
         overrides=bool(command.overrides),
     )
     plugins.trust(given.get(TRUST.key, []))
+    # OpenMP reads it once; a training asks again for its own number of threads.
+    flags.set_environment(SETTINGS["compute.threads"].default, "off")
     module, _, function = (
         command.starts or f"{name.replace('-', '_')}.main"
     ).partition(".")

@@ -317,6 +317,19 @@ def test_threads_sleep_where_others_keep_the_cores_busy(
     assert "OMP_WAIT_POLICY" not in os.environ
 
 
+def test_every_command_lets_threads_sleep_where_cores_are_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`segpipe describe` beside busy processes, 360x480: 1,818 ms per image spinning, 193 asleep."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "unset")
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.chdir(tmp_path)
+    for idle, policy in ((2, None), (1, "PASSIVE")):
+        monkeypatch.setattr(flags, "idle_cores", lambda idle=idle: idle)
+        segpipe(["runs"])
+        assert os.environ.get("OMP_WAIT_POLICY") == policy
+
+
 def test_gradients_arrive_in_the_thread_that_asks_for_them() -> None:
     """On a GPU autograd has a thread of its own, in which the hooks of the exchange would run."""
     with runs.torch_restored(), torch.autograd.set_multithreading_enabled(True):
