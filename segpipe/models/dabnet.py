@@ -36,6 +36,7 @@ class DABNet(SegmentationNet):
         )
         self.act3 = BNPReLU(2 * 128 + 3)
         self.head = Classifier(2 * 128 + 3, num_classes, bias=False)
+        self.train_only = nn.ModuleDict()
         self.published_keys = PUBLISHED_KEYS
         init_weights(self, mode="fan_in")
 

@@ -52,6 +52,7 @@ class EfficientViT(EncoderNet):
         self.middle = nn.Sequential(*(MBConv(width) for _ in range(depth)))
         self.widen = _conv(width, 4 * width, 1, act=Hardswish)
         self.head = Classifier(4 * width, num_classes)
+        self.train_only = nn.ModuleDict()
         for part in (self.inputs, self.middle, self.widen, self.head):
             init_weights(part)  # timm initializes the encoder
 

@@ -49,6 +49,7 @@ class ERFNet(SegmentationNet):
             NonBottleneck1D(16, 1),
         )
         self.head = nn.ConvTranspose2d(16, num_classes, 2, stride=2)
+        self.train_only = nn.ModuleDict()
         self.published_keys = PUBLISHED_KEYS
         init_near_zero(self.head)
 

@@ -68,6 +68,7 @@ class RegSeg(SegmentationNet):
         self.conv8 = conv_bn_relu(deep, width, 3)
         self.conv4 = conv_bn_relu(width + fine, width, 3)
         self.head = Classifier(width, num_classes)
+        self.train_only = nn.ModuleDict()
         single = () if blocks[0] > 1 else SINGLE_KEYS
         self.published_keys = (*single, *PUBLISHED_KEYS)
         init_weights(self)
