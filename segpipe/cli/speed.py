@@ -88,7 +88,8 @@ def counts(
         image = torch.empty(1, 3, *size)
         images = torch.empty(batch, 3, *size)
     params = sum(value.numel() for value in net.parameters())
-    auxiliary = sum(value.numel() for value in net.train_only.parameters())
+    heads = getattr(net, "train_only", torch.nn.Module())
+    auxiliary = sum(value.numel() for value in heads.parameters())
     with torch.no_grad():
         macs = operations(net.eval(), image)
         inference = _peak(lambda: net(image))

@@ -1,6 +1,7 @@
 """`segpipe describe` against counts by hand, and its errors."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,3 +50,22 @@ def test_a_size_that_is_none_is_refused(
 ) -> None:
     assert main(["describe", f"size={size}"]) == 2
     assert f"size = '{size}'" in capsys.readouterr().err
+
+
+def test_a_network_of_features_alone_is_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no train_only."""
+    (tmp_path / "featuresalone.py").write_text(
+        "from torch import nn\n"
+        "from segpipe.models.layers import SegmentationNet\n"
+        "class Net(SegmentationNet):\n"
+        "    def __init__(self, num_classes):\n"
+        "        super().__init__()\n"
+        "        self.body = nn.Conv2d(3, num_classes, 8, stride=8)\n"
+        "    def features(self, image):\n"
+        "        return self.body(image), {}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    asked = ("model.name=featuresalone:Net", "size=64x64", "runs=0")
+    assert main(["describe", *asked]) == 0, capsys.readouterr()
