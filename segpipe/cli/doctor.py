@@ -178,11 +178,9 @@ def _write_page(
         return
     census = []
     for split in splits:
-        samples: DataSet | None = None
+        samples, _ = open_readable(config.data, split, config.seed)
         if whole and whole.pairs:
             samples = file_samples(config.data, whole)
-        else:
-            samples, _ = open_readable(config.data, split, config.seed)
         if samples is not None:
             with progress(f"reading {split}") as show:
                 census.append(take(split, samples, show))

@@ -162,7 +162,7 @@ def with_steps(config: Config) -> tuple[Config, Splits | None]:
 
     Checkpoints and ranks see nothing else.
     """
-    if not config.train.epochs and config.augment.crop_size:
+    if config.augment.crop_size and not config.train.epochs:
         return config, None
     from segpipe.data.samples import open_splits
 

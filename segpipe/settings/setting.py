@@ -99,8 +99,7 @@ class Setting:
             return [self._item(f"[{place}]", each) for place, each in numbered]
         if is_list:
             example = default or [self._example or "name"]
-            also = "auto or " if self.auto else ""
-            raise self._unfit(value, f"{also}a list such as {example}")
+            raise self._unfit(value, f"a list such as {example}")
 
         accepted, name = KINDS[type(default)]
         fits = isinstance(value, accepted) and (
