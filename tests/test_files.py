@@ -145,7 +145,7 @@ def test_a_failed_sync_of_the_ledger_is_not_tried_again(
 
 
 def test_metrics_stay_whole(tmp_path: Path, fault: Fault, pauses: list[float]) -> None:
-    tracker = Tracker(tmp_path / "metrics.jsonl")
+    tracker = Tracker(tmp_path / "metrics.jsonl", {})
     fault("os.write", errno.EIO, 2)
     tracker.log(1, "train", {"loss": 0.5})
     tracker.close()

@@ -14,10 +14,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from segpipe.disk import append, patiently
@@ -33,7 +34,13 @@ from segpipe.run.report import (
     live_pictures,
     write_report,
 )
-from segpipe.run.trackers import Callback, Figures, Values, tracker_classes
+from segpipe.run.trackers import (
+    Callback,
+    Figures,
+    Tracked,
+    Values,
+    tracker_classes,
+)
 from segpipe.settings.config import Config
 
 if TYPE_CHECKING:
@@ -44,6 +51,7 @@ if TYPE_CHECKING:
 FILE_NAME = "metrics.jsonl"
 FAILURE = "failure.json"
 REWRITTEN_S = 60.0  # the live page, between validations
+PATIENCE_S = 600.0  # for uploads at the end
 # Keys of every line, and the types of their values.
 RESERVED = {"step": (int,), "kind": (str,), "time_s": (int, float)}
 
@@ -70,7 +78,7 @@ class Tracker:
     def __init__(
         self,
         path: Path | None,
-        callbacks: Values | None = None,
+        callbacks: dict[str, _Called],
         kept: Sequence[Values] = (),
     ) -> None:
         self._path, self._file = path, None
@@ -80,8 +88,7 @@ class Tracker:
         self._kept = {(entry["step"], entry["kind"]) for entry in kept}
         earlier_s = kept[-1]["time_s"] if kept else 0.0
         self._start = time.monotonic() - earlier_s
-        self._callbacks = callbacks or {}
-        self._thread = ThreadPoolExecutor(1, "callbacks")
+        self._callbacks = callbacks
 
     def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Append one line {"step", "kind", "time_s", **values}; NaN and infinities become null.
@@ -112,29 +119,19 @@ class Tracker:
             self.call("on_validation", step, scores, live_pictures(run, found))
 
     def call(self, method: str, *given: Any) -> None:
-        """Call the method of all callbacks, in their thread."""
-        if self._callbacks:
-            self._thread.submit(self._call, method, given)
-
-    def _call(self, method: str, given: Sequence[Any]) -> None:
-        """The first exception of a callback prints a warning and ends it."""
-        for name, callback in list(self._callbacks.items()):
-            try:
-                if hasattr(callback, method):
-                    getattr(callback, method)(*given)
-            except Exception as error:
-                del self._callbacks[name]
-                _warn(name, error)
+        """Call the method of all callbacks, in their threads."""
+        for called in self._callbacks.values():
+            if called.is_alive():  # which did not raise
+                called.calls.put((method, given))
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the file, and wait for the callbacks; those of a run that failed end, others with `end`."""
+        """Close the file, and end the live page; of a run that failed, the other callbacks as well."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
-        if exit_code or self._path is None:  # only rank 0 has something to do after it
-            self._end({"exit_code": exit_code})
-        elif self._callbacks:  # a page must not come after the final one
-            self._thread.submit(int).result()
+        # Only rank 0 has something to do after it. A page must not come after the final one.
+        ends = self._callbacks if exit_code or self._path is None else [PAGE]
+        self._end({"exit_code": exit_code}, ends)
 
     def end(
         self, config: Config, result: Mapping[str, Any], exit_code: int = 0
@@ -145,12 +142,39 @@ class Tracker:
         if config.export.enabled:
             files.append(Path(config.export.dir or folder / "export"))
         existing = [path for path in files if path.exists()]
-        self._end({**result, "exit_code": exit_code, "files": existing})
+        self._end(
+            {**result, "exit_code": exit_code, "files": existing}, self._callbacks
+        )
 
-    def _end(self, result: Mapping[str, Any]) -> None:
-        self.call("on_end", result)
-        self._thread.shutdown()
-        self._callbacks.clear()
+    def _end(self, result: Mapping[str, Any], names: Iterable[str]) -> None:
+        ended = [self._callbacks.pop(each) for each in {*names} & {*self._callbacks}]
+        for called in ended:
+            called.calls.put(("on_end", (result,)))
+        for called in ended:
+            called.join(PATIENCE_S)
+            if called.is_alive():
+                _warn(called.name, TimeoutError(f"no end within {PATIENCE_S:g} s"))
+
+
+class _Called(Thread):
+    """Calls a callback, until it raises: one that hangs holds up no other, and the end of the process not for ever."""
+
+    def __init__(self, name: str, kind: Tracked) -> None:
+        super().__init__(name=name, daemon=True)
+        self._kind = kind
+        self.calls: Any = SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        method = ""
+        try:
+            callback = self._kind()
+            while method != "on_end":
+                method, given = self.calls.get()
+                if hasattr(callback, method):
+                    getattr(callback, method)(*given)
+        except Exception as error:
+            _warn(self.name, error)
 
 
 def open_tracker(
@@ -170,14 +194,12 @@ def open_tracker(
             kept = [one for one in read_metrics(path) if one["step"] <= resume_step]
         write_atomically(path, b"".join(map(_line, kept)))
         if config.train.validate_every:
-            classes = {"report.html": LivePage, **classes}
-    callbacks: Values = {}
-    for name, kind in classes.items():
-        if rank == 0 or getattr(kind, "every_rank", False):
-            try:
-                callbacks[name] = kind()
-            except Exception as error:
-                _warn(name, error)
+            classes = {PAGE: LivePage, **classes}
+    callbacks = {
+        name: _Called(name, kind)
+        for name, kind in classes.items()
+        if rank == 0 or getattr(kind, "every_rank", False)
+    }
     tracker = Tracker(path, callbacks, kept)
     tracker.call("on_start", config, resume_step or 0)
     return tracker
@@ -250,8 +272,8 @@ class LivePage(Callback):
             self._write()
 
     def on_end(self, result: Values) -> None:
-        """Stop the page of a run that did not finish; a finished one has its report."""
-        if self._data and "miou" not in result:
+        """Stop the page; the report of a finished run takes its place."""
+        if self._data:
             self._data = replace(self._data, live=False)
             self._write()
 

@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from runs import run
 from segpipe.errors import ConfigError
-from segpipe.run import trackers
+from segpipe.run import trackers, tracking
 from segpipe.run.pages import Picture
 from segpipe.run.trackers import check_tracking, run_id
 from segpipe.run.tracking import open_tracker, read_metrics
@@ -447,6 +447,44 @@ def test_a_tracker_that_breaks_is_told_once_and_training_goes_on(
     assert said.count("mine:Late stopped: ConnectionError: no service") == 1
 
 
+HANGS = """
+    import threading
+
+    class Hangs:
+        def on_start(self, config, step):
+            assert threading.current_thread().daemon
+            threading.Event().wait()
+"""
+
+
+def test_a_tracker_that_hangs_holds_up_nobody(
+    finished: Config,
+    project: Callable[[str, str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Neither the other trackers, nor the end of the run, nor that of the process."""
+    project("mine.py", OWN + HANGS)
+    monkeypatch.setattr(tracking, "PATIENCE_S", 0.1)
+    config = tracked(finished, "mine:Hangs")
+    tracker = open_tracker(config, config.run_dir, None, rank=0)
+    for step in range(1, 5):
+        tracker.log(step, "train", {"loss": 1.0})
+    tracker.close()
+    tracker.end(config, RESULT)
+    assert steps(config.run_dir) == [1, 2, 3, 4]
+    gone = "mine:Hangs stopped: TimeoutError: no end within 0.1 s"
+    assert capsys.readouterr().err.count(gone) == 1
+    monkeypatch.undo()
+    config = tracked(finished, "mine:Hangs", "mine:Lines")
+    monkeypatch.setattr(tracking, "PATIENCE_S", 5.0)
+    tracker = open_tracker(config, config.run_dir, None, rank=0)
+    tracker.log(1, "train", {"loss": 1.0})
+    tracker.close()
+    tracker.end(config, RESULT)
+    assert "exit 0" in (config.run_dir / "own.txt").read_text(), "the other one ended"
+
+
 def test_mode_of_the_environment_counts_where_the_setting_is_auto(
     no_login: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -489,6 +527,7 @@ def wandb_records(folder: Path) -> Iterator[Any]:
 
 
 SPY = """
+    import time
     from segpipe.run.report import is_live
 
     class Spy:
@@ -500,6 +539,8 @@ SPY = """
                 print(what, is_live(self.folder / "report.html"), file=file)
 
         def on_validation(self, step, scores, pictures):
+            while not (self.folder / "report.html").exists():
+                time.sleep(0.01)  # another thread writes it
             self.note(step)
 
         def on_end(self, result):
@@ -718,6 +759,7 @@ tracker = open_tracker(config, folder, resume_step if resume_step else None, ran
 for step in range(resume_step + 1, resume_step + 4):
     tracker.log(step, "train", {"loss": 1.0 / step, "iou": {"road": 0.5, "bus": None}})
 tracker.close()
+tracker.end(config, {})
 """
 
 
