@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -204,10 +205,15 @@ def train_main(given: Given) -> int:
 
 def train_job(job: DictConfig) -> int:
     """Exit code of a job, in the process that its launcher started; its own processes do the training."""
-    if multiprocessing.get_start_method(allow_none=True) == "loky":
-        # Of joblib, which our processes would not know.
-        multiprocessing.set_start_method("spawn", force=True)
     config = resolve(job)
+    if multiprocessing.get_start_method(allow_none=True):
+        # joblib's process: ours would not know its method, nor a reader whose line it is that several jobs print.
+        multiprocessing.set_start_method("spawn", force=True)
+        log = Path(config.run.root, ".joblib", f"{config.run.name}.log")
+        log.parent.mkdir(exist_ok=True)
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
     print(f"job {HydraConfig.get().job.num}: {config.run_dir}", flush=True)
     code = launch_apart(config)
     if code == Interrupted.exit_code:

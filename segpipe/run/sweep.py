@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from hydra import version
 from hydra._internal.hydra import Hydra
@@ -126,9 +127,9 @@ class Jobs:
             self._check(job)
         self.jobs |= new
         todo = [job for job in new.values() if job.code is None]
-        overrides = [job.overrides for job in todo]
         try:
             with _all_gathered():
+                overrides = [job.overrides for job in todo]
                 returned = (
                     self.launcher.launch(overrides, initial_job_idx) if todo else ()
                 )
@@ -139,15 +140,22 @@ class Jobs:
             ) from error
         for job, each in zip(todo, returned, strict=True):
             job.end(each._return_value)
-        pairs = zip(batch, job_overrides, strict=True)
-        return [self._returned(job, overrides) for job, overrides in pairs]
+        return list(map(self._returned, batch, job_overrides))
 
     def _check(self, job: SweepJob) -> None:
         """Settings, folder and data of a job; one that run.exists=resume finds finished is done."""
         config = job.config
         # Jobs often share these, and reading a large data set takes minutes.
-        shared = (config.data, config.model, config.loss, config.augment, config.track)
-        parts = [*shared, config.export, config.optim.lr_scale, config.compute.mode]
+        parts = [
+            config.data,
+            config.model,
+            config.loss,
+            config.augment,
+            config.track,
+            config.export,
+            config.optim.lr_scale,
+            config.compute.mode,
+        ]
         try:
             self.check_job(config)
             if finished(config):
@@ -156,8 +164,9 @@ class Jobs:
                 self.examine(config)
                 self.examined.append(parts)
         except SegpipeError as error:
-            name = job.swept or config.run.name
-            refusal = ConfigError(f"{name}: {error}\nNo job was started.")
+            refusal = ConfigError(
+                f"{job.swept or config.run.name}: {error}\nNo job was started."
+            )
             refusal.exit_code = error.exit_code
             raise refusal from error
 
@@ -180,7 +189,7 @@ class Jobs:
             pairs = [text.lstrip("+").partition("=") for text in overrides]
             swept.append({key: value for key, _, value in pairs if key not in fixed})
         if self.searched or len(set(names)) < len(names):
-            names = [named(*pair) for pair in zip(names, swept, strict=True)]
+            names = list(map(named, names, swept))
         jobs = []
         for place, config in enumerate(composed):
             HydraConfig.instance().set_config(config)
@@ -205,7 +214,8 @@ class Jobs:
     def summarize(self) -> int:
         """Print all jobs, the best first, and means over seeds; returns the first exit code that is not 0."""
         rows = best_first(job.row() for job in self.jobs.values())
-        print_runs(rows)
+        if rows:
+            print_runs(rows)
         scored = [row for row in rows if row.miou is not None]
         for by in REPEATS:
             groups = [group for group in grouped(scored, by) if len(group.scores) > 1]
@@ -230,19 +240,8 @@ def _all_gathered() -> Iterator[None]:
         except Exception as error:
             return [JobReturn(_return_value=RuntimeError(_brief(error)))]
 
-    with _replaced(Job, "results", gathered):
+    with patch.object(Job, "results", gathered):
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """An attribute of Hydra's or a plug-in's has another value inside the block."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def named(name: str, swept: Mapping[str, str]) -> str:
@@ -252,7 +251,8 @@ def named(name: str, swept: Mapping[str, str]) -> str:
     """
     parts = [name]
     for key, text in swept.items():
-        leaf, value = key.rpartition(".")[2], _plain(text)
+        leaf = key.rpartition(".")[2]
+        value = re.sub(r"[^A-Za-z0-9.+-]+", "_", text).strip("_") or "empty"
         is_number = value[0].isdigit()
         part = f"{leaf}{'' if is_number else '_'}{value}"
         is_there = part in name or (not is_number and len(value) > 3 and value in name)
@@ -263,10 +263,6 @@ def named(name: str, swept: Mapping[str, str]) -> str:
         digest = sha256_of(whole.encode())[:8]
         whole = f"{whole[: len(name) + SHORT - 9]}_{digest}"
     return whole
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.+-]+", "_", text).strip("_") or "empty"
 
 
 def sweep(
@@ -302,7 +298,7 @@ def sweep(
     try:
         with (
             explained(line.added),
-            _replaced(plugins, "instantiate_launcher", instantiate_jobs),
+            patch.object(plugins, "instantiate_launcher", instantiate_jobs),
         ):
             app.multirun("config", train, line.overrides + line.search_path)
     except OSError as error:
@@ -334,5 +330,4 @@ def sweep(
 
 def _brief(error: Exception) -> str:
     """The first line: submitit adds all output of a job."""
-    text = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return text.strip().rstrip(".")
+    return f"{type(error).__name__}: {error}".partition("\n")[0].strip().rstrip(".")

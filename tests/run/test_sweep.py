@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -180,6 +181,7 @@ def test_a_job_that_cannot_start_starts_none(
     code, said = sweeps(*changes)
     assert (code, sweeps.started) == (2, [])
     assert named in said
+    assert "mIoU" not in said, "a table of nothing"
     assert "Traceback" not in said
     assert "HYDRA_FULL_ERROR" not in said
 
@@ -496,7 +498,7 @@ def test_a_job_that_a_cluster_killed_fails_alone(
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["submitit_local", "joblib"])
 def test_jobs_of_a_launcher_of_hydra_train_on_processes_of_their_own(
-    launcher: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    launcher: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     name = launcher.partition("_")[0]
     pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher")
@@ -504,11 +506,45 @@ def test_jobs_of_a_launcher_of_hydra_train_on_processes_of_their_own(
     chosen = [f"hydra/launcher={launcher}", "seed=1,2"]
     with torch_restored():
         assert segpipe(["train", "--multirun", *tiny, *chosen]) == 0
-    said = capsys.readouterr().out
+    said = capfd.readouterr().out
+    assert "validation mIoU" not in said, "whose line is it?"
     for seed in (1, 2):
         found = json.loads((tmp_path / f"run{seed}" / "result.json").read_bytes())
         assert found["world_size"] == 2
         assert row(said, f"run{seed}")[1:] == [f"{100 * found['miou']:.2f}", "finished"]
+
+
+@pytest.mark.parametrize("method", ["loky", "spawn", None])
+def test_jobs_that_run_at_once_print_to_files_of_their_own(
+    method: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In processes of joblib, whose method is "loky" before the first job. None: joblib with n_jobs=1, or basic."""
+    monkeypatch.setattr(
+        api.multiprocessing, "get_start_method", lambda allow_none: method
+    )
+    monkeypatch.setattr(api.multiprocessing, "set_start_method", lambda *_, **__: None)
+    hydra = OmegaConf.create({"job": {"num": 0}})
+    monkeypatch.setattr(api.HydraConfig, "get", lambda: hydra)
+    config = compose(settings(tmp_path / "one"))
+    monkeypatch.setattr(api, "resolve", lambda job: config)
+
+    def train(config: Config) -> int:
+        os.write(1, b"a line\n")
+        os.write(2, b"a warning\n")
+        return 0
+
+    monkeypatch.setattr(api, "launch_apart", train)
+    before = os.dup(1), os.dup(2)
+    try:
+        assert api.train_job(OmegaConf.create()) == 0
+    finally:
+        for number, each in enumerate(before, start=1):
+            os.dup2(each, number)
+            os.close(each)
+    log = tmp_path / ".joblib" / "one.log"
+    assert log.exists() == (method is not None)
+    if method:
+        assert "a line\na warning\n" in log.read_text()
 
 
 @pytest.mark.slow
