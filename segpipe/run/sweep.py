@@ -129,9 +129,12 @@ class Jobs:
         todo = [job for job in new.values() if job.code is None]
         try:
             with _all_gathered():
-                overrides = [job.overrides for job in todo]
                 returned = (
-                    self.launcher.launch(overrides, initial_job_idx) if todo else ()
+                    self.launcher.launch(
+                        [job.overrides for job in todo], initial_job_idx
+                    )
+                    if todo
+                    else ()
                 )
         except Exception as error:
             raise ConfigError(
@@ -186,8 +189,8 @@ class Jobs:
             HydraConfig.instance().set_config(config)  # for ${hydra:job.num}
             composed.append(config)
             names.append(str(config.run.name))
-            pairs = [text.lstrip("+").partition("=") for text in overrides]
-            swept.append({key: value for key, _, value in pairs if key not in fixed})
+            pairs = (text.lstrip("+").partition("=")[::2] for text in overrides)
+            swept.append({key: value for key, value in pairs if key not in fixed})
         if self.searched or len(set(names)) < len(names):
             names = list(map(named, names, swept))
         jobs = []
@@ -236,7 +239,7 @@ def _all_gathered() -> Iterator[None]:
 
     def gathered(job: Any) -> list[Any]:
         try:
-            return list(results(job))
+            return results(job)
         except Exception as error:
             return [JobReturn(_return_value=RuntimeError(_brief(error)))]
 

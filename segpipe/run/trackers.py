@@ -164,8 +164,8 @@ class Wandb(Callback):
             # Leave our output alone and never prompt.
             settings=wandb.Settings(silent=True, console="off"),
         )
-        self._run.define_metric("validation/miou", summary="max")
-        self._run.define_metric("validation/iou/*", summary="max")
+        for name in ("validation/miou", "validation/iou/*"):
+            self._run.define_metric(name, summary="max")
 
     def on_metrics(self, step: int, metrics: Figures) -> None:
         """Log the figures."""
@@ -260,9 +260,9 @@ class Tensorboard(Callback):
     def on_end(self, result: Values) -> None:
         """Write the settings with the score, and close; TensorBoard knows no failed runs."""
         if result.get("miou") is not None:
-            score, step = {"miou": result["miou"]}, result["steps"]
+            score = {"miou": result["miou"]}
             self._writer.add_hparams(
-                self._settings, score, run_name=".", global_step=step
+                self._settings, score, run_name=".", global_step=result["steps"]
             )
         self._writer.close()
 
@@ -287,23 +287,28 @@ class Mlflow(Callback):
             experiment = known.experiment_id
         else:
             experiment = self._client.create_experiment(project)
-        query = f"tags.`{_MLFLOW_TAG}` = '{own}'"
-        if step and (earlier := self._client.search_runs([experiment], query)):
+        if step and (
+            earlier := self._client.search_runs(
+                [experiment], f"tags.`{_MLFLOW_TAG}` = '{own}'"
+            )
+        ):
             self._id = earlier[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
             return
         tags = {_MLFLOW_TAG: own}
         if config.track.group:
             tags["mlflow.parentRunId"] = self._parent(experiment, config.track.group)
-        made = self._client.create_run(experiment, run_name=config.run.name, tags=tags)
-        self._id = made.info.run_id
-        values = recipe(config)
+        self._id = self._client.create_run(
+            experiment, run_name=config.run.name, tags=tags
+        ).info.run_id
         params = [
-            entities.Param(key, str(values[key])[:_MLFLOW_VALUE]) for key in values
+            entities.Param(key, str(value)[:_MLFLOW_VALUE])
+            for key, value in recipe(config).items()
         ]
         for start in range(0, len(params), _MLFLOW_BATCH):
-            batch = params[start : start + _MLFLOW_BATCH]
-            self._client.log_batch(self._id, params=batch)
+            self._client.log_batch(
+                self._id, params=params[start : start + _MLFLOW_BATCH]
+            )
 
     def on_metrics(self, step: int, metrics: Figures) -> None:
         """Log the figures."""
@@ -329,26 +334,28 @@ class Mlflow(Callback):
                 self._client.log_artifact(self._id, str(path))
             if self._model_name and (path / "manifest.json").is_file():
                 self._register(path)
-        status = "FAILED" if result["exit_code"] else "FINISHED"
-        self._client.set_terminated(self._id, status)
+        self._client.set_terminated(
+            self._id, "FAILED" if result["exit_code"] else "FINISHED"
+        )
 
     def _parent(self, experiment: str, group: str) -> str:
         """Id of the run below which MLflow shows those of a group: the earliest, where several jobs make it at once."""
         name = group.replace("'", "_")  # a query has no way to write this
 
-        def search() -> list[Any]:
-            found: list[Any] = self._client.search_runs(
+        def search() -> Any:
+            return self._client.search_runs(
                 [experiment],
                 f"tags.`{_MLFLOW_GROUP}` = '{name}'",
                 max_results=1,
                 order_by=["attributes.start_time ASC"],
             )
-            return found
 
         if not search():
-            tags = {_MLFLOW_GROUP: name}
-            made = self._client.create_run(experiment, run_name=group, tags=tags)
-            self._client.set_terminated(made.info.run_id)
+            self._client.set_terminated(
+                self._client.create_run(
+                    experiment, run_name=group, tags={_MLFLOW_GROUP: name}
+                ).info.run_id
+            )
         return str(search()[0].info.run_id)
 
     def _register(self, folder: Path) -> None:
@@ -356,8 +363,11 @@ class Mlflow(Callback):
         from mlflow.exceptions import MlflowException
 
         manifest = json.loads((folder / "manifest.json").read_text())
-        text = json.dumps(_mlmodel(manifest, self._id))  # which is YAML, too
-        self._client.log_text(self._id, text, f"{folder.name}/MLmodel")
+        self._client.log_text(
+            self._id,
+            json.dumps(_mlmodel(manifest, self._id)),  # which is YAML, too
+            f"{folder.name}/MLmodel",
+        )
         try:
             self._client.create_registered_model(self._model_name)
         except MlflowException as error:
