@@ -167,7 +167,7 @@ def test_an_append_by_two_hands_is_no_place_to_cut(tmp_path: Path) -> None:
 READS: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: read_image(str(path)), "builtins.open"),
     (lambda path: read_header(str(path)), "builtins.open"),
-    (sha256, "Path.open"),
+    (sha256, "builtins.open"),
 ]
 
 
