@@ -48,11 +48,6 @@ LOSSES, GATES = (
     ("tests/export/test_limits.py", "tests/export/test_gates.py"),
 )
 JUDGE = ("tests/export/test_judge.py", *GATES)
-CHECK_SET = (
-    "tests/export/test_judge.py",
-    "tests/export/test_export.py::test_check_images_are_spread_over_the_split",
-    "tests/export/test_artifact.py::test_images_are_spread_over_a_split",
-)
 MODULES: dict[
     str, tuple[str, ...]
 ] = {  # the tests that must notice a change of the module
@@ -98,6 +93,8 @@ MODULES: dict[
     ),
     "segpipe/train/checkpoint.py": (
         "tests/train/test_checkpoint.py",
+        "tests/train/test_start.py",
+        "tests/losses/test_further_losses.py::test_a_teacher_that_does_not_fit_is_refused",
         "tests/train/test_optim.py",
         "tests/train/test_state.py",
     ),
@@ -111,7 +108,7 @@ MODULES: dict[
     ),
     "segpipe/export/gates/comparison.py": GATES,
     "segpipe/export/gates/judge.py": JUDGE,
-    "segpipe/export/dataset.py": CHECK_SET,
+    "segpipe/export/dataset.py": ("tests/export/test_judge.py",),
     "segpipe/export/gates/controls.py": GATES,
     "segpipe/export/gates/quality.py": (
         *GATES,

@@ -191,3 +191,26 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> str:
     """Of what a command printed."""
     captured = capsys.readouterr()
     return (captured.err or captured.out).strip().splitlines()[-1]
+
+
+class FakeSamples:
+    """`sizes[i]` is the (height, width) of image i."""
+
+    def __init__(self, images: list[np.ndarray]) -> None:
+        self.images = images
+        self.classes = CLASSES
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def name(self, index: int) -> str:
+        return f"scene_{index}"
+
+    def size(self, index: int) -> tuple[int, int]:
+        height, width, _ = self.images[index].shape
+        return height, width
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.images[index], np.zeros(
+            self.images[index].shape[:2], dtype=np.uint8
+        )

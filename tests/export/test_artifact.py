@@ -570,24 +570,6 @@ def test_statistics_of_frames(manifest: dict[str, Any]) -> None:
     assert entries["frame_statistics"]["images"] == len(frames) == len(IMAGES)
 
 
-class Places:
-    """A split whose images are their own numbers."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def name(self, index: int) -> str:
-        return str(index)
-
-    def read(self, index: int) -> tuple[np.ndarray, None]:
-        return np.full((1, 1, 3), index, np.uint8), None
-
-
-def test_images_are_spread_over_a_split() -> None:
-    assert [int(image[0, 0, 0]) for image in spread(Places(), 4)] == [0, 2, 5, 7]
-    assert len(list(spread(Places()))) == 10
-
-
 def write_result(folder: Path, **entries: Any) -> None:
     content = {**METRICS, "ema_digest": "4567", **entries}
     (folder / "result.json").write_text(json.dumps(content))

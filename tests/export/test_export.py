@@ -23,6 +23,7 @@ from exports import (
     IMAGES,
     NAMES,
     SIZE,
+    FakeSamples,
     export_run,
     tiny_network,
     trained_network,
@@ -31,7 +32,6 @@ from segpipe.cli import export as command
 from segpipe.cli.main import main as segpipe
 from segpipe.errors import (
     ConfigError,
-    DataError,
     ExportError,
     ExportMismatch,
     IntegrityError,
@@ -39,7 +39,7 @@ from segpipe.errors import (
 from segpipe.export import dataset, publish
 from segpipe.export.artifact import place
 from segpipe.export.artifact.manifest import Origin, describe
-from segpipe.export.dataset import Check, gather
+from segpipe.export.dataset import Check
 from segpipe.export.gates.comparison import (
     Candidate,
     as_trained,
@@ -56,7 +56,6 @@ from segpipe.export.graph.onnx_format import open_onnx
 from segpipe.predict.predictor import of_exported
 from segpipe.runtime import Segmenter
 from segpipe.runtime.frames import enlarged
-from segpipe.settings.config import Config
 from segpipe.settings.groups import ExportConfig
 from segpipe.train.checkpoint import TrainedNetwork
 
@@ -547,56 +546,6 @@ def test_another_mask_stride_is_refused(tiny: TrainedNetwork, tmp_path: Path) ->
 
 
 # The check set and the command line
-
-
-class FakeSamples:
-    """`sizes[i]` is the (height, width) of image i."""
-
-    def __init__(self, images: list[np.ndarray]) -> None:
-        self.images = images
-        self.classes = CLASSES
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def name(self, index: int) -> str:
-        return f"scene_{index}"
-
-    def size(self, index: int) -> tuple[int, int]:
-        height, width, _ = self.images[index].shape
-        return height, width
-
-    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.images[index], np.zeros(
-            self.images[index].shape[:2], dtype=np.uint8
-        )
-
-
-def check_names(
-    images: list[np.ndarray], count: int, size: tuple[int, int] | None = None
-) -> list[str]:
-    config = Config()
-    config.export.images = count
-    found = gather(FakeSamples(images), config, size)  # type: ignore[arg-type]
-    assert {check.image.shape[:2] for check in found.checks} == {found.size}
-    return [check.name for check in found.checks if check.is_real]
-
-
-def test_check_images_are_spread_over_the_split() -> None:
-    assert check_names(IMAGES * 5, 4) == ["scene_0", "scene_5", "scene_10", "scene_15"]
-    assert len(check_names(IMAGES, 100)) == 4
-    small = IMAGES[0][:32]
-    assert check_names([small, *IMAGES], 5) == [
-        f"scene_{index}" for index in range(1, 5)
-    ]
-    mixed = [small, *IMAGES] * 4
-    names = ["scene_1", "scene_6", "scene_11", "scene_16"]
-    assert check_names(mixed, 4, SIZE) == names, "0, 5, 10 and 15 do not fit"
-    assert len(check_names(mixed, 100, SIZE)) == 16
-    with pytest.raises(DataError, match=r"has no image of 9x9 pixels .* among its 20"):
-        check_names(mixed, 4, (9, 9))
-    with pytest.raises(DataError, match="has no images"):
-        check_names([], 4)
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from exports import CLASSES, IMAGES, NAMES, NUM_CLASSES, SIZE, tiny_network
-from segpipe.export.dataset import GateInputs, check_set
+from exports import CLASSES, IMAGES, NAMES, NUM_CLASSES, SIZE, FakeSamples, tiny_network
+from segpipe.errors import DataError
+from segpipe.export.dataset import GateInputs, check_set, gather, spread
 from segpipe.export.gates import judge
 from segpipe.export.gates.comparison import Candidate
 from segpipe.export.gates.controls import CONTROLS
@@ -30,6 +31,7 @@ from segpipe.export.graph.network import (
     run_eager,
 )
 from segpipe.export.verify_report import EAGER, ExportReport
+from segpipe.settings.config import Config
 from segpipe.settings.groups import ExportConfig
 
 pytestmark = pytest.mark.usefixtures("quick_exports")
@@ -493,3 +495,48 @@ def test_every_onnx_file_runs_on_the_robot(
         assert str(tmp_path) not in first.message, (
             "a temporary folder that will be gone"
         )
+
+
+def check_names(
+    images: list[np.ndarray], count: int, size: tuple[int, int] | None = None
+) -> list[str]:
+    config = Config()
+    config.export.images = count
+    found = gather(FakeSamples(images), config, size)  # type: ignore[arg-type]
+    assert {check.image.shape[:2] for check in found.checks} == {found.size}
+    return [check.name for check in found.checks if check.is_real]
+
+
+def test_check_images_are_spread_over_the_split() -> None:
+    assert check_names(IMAGES * 5, 4) == ["scene_0", "scene_5", "scene_10", "scene_15"]
+    assert len(check_names(IMAGES, 100)) == 4
+    small = IMAGES[0][:32]
+    assert check_names([small, *IMAGES], 5) == [
+        f"scene_{index}" for index in range(1, 5)
+    ]
+    mixed = [small, *IMAGES] * 4
+    names = ["scene_1", "scene_6", "scene_11", "scene_16"]
+    assert check_names(mixed, 4, SIZE) == names, "0, 5, 10 and 15 do not fit"
+    assert len(check_names(mixed, 100, SIZE)) == 16
+    with pytest.raises(DataError, match=r"has no image of 9x9 pixels .* among its 20"):
+        check_names(mixed, 4, (9, 9))
+    with pytest.raises(DataError, match="has no images"):
+        check_names([], 4)
+
+
+class Places:
+    """A split whose images are their own numbers."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+    def read(self, index: int) -> tuple[np.ndarray, None]:
+        return np.full((1, 1, 3), index, np.uint8), None
+
+
+def test_images_are_spread_over_a_split() -> None:
+    assert [int(image[0, 0, 0]) for image in spread(Places(), 4)] == [0, 2, 5, 7]
+    assert len(list(spread(Places()))) == 10

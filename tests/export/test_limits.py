@@ -471,6 +471,23 @@ def test_latency_is_that_of_warm_runs_that_take_turns(
     assert [found[name]["cpu_ms"] for name in "ab"] == [62.5, 125]
 
 
+def test_quantiles_of_latency_are_those_of_all_warm_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+
+    def slower_each_time(image: Any) -> Answer:
+        clock.now += len(clock.calls) / 2**16
+        clock.calls += "a"
+        return Answer(image)
+
+    found = judge.measure({"a": slower_each_time}, check("x").image)["a"]
+    wall = 1e3 * np.arange(2, 52) / 2**16
+    assert [found[f"p{share}_ms"] for share in (50, 90, 99)] == [
+        pytest.approx(np.percentile(wall, share), abs=6e-4) for share in (50, 90, 99)
+    ]
+
+
 def test_latency_at_its_limits() -> None:
     """The figures are the limits only, so that equal exports have equal reports."""
     int8 = Limits(relative_latency=0.5)
