@@ -15,6 +15,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -203,12 +204,20 @@ def train_main(given: Given) -> int:
     return 0
 
 
+@cache
+def _is_of_joblib() -> bool:
+    """Whether this is a process of joblib's, whose start method ours would not know."""
+    found = multiprocessing.get_start_method(allow_none=True) == "loky"
+    if found:
+        multiprocessing.set_start_method("spawn", force=True)
+    return found
+
+
 def train_job(job: DictConfig) -> int:
     """Exit code of a job, in the process that its launcher started; its own processes do the training."""
     config = resolve(job)
-    if multiprocessing.get_start_method(allow_none=True):
-        # joblib's process: ours would not know its method, nor a reader whose line it is that several jobs print.
-        multiprocessing.set_start_method("spawn", force=True)
+    if _is_of_joblib():
+        # Nobody could tell whose line it is that one of several jobs prints.
         log = Path(config.run.root, ".joblib", f"{config.run.name}.log")
         log.parent.mkdir(exist_ok=True)
         with log.open("ab") as file:

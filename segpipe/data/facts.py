@@ -113,12 +113,11 @@ class Facts:
 
     def hashes(self, paths: Iterable[str]) -> dict[str, str]:
         """SHA-256 of those files of which all was read, as they were then."""
-        found = {}
-        for path in paths:
-            known = self._known(path)
-            if known and known.sha256:
-                found[path] = known.sha256
-        return found
+        return {
+            path: known.sha256
+            for path in paths
+            if (known := self._known(path)) and known.sha256
+        }
 
     def forget(self, path: str) -> None:
         """Drop what was learned of a file."""

@@ -111,12 +111,12 @@ def training_heads(
     """The heads as `compute.compile` and `compute.cuda_graph` want them. Raises ConfigError without what these need."""
     if compute.compile:
         # torch would say so in the first update, with a traceback.
-        needed = {"cuda": ("CC", "gcc", "clang"), "cpu": ("CXX", "g++", "clang++")}
-        variable, compiler, clang = needed[device.type]
-        if not (os.environ.get(variable) or which(compiler) or which(clang)):
+        on_gpu = device.type == "cuda"
+        variable, compiler = ("CC", "gcc") if on_gpu else ("CXX", "g++")
+        if not (os.environ.get(variable) or which(compiler)):
             raise ConfigError(
-                f"compute.compile = true needs {compiler} or {clang}, and neither is installed, nor is {variable} set. "
-                f"Install {compiler}, or set compute.compile=false."
+                f"compute.compile = true needs {compiler}, which is not installed, or {variable} as another compiler. "
+                "Install it, or set compute.compile=false."
             )
         from torch._inductor import config
 
