@@ -52,8 +52,7 @@ def class_weights(pixels: Tensor, name: str) -> Tensor:
 
     Shapes: int64 (C,) -> float32 (C,).
     """
-    total = pixels.sum().clamp_min(1)
-    frequency = pixels.double() / total
+    frequency = pixels.double() / pixels.sum().clamp_min(1)
     if name == "sqrt":
         divisor = pixels.clamp_min(1).double().sqrt()
     else:

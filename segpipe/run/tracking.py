@@ -271,8 +271,8 @@ class LivePage(Callback):
             self._write()
 
     def on_end(self, result: Values) -> None:
-        """Stop the page; the report of a finished run takes its place."""
-        if self._data:
+        """Stop the page of a run that failed; others go on loading themselves until they find the report."""
+        if self._data and result.get("exit_code"):
             self._data = replace(self._data, live=False)
             self._write()
 

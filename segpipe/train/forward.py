@@ -111,8 +111,7 @@ def training_heads(
     """The heads as `compute.compile` and `compute.cuda_graph` want them. Raises ConfigError without what these need."""
     if compute.compile:
         # torch would say so in the first update, with a traceback.
-        on_gpu = device.type == "cuda"
-        variable, compiler = ("CC", "gcc") if on_gpu else ("CXX", "g++")
+        variable, compiler = ("CC", "gcc") if device.type == "cuda" else ("CXX", "g++")
         if not (os.environ.get(variable) or which(compiler)):
             raise ConfigError(
                 f"compute.compile = true needs {compiler}, which is not installed, or {variable} as another compiler. "

@@ -56,8 +56,8 @@ def state_of(
             "tf32 lies between, with equal bits on GPUs of one kind."
         )
     known = fingerprint["instructions"]
-    emulated = known is not None and "bf16" not in known
-    if group.device.type == "cpu" and config.train.precision == "bf16" and emulated:
+    on_cpu = known is not None and group.device.type == "cpu"
+    if on_cpu and config.train.precision == "bf16" and "bf16" not in known:
         warnings.append(
             "train.precision = bf16, but this CPU has no instruction for it: an update takes 12 to 16 times as long as "
             "with train.precision=fp32."

@@ -605,9 +605,9 @@ def test_the_sizes_of_files_that_were_not_hashed_are_audited(copy: Path) -> None
 def test_sizes_that_are_not_known_are_not_compared(tmp_path: Path) -> None:
     """Of samples that name no files, and of files that a user's class fetches later."""
     sources = {
-        "a": tmp_path / "absent",
+        "a": str(tmp_path / "absent"),
         "b": lambda: pytest.fail("it was read"),
-        "c": tmp_path / "c",
+        "c": str(tmp_path / "c"),
     }
     (tmp_path / "c").write_bytes(b"123")
     data = SimpleNamespace(inputs=lambda: sources)
