@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from exports import CLASSES, IMAGES, NAMES, NUM_CLASSES, SIZE, FakeSamples, tiny_network
-from segpipe.errors import DataError
+from segpipe.errors import ConfigError, DataError
 from segpipe.export.dataset import GateInputs, check_set, gather, spread
 from segpipe.export.gates import judge
 from segpipe.export.gates.comparison import Candidate
@@ -540,3 +540,15 @@ class Places:
 def test_images_are_spread_over_a_split() -> None:
     assert [int(image[0, 0, 0]) for image in spread(Places(), 4)] == [0, 2, 5, 7]
     assert len(list(spread(Places()))) == 10
+
+
+def test_real_images_are_those_of_the_data_set() -> None:
+    inputs = GateInputs(check_set(IMAGES[:2], NAMES[:2]), None, ExportConfig())
+    assert len(inputs.real_images) == 2
+    assert all(map(np.array_equal, inputs.real_images, IMAGES))
+
+
+def test_without_a_data_set_the_size_must_be_given() -> None:
+    with pytest.raises(ConfigError, match=r"export\.height = 0 and export\.width = 0"):
+        gather(None, Config())
+    assert gather(None, Config(), SIZE).size == SIZE
