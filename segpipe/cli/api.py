@@ -221,7 +221,8 @@ def train_job(job: DictConfig) -> int:
         log = Path(config.run.root, ".joblib", f"{config.run.name}.log")
         log.parent.mkdir(exist_ok=True)
         with log.open("ab") as file:
-            os.dup2(os.dup2(file.fileno(), 1), 2)
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
     print(f"job {HydraConfig.get().job.num}: {config.run_dir}", flush=True)
     code = launch_apart(config)
     if code == Interrupted.exit_code:

@@ -20,7 +20,7 @@ from segpipe.determinism import flags
 from segpipe.errors import ConfigError, DataError, ImpureAugmentError
 from segpipe.export.publish import trial_export
 from segpipe.run.console import CONSOLE, progress, table
-from segpipe.run.launch import with_steps
+from segpipe.run.launch import with_crop
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, check
 
@@ -35,7 +35,7 @@ PARTS = {
 
 def check_augment(given: Given) -> int:
     """Exit code: that of an impure augmentation if a probe fails."""
-    config = _with_crop(compose(given["overrides"]))
+    config = with_crop(compose(given["overrides"]))
     check(config, world_size=1)
     flags.apply(config.compute.threads, config.compute.mode)
     with progress("checking augment", 3) as show:
@@ -46,7 +46,7 @@ def check_augment(given: Given) -> int:
 def check_plugin(given: Given) -> int:
     """Exit code: that of a wrong setting if a check fails."""
     arguments = given["overrides"]
-    config = _with_crop(compose(arguments))
+    config = with_crop(compose(arguments))
     parts = chosen(arguments, config)
     if not parts:
         examples = ", ".join(f"{key}=..." for key in PARTS.values())
@@ -54,10 +54,6 @@ def check_plugin(given: Given) -> int:
     flags.apply(config.compute.threads, "off")
     failed = _show(clauses(config, parts), ", ".join(parts))
     return ConfigError.exit_code if failed else 0
-
-
-def _with_crop(config: Config) -> Config:
-    return config if config.augment.crop_size else with_steps(config)[0]
 
 
 def chosen(arguments: list[str], config: Config) -> list[str]:

@@ -178,8 +178,9 @@ def _write_page(
         return
     census = []
     for split in splits:
-        samples, _ = open_readable(config.data, split, config.seed)
-        if whole and whole.pairs:
+        if not (whole and whole.pairs):
+            samples, _ = open_readable(config.data, split, config.seed)
+        else:
             samples = file_samples(config.data, whole)
         if samples is not None:
             with progress(f"reading {split}") as show:
@@ -244,7 +245,7 @@ def _split(census: Census) -> dict[str, Any]:
 
 def _shown(census: Census, places: Iterable[int]) -> list[Shown]:
     """Names and pictures of rows; no pictures of one that has a problem, such as an id without a class."""
-    samples: DataSet = census.samples
+    samples = census.samples
     found: list[Shown] = []
     for place in places:
         index, pictures = census.rows[place].place, []
@@ -256,7 +257,7 @@ def _shown(census: Census, places: Iterable[int]) -> list[Shown]:
 
 def _examples(census: Census) -> list[Shown]:
     """A part of an image for each class, to tell what it is: where most of its pixels lie."""
-    samples: DataSet = census.samples
+    samples = census.samples
     found: list[Shown] = []
     for k, name in enumerate(samples.classes.names):
         pixels = census.table[:, k]

@@ -448,4 +448,3 @@ def near(name: str, choices: Iterable[str], least: float = 0.6) -> str:
 STREET = load_masks(
     Path(__file__).with_name("street.yaml")
 ).classes  # of synthetic scenes
-CAMVID = published("camvid").table.classes

@@ -63,8 +63,7 @@ def record(
     known = _known(sets, found)
     if not path.is_file():
         content = _content(config, found, known if hashed else None)
-        # A line for each file; with `indent`, json.dumps takes ten times as long.
-        text = json.dumps(content, separators=(",\n", ": "))
+        text = json.dumps(content, indent=1)
         write_atomically(path, f"{text}\n".encode())
         return
     before = read_inputs(path)

@@ -50,7 +50,7 @@ class Predictor:
 
 def _checked(image: Pixels) -> Pixels:
     """The image in one piece of memory, which RGB made of OpenCV's BGR by [..., ::-1] is not."""
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+    if image.dtype != np.uint8 or image.shape[2:] != (3,):
         raise DataError(
             f"an image of {image.dtype} {image.shape}, but uint8 (height, width, 3) in RGB was needed."
         )

@@ -167,22 +167,25 @@ def with_steps(config: Config) -> tuple[Config, Splits | None]:
     from segpipe.data.samples import open_splits
 
     splits = open_splits(config)
-    config = with_crop(config, splits.train)
-    if not config.train.epochs:
-        return config, splits
-    images = config.train.epochs * len(splits.train)
-    steps = math.ceil(images / config.global_batch)
-    return replace(config, train=replace(config.train, steps=steps, epochs=0)), splits
+    train = config.train
+    if train.epochs:
+        images = train.epochs * len(splits.train)
+        steps = math.ceil(images / config.global_batch)
+        train = replace(train, steps=steps, epochs=0)
+    return replace(with_crop(config, splits.train), train=train), splits
 
 
-def with_crop(config: Config, samples: DataSet) -> Config:
+def with_crop(config: Config, samples: DataSet | None = None) -> Config:
     """`config` with augment.crop_size=auto as nine tenths of the median sides, in whole 32, of 512 at most.
 
     At the default scales 3 % of the crops of 360x480 images are padding then, and 29 % with crops of 512x512.
     """
     if config.augment.crop_size:
         return config
-    sides = zip(*(samples.size(index) for index in range(len(samples))), strict=True)
+    from segpipe.data.samples import image_sizes, open_samples
+
+    samples = samples or open_samples(config.data, "train", config.seed)
+    sides = zip(*image_sizes(samples).elements(), strict=True)
     crop = [min(max(int(0.9 * median(side)) // 32 * 32, 32), 512) for side in sides]
     return replace(config, augment=replace(config.augment, crop_size=crop))
 

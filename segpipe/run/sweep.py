@@ -129,12 +129,9 @@ class Jobs:
         todo = [job for job in new.values() if job.code is None]
         try:
             with _all_gathered():
+                overrides = [job.overrides for job in todo]
                 returned = (
-                    self.launcher.launch(
-                        [job.overrides for job in todo], initial_job_idx
-                    )
-                    if todo
-                    else ()
+                    self.launcher.launch(overrides, initial_job_idx) if todo else ()
                 )
         except Exception as error:
             raise ConfigError(
@@ -189,8 +186,8 @@ class Jobs:
             HydraConfig.instance().set_config(config)  # for ${hydra:job.num}
             composed.append(config)
             names.append(str(config.run.name))
-            pairs = (text.lstrip("+").partition("=")[::2] for text in overrides)
-            swept.append({key: value for key, value in pairs if key not in fixed})
+            pairs = [text.lstrip("+").partition("=") for text in overrides]
+            swept.append({key: value for key, _, value in pairs if key not in fixed})
         if self.searched or len(set(names)) < len(names):
             names = list(map(named, names, swept))
         jobs = []

@@ -287,28 +287,23 @@ class Mlflow(Callback):
             experiment = known.experiment_id
         else:
             experiment = self._client.create_experiment(project)
-        if step and (
-            earlier := self._client.search_runs(
-                [experiment], f"tags.`{_MLFLOW_TAG}` = '{own}'"
-            )
-        ):
+        query = f"tags.`{_MLFLOW_TAG}` = '{own}'"
+        if step and (earlier := self._client.search_runs([experiment], query)):
             self._id = earlier[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
             return
         tags = {_MLFLOW_TAG: own}
         if config.track.group:
             tags["mlflow.parentRunId"] = self._parent(experiment, config.track.group)
-        self._id = self._client.create_run(
-            experiment, run_name=config.run.name, tags=tags
-        ).info.run_id
+        made = self._client.create_run(experiment, run_name=config.run.name, tags=tags)
+        self._id = made.info.run_id
         params = [
             entities.Param(key, str(value)[:_MLFLOW_VALUE])
             for key, value in recipe(config).items()
         ]
         for start in range(0, len(params), _MLFLOW_BATCH):
-            self._client.log_batch(
-                self._id, params=params[start : start + _MLFLOW_BATCH]
-            )
+            batch = params[start : start + _MLFLOW_BATCH]
+            self._client.log_batch(self._id, params=batch)
 
     def on_metrics(self, step: int, metrics: Figures) -> None:
         """Log the figures."""
@@ -334,9 +329,8 @@ class Mlflow(Callback):
                 self._client.log_artifact(self._id, str(path))
             if self._model_name and (path / "manifest.json").is_file():
                 self._register(path)
-        self._client.set_terminated(
-            self._id, "FAILED" if result["exit_code"] else "FINISHED"
-        )
+        status = "FAILED" if result["exit_code"] else "FINISHED"
+        self._client.set_terminated(self._id, status)
 
     def _parent(self, experiment: str, group: str) -> str:
         """Id of the run below which MLflow shows those of a group: the earliest, where several jobs make it at once."""
@@ -351,11 +345,10 @@ class Mlflow(Callback):
             )
 
         if not search():
-            self._client.set_terminated(
-                self._client.create_run(
-                    experiment, run_name=group, tags={_MLFLOW_GROUP: name}
-                ).info.run_id
+            made = self._client.create_run(
+                experiment, run_name=group, tags={_MLFLOW_GROUP: name}
             )
+            self._client.set_terminated(made.info.run_id)
         return str(search()[0].info.run_id)
 
     def _register(self, folder: Path) -> None:
@@ -363,11 +356,8 @@ class Mlflow(Callback):
         from mlflow.exceptions import MlflowException
 
         manifest = json.loads((folder / "manifest.json").read_text())
-        self._client.log_text(
-            self._id,
-            json.dumps(_mlmodel(manifest, self._id)),  # which is YAML, too
-            f"{folder.name}/MLmodel",
-        )
+        text = json.dumps(_mlmodel(manifest, self._id))  # which is YAML, too
+        self._client.log_text(self._id, text, f"{folder.name}/MLmodel")
         try:
             self._client.create_registered_model(self._model_name)
         except MlflowException as error:

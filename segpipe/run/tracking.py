@@ -130,10 +130,8 @@ class Tracker:
             os.close(self._file)
         self._file = None
         # Only rank 0 has something to do after it. A page must not come after the final one.
-        self._end(
-            {"exit_code": exit_code},
-            self._callbacks if exit_code or not self._path else [PAGE],
-        )
+        ends = self._callbacks if exit_code or self._path is None else [PAGE]
+        self._end({"exit_code": exit_code}, ends)
 
     def end(
         self, config: Config, result: Mapping[str, Any], exit_code: int = 0
@@ -143,8 +141,10 @@ class Tracker:
         files = [folder / name for name in ("report.html", "best.pt", "inputs.json")]
         if config.export.enabled:
             files.append(Path(config.export.dir or folder / "export"))
-        files = [path for path in files if path.exists()]
-        self._end({**result, "exit_code": exit_code, "files": files}, self._callbacks)
+        existing = [path for path in files if path.exists()]
+        self._end(
+            {**result, "exit_code": exit_code, "files": existing}, self._callbacks
+        )
 
     def _end(self, result: Mapping[str, Any], names: Iterable[str]) -> None:
         ended = [self._callbacks.pop(each) for each in {*names} & {*self._callbacks}]
@@ -171,7 +171,8 @@ class _Called(Thread):
             callback = self._kind()
             while method != "on_end":
                 method, given = self.calls.get()
-                getattr(callback, method, lambda *_: None)(*given)
+                if hasattr(callback, method):
+                    getattr(callback, method)(*given)
         except Exception as error:
             _warn(self.name, error)
 
@@ -284,9 +285,9 @@ class LivePage(Callback):
 
 def note_failure(config: Config, code: int, reason: str) -> None:
     """Write down why the run ended; a full disk does not hide the error itself: then nothing is written."""
-    content = {"exit_code": code, "reason": reason}
+    content = to_json({"exit_code": code, "reason": reason})
     with contextlib.suppress(SegpipeError, OSError):
-        write_atomically(config.run_dir / FAILURE, to_json(content))
+        write_atomically(config.run_dir / FAILURE, content)
 
 
 def failure(folder: Path) -> tuple[int, str]:

@@ -55,9 +55,9 @@ def state_of(
             "train.precision = fp32 computes without TF32: an estimated third of the speed of train.precision=bf16. "
             "tf32 lies between, with equal bits on GPUs of one kind."
         )
-    known = fingerprint["instructions"]
-    on_cpu = known is not None and group.device.type == "cpu"
-    if on_cpu and config.train.precision == "bf16" and "bf16" not in known:
+    instructions = fingerprint["instructions"]
+    bf16_on_cpu = group.device.type == "cpu" and config.train.precision == "bf16"
+    if bf16_on_cpu and instructions is not None and "bf16" not in instructions:
         warnings.append(
             "train.precision = bf16, but this CPU has no instruction for it: an update takes 12 to 16 times as long as "
             "with train.precision=fp32."

@@ -5,10 +5,11 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from tables import CAMVID
 
 from segpipe.data import ring
 from segpipe.data.augment import Augmenter
-from segpipe.data.catalog import CAMVID, ClassTable
+from segpipe.data.catalog import ClassTable
 from segpipe.data.data_set import Samples
 from segpipe.data.loader import eval_images, train_batches
 from segpipe.data.order import Order

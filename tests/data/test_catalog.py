@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tables import CAMVID
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import CAMVID, STREET, ClassTable, load_masks
+from segpipe.data.catalog import STREET, ClassTable, load_masks
 from segpipe.errors import DataError
 
 YAML = """

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from tables import CAMVID
 
 from segpipe import disk
-from segpipe.data.catalog import CAMVID
 from segpipe.errors import CheckpointError, WeightsError
 from segpipe.files import write_atomically
 from segpipe.models import build_model

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tables import CAMVID
 
 from benchmarks import crash
-from segpipe.data.catalog import CAMVID
 from segpipe.settings.config import from_mapping
 from segpipe.train.checkpoint import save, snapshot
 from segpipe.train.state import TrainState, build_state

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tables import CAMVID
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ranks import gloo
-from segpipe.data.catalog import CAMVID
 from segpipe.data.loader import ShardBatch
 from segpipe.distributed.contract import Contract
 from segpipe.distributed.group import Group, Level

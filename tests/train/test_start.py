@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tables import CAMVID
 from torch import Tensor
 
 from runs import outcome, result, run, torch_restored
 from segpipe.cli.main import main as segpipe
-from segpipe.data.catalog import CAMVID, STREET
+from segpipe.data.catalog import STREET
 from segpipe.disk import sha256
 from segpipe.distributed.group import Group
 from segpipe.errors import CheckpointError, ConfigError, WeightsError

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from tables import CAMVID
 
-from segpipe.data.catalog import CAMVID, ClassTable
+from segpipe.data.catalog import ClassTable
 from segpipe.errors import CheckpointError
 from segpipe.keys import torch_seed
 from segpipe.ledger.digest import state_digest
