@@ -99,7 +99,9 @@ class Setting:
             return [self._item(f"[{place}]", each) for place, each in numbered]
         if is_list:
             example = default or [self._example or "name"]
-            raise self._unfit(value, f"a list such as {example}")
+            raise self._unfit(
+                value, f"a list such as {example}{', or auto' if self.auto else ''}"
+            )
 
         accepted, name = KINDS[type(default)]
         fits = isinstance(value, accepted) and (

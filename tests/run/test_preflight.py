@@ -112,6 +112,13 @@ def test_auto_crops_nine_tenths_of_the_images(size: list[int], crop: list[int]) 
     assert with_crop(found, train) == found
 
 
+def test_a_misspelled_auto_is_told_of_auto() -> None:
+    with pytest.raises(ConfigError, match=r"a list such as .*, or auto was needed"):
+        config("augment.crop_size=atuo")
+    with pytest.raises(ConfigError, match=r"a list such as \[[^]]*\] was needed"):
+        config("augment.scale=auto")
+
+
 def test_a_crop_that_is_mostly_padding_is_warned_of(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
