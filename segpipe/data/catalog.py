@@ -127,6 +127,10 @@ class MaskTable:
     colors: dict[Color, int] = field(default_factory=dict)
     exif: str = ""  # apply or ignore; empty: the size of the mask decides
     first: str = ""  # the mask that decided the kind, if the table does not name it
+    # Of each value that was met: where its pixels are counted.
+    places: dict[tuple[object, ...], int] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @cached_property
     def color_keys(self) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:

@@ -151,12 +151,8 @@ class FileSamples(DataSet):
         return (self,)
 
     def inputs(self) -> dict[str, Input]:
-        paths = [*self.sources, *self._paths()]
-        return {self._below(path): path for path in paths}
-
-    def hashes(self) -> dict[str, str]:
-        """SHA-256 by path of those images and masks that were read as a whole and have not changed since."""
-        return self.facts.hashes(self._paths())
+        paths = [path for pair in self.pairs for path in pair[1:]]
+        return {self._below(path): path for path in (*self.sources, *paths)}
 
     def check_pack(self) -> None:
         """Raise DataError for packed pixels that are not those of the files. Each start draws others to compare."""
@@ -170,10 +166,6 @@ class FileSamples(DataSet):
                     f"{self.pack.folder} holds other pixels of {pair.name} than {pair.image} and its mask. Delete "
                     "the pack, then build it again with `segpipe pack`."
                 )
-
-    def _paths(self) -> list[str]:
-        """Of images and masks."""
-        return [path for pair in self.pairs for path in pair[1:]]
 
     def _below(self, path: str) -> str:
         """The path below the root."""

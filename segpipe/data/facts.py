@@ -21,14 +21,15 @@ import cv2
 import PIL
 
 from segpipe.data.readers import (
+    Check,
     Header,
     MaskValues,
     State,
-    header_of,
+    anything,
+    image_of,
+    mask_of,
     read_file,
     read_header,
-    read_image,
-    read_mask,
     state_of,
     values_of,
 )
@@ -41,11 +42,6 @@ FORMAT = f"2 {cv2.__version__} {PIL.__version__}"
 # A file that changes twice within a tick of the clock (4 ms, on some file systems 10)
 # has the same times: what was read of it within this time is not kept.
 SETTLED_NS = 50_000_000
-Check = Callable[[Header], None]  # raises DataError
-
-
-def anything(header: Header) -> None:
-    """A check that refuses nothing."""
 
 
 class Known(NamedTuple):
@@ -100,13 +96,11 @@ class Facts:
 
         def read(state: State) -> Known:
             content = read_file(path)
-            header = header_of(content, path)
-            check(header)
             digest = sha256_of(content)
             if mask:
-                values = values_of(read_mask(path, content))
-                return Known(state, header, digest, values)
-            read_image(path, data=content)
+                found = mask_of(content, path, check)
+                return Known(state, found.header, digest, values_of(found))
+            header, _ = image_of(content, path, check)
             return Known(state, header, digest)
 
         return self._learn(path, read)

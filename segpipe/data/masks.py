@@ -40,8 +40,6 @@ from segpipe.errors import DataError
 if TYPE_CHECKING:
     from segpipe.data.pairs import Pair
 
-UNKNOWN = -1  # train id of a value that the class table lacks
-
 
 class Content(NamedTuple):
     """What a target holds, before the class table may refuse it."""
@@ -95,42 +93,34 @@ def target_of(table: MaskTable, mask: RawMask, path: str) -> NDArray[np.uint8]:
 
 def content_of(table: MaskTable, header: Header, values: MaskValues) -> Content:
     """What a mask file holds, where the table may lack some of its values."""
-    try:
-        trains = target_of(table, _picture(header, values), "")[0].tolist()
-    except DataError:
-        trains = []
-        for number in values.pixels:
-            picture = _picture(header, values._replace(pixels={number: 1}))
-            try:
-                trains += target_of(table, picture, "")[0].tolist()
-            except DataError:
-                trains.append(UNKNOWN)
-
     pixels = np.zeros(table.classes.num_classes + 2, np.int64)
-    places = {IGNORE_INDEX: -2, UNKNOWN: -1}
-    for train, count in zip(trains, values.pixels.values(), strict=True):
-        pixels[places.get(train, train)] += count
+    file = header.layout, header.bits, values.kind, values.opaque
+    for number, count in values.pixels.items():
+        key = (*file, number, *values.palette.get(number, ()))
+        if key not in table.places:
+            table.places[key] = _place(table, header, values, number)
+        pixels[table.places[key]] += count
 
     return Content(pixels, f"{header.layout}, {header.bits} bits")
 
 
-def _picture(header: Header, values: MaskValues) -> RawMask:
-    """A mask (1, n) with one pixel of each value."""
-    numbers = np.array([list(values.pixels)])
+def _place(table: MaskTable, header: Header, values: MaskValues, number: int) -> int:
+    """Index in the pixels of a `Content` at which those of this value are counted."""
     if values.kind == "colors":
         alpha = OPAQUE << 24 if values.opaque else 0
-        return RawMask(
-            header, None, (numbers | alpha).astype("<u4")[..., None].view(np.uint8)
-        )
-
-    palette = None
-    if values.palette:
-        palette = np.zeros((max(values.palette) + 1, 4), np.uint8)
-        palette[list(values.palette)] = list(values.palette.values())
-    if header.bits == 16:
-        return RawMask(header, numbers.astype(np.uint16))
-
-    return RawMask(header, numbers.astype(np.uint8), palette=palette)
+        rgba = np.array([[[number | alpha]]], "<u4").view(np.uint8)
+        mask = RawMask(header, None, rgba)
+    else:
+        ids = np.array([[number]], np.uint16)
+        palette = None
+        if color := values.palette.get(number):
+            palette = np.full((number + 1, 4), color, np.uint8)
+        mask = RawMask(header, ids, palette=palette)
+    try:
+        train = int(target_of(table, mask, "")[0, 0])
+    except DataError:
+        return -1
+    return -2 if train == IGNORE_INDEX else train
 
 
 def _rgba(mask: RawMask, path: str) -> NDArray[np.uint8]:

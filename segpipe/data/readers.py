@@ -99,6 +99,13 @@ class Header(NamedTuple):
         return self.height, self.width
 
 
+Check = Callable[[Header], None]  # raises DataError
+
+
+def anything(header: Header) -> None:
+    """A check that refuses nothing."""
+
+
 class RawMask(NamedTuple):
     """Pixels of a mask file as they are stored: either `ids` or `rgba` is None."""
 
@@ -124,7 +131,7 @@ def read_file(path: str, *, part: bool = False) -> bytes:
     """
 
     def read() -> bytes:
-        with open(path, "rb") as file:
+        with open(path, "rb", buffering=0) as file:
             if not part or state.st_size < 2 * PART_BYTES:
                 return file.read()
             head = file.read(PART_BYTES)
@@ -148,44 +155,47 @@ def read_file(path: str, *, part: bool = False) -> bytes:
 def read_header(path: str) -> Header:
     """Header of a picture file; reads little of a large PNG or JPEG. Raises DataError if the file lacks its end."""
     content = read_file(path, part=True)
-    if content.startswith((PNG[0], JPEG[0])):
-        with suppress(DataError):  # of a header that is longer
-            return header_of(content, path)
-    return header_of(read_file(path), path)
-
-
-def header_of(content: bytes, path: str) -> Header:
-    """Header of a picture file with this content. Raises DataError if it lacks its end."""
     with _named(path):
-        return _opened(content)[1]
+        if content.startswith((PNG[0], JPEG[0])):
+            with suppress(ValueError):  # of a header that is longer
+                return _opened(content)[1]
+        return _opened(read_file(path))[1]
 
 
 def read_image(
-    path: str,
-    *,
-    exif: str = "ignore",
-    size: Sequence[int] = (),
-    data: bytes | None = None,
+    path: str, *, exif: str = "ignore", size: Sequence[int] = ()
 ) -> NDArray[np.uint8]:
     """RGB pixels, uint8 (H, W, 3): grey is repeated, alpha dropped, and of 16 bits the upper 8 are kept.
 
     `exif` says what becomes of an EXIF orientation: "apply", "ignore", or "" for what
-    makes the image as large as its mask, (height, width) `size`. `data` is the content
-    of the file, if it was read before. Raises DataError for a missing, truncated or
-    damaged file.
+    makes the image as large as its mask, (height, width) `size`. Raises DataError for a
+    missing, truncated or damaged file.
     """
-    content = read_file(path) if data is None else data
+    return image_of(read_file(path), path, exif=exif, size=size)[1]
+
+
+def image_of(
+    content: bytes,
+    path: str,
+    check: Check = anything,
+    *,
+    exif: str = "ignore",
+    size: Sequence[int] = (),
+) -> tuple[Header, NDArray[np.uint8]]:
+    """Header and pixels of an image file with this content; `check` may refuse the header before it is decoded."""
     with _named(path):
         image, header = _opened(content)
+        check(header)
         turn = is_turned(header, size, exif, path)
         if content.startswith(PNG[0]):
             _check_checksums(content)
         if image is None or content.startswith(JPEG[0]):
             stored = 0 if turn else cv2.IMREAD_IGNORE_ORIENTATION
-            return np.asarray(_decode(content, cv2.IMREAD_COLOR_RGB | stored), np.uint8)
+            pixels = _decode(content, cv2.IMREAD_COLOR_RGB | stored)
+            return header, np.asarray(pixels, np.uint8)
         if turn:
             image = ImageOps.exif_transpose(image)
-        return _rgb(image)
+        return header, _rgb(image)
 
 
 def is_turned(header: Header, size: Sequence[int], rule: str, path: str) -> bool:
@@ -209,11 +219,16 @@ def is_turned(header: Header, size: Sequence[int], rule: str, path: str) -> bool
     return tuple(size) == header.upright
 
 
-def read_mask(path: str, data: bytes | None = None) -> RawMask:
+def read_mask(path: str) -> RawMask:
     """Pixels of a mask file as stored. Raises DataError for a damaged file, and for formats that lose ids."""
-    content = read_file(path) if data is None else data
+    return mask_of(read_file(path), path)
+
+
+def mask_of(content: bytes, path: str, check: Check = anything) -> RawMask:
+    """The same for a mask file with this content; `check` as for an image."""
     with _named(path):
         image, header = _opened(content)
+        check(header)
         check_mask(header, path)
         if image is None:
             _check_checksums(content)
@@ -255,8 +270,8 @@ class MaskValues(NamedTuple):
     def of_json(cls, row: list[Any]) -> MaskValues:
         """From the lists and texts that JSON makes of it."""
         kind, pixels, palette, opaque = row
-        counts = dict(zip(map(int, pixels), pixels.values(), strict=True))
-        colors = dict(zip(map(int, palette), palette.values(), strict=True))
+        counts = {int(number): count for number, count in pixels.items()}
+        colors = {int(index): color for index, color in palette.items()}
         return cls(kind, counts, colors, opaque)
 
     def value(self, number: int) -> Value:

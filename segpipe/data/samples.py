@@ -403,9 +403,14 @@ def over(
             found.append(work(index))
             progress(len(found), len(indices))
 
+    keep_facts(samples)
+    return found
+
+
+def keep_facts(samples: DataSet) -> None:
+    """Keep what was found out about its files for the next start."""
     for files in samples.file_sets():
         files.facts.keep()
-    return found
 
 
 def class_pixels(samples: DataSet) -> NDArray[np.int64]:

@@ -29,7 +29,13 @@ from segpipe.data.readers import (
     silent,
     threaded,
 )
-from segpipe.data.samples import all_parts, check_scorable, open_readable, over
+from segpipe.data.samples import (
+    all_parts,
+    check_scorable,
+    keep_facts,
+    open_readable,
+    over,
+)
 from segpipe.disk import sha256
 from segpipe.errors import DataError, listed
 
@@ -61,6 +67,8 @@ def verify(data: DataConfig, sets: Mapping[str, DataSet]) -> None:
                     print(note, file=sys.stderr)
         if split != "train":
             check_scorable(samples, split)
+    for samples in sets.values():  # once: splits of one folder share their facts
+        keep_facts(samples)
 
 
 def problems(
@@ -81,6 +89,7 @@ def problems(
         errors = [DataError(fault) for fault in faults]
         if samples is not None:
             errors += _errors(part.data, samples, progress)
+            keep_facts(samples)
         found |= {str(error): error for error in errors}
     yield from _grouped(found.values()) if grouped else found
 
@@ -91,7 +100,6 @@ def _errors(
     """Each problem of the samples of one data set."""
     for files in samples.file_sets():
         yield from _file_errors(data, files, progress)
-        files.facts.keep()
 
     if not samples.file_sets():
         number = total = len(samples)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -44,7 +44,7 @@ def combined(hashes: Mapping[str, str]) -> str:
 
 
 def record(
-    config: Config, sets: Iterable[DataSet], *, fresh: bool = False, ledger: bool = True
+    config: Config, sets: Sequence[DataSet], *, fresh: bool = False, ledger: bool = True
 ) -> None:
     """Write inputs.json into the run folder; when a resumed run already has it, compare the data `sets` with it.
 
@@ -57,10 +57,9 @@ def record(
     if fresh:
         for left in (path, *(config.run_dir / FOLDER).glob("rank*")):
             left.unlink(missing_ok=True)
-    sets = list(sets)
     found = inputs_of(sets)
     # What the checks of this start, or an earlier one, have read of files that did not change.
-    known = _known(sets, found)
+    known = _known(sets)
     if not path.is_file():
         content = _content(config, found, known if hashed else None)
         text = json.dumps(content, indent=1)
@@ -174,15 +173,13 @@ def inputs_of(sets: Iterable[DataSet]) -> dict[str, Input]:
     return dict(sorted(found.items()))
 
 
-def _known(sets: Iterable[DataSet], found: Mapping[str, Input]) -> Hashes:
-    """SHA-256 of those inputs that were read as a whole and have not changed since."""
-    by_path: Hashes = {}
+def _known(sets: Iterable[DataSet]) -> Hashes:
+    """SHA-256, by whole path, of those files that were read as a whole and have not changed since."""
+    found: Hashes = {}
     for one in sets:
         for files in one.file_sets():
-            by_path |= files.hashes()
-    return {
-        name: by_path[source] for name, source in found.items() if source in by_path
-    }
+            found |= files.facts.hashes(map(str, files.inputs().values()))
+    return found
 
 
 def sizes_of(found: Mapping[str, Input]) -> Sizes:
@@ -199,16 +196,15 @@ def sizes_of(found: Mapping[str, Input]) -> Sizes:
 def hashes_of(
     found: Mapping[str, Input], known: Mapping[str, str] = MappingProxyType({})
 ) -> Hashes:
-    """SHA-256 of each file that is not `known`, by threads; of samples, one after another."""
-    paths = {
-        name: source
-        for name, source in found.items()
-        if isinstance(source, str) and name not in known
-    }
-    read = zip(paths, threaded(sha256, paths.values()), strict=True)
-    hashes = {**known, **dict(read)}
+    """SHA-256 of each file whose path is not `known`, by threads; of samples, one after another."""
+    paths = [
+        source
+        for source in found.values()
+        if isinstance(source, str) and source not in known
+    ]
+    hashes = {**known, **dict(zip(paths, threaded(sha256, paths), strict=True))}
     return {
-        name: hashes[name] if isinstance(source, str) else source()
+        name: hashes[source] if isinstance(source, str) else source()
         for name, source in found.items()
     }
 
