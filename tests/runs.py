@@ -11,13 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cv2
 import numpy as np
 import torch
+from numpy.random import Generator
 
 from benchmarks.measure import kill_with_children
 from segpipe.cli.main import main as segpipe
+from segpipe.data import scenes
+from segpipe.data.pack import Sample
+from segpipe.data.scenes import paint_scene
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (
@@ -41,10 +46,29 @@ def settings(folder: Path, *changes: str) -> list[str]:
     ]
 
 
+PAINTED: dict[tuple[int, ...], Sample] = {}
+
+
 def run(folder: Path, *changes: str) -> int:
     """Exit code of a run inside this process, whose global state is restored."""
-    with torch_restored():
+    with torch_restored(), scenes_painted_once():
         return segpipe(["train", *settings(folder, *changes)])
+
+
+@contextmanager
+def scenes_painted_once() -> Iterator[None]:
+    """Runs of one process read the same few scenes, and to paint them takes longer than to train on them."""
+
+    def paint(rng: Generator, size: tuple[int, int]) -> Sample:
+        state = rng.bit_generator.state["state"]
+        key = *size, *state["key"].tolist(), *state["counter"].tolist()
+        if key not in PAINTED:
+            PAINTED[key] = paint_scene(rng, size)
+        image, target = PAINTED[key]
+        return image.copy(), target.copy()
+
+    with mock.patch.object(scenes, "paint_scene", paint):
+        yield
 
 
 SWITCHES: tuple[tuple[Any, str], ...] = (

@@ -40,6 +40,11 @@ STYLE = {
     "xtick.color": GREY,
     "ytick.color": GREY,
     "font.size": 9,
+    # Margins that fit: to lay out each chart by its texts takes as long as to draw it.
+    "figure.subplot.left": 0.12,
+    "figure.subplot.right": 0.97,
+    "figure.subplot.bottom": 0.11,
+    "figure.subplot.top": 0.89,
 }
 
 PANEL_WIDTH = 480  # pixels; 32 panels of a page stay below 2 MB
@@ -138,7 +143,7 @@ def chart(
         return ""
     content = io.BytesIO()
     with rc_context(STYLE):
-        figure = Figure(figsize=(4.8, 2.6), layout="constrained")
+        figure = Figure(figsize=(4.8, 2.6))
         axes = figure.subplots()
         for label, points, color in drawn:
             dot = "." if marked or len(points) == 1 else ""
@@ -148,7 +153,7 @@ def chart(
         last = f": {points[-1][1]:.3g}" if len(drawn) == 1 else ""
         axes.set_title(f"{title}{last}")
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-        axes.locator_params(axis="x", integer=True)
+        axes.locator_params(axis="x", integer=True, nbins=6)
         axes.grid(alpha=0.3)
         # The date would make each file another one.
         facts = {"Date": None}

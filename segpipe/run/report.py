@@ -271,11 +271,11 @@ def _charts(data: ReportData) -> dict[str, str]:
             "measured": [*measured],
             "ideal": [(0, 0), (100, 100)],
         }
-    charts = {
-        title: chart(title, lines, marked="%" in title)
+    return {
+        title: picture
         for title, lines in drawn.items()
+        if (picture := chart(title, lines, marked="%" in title))
     }
-    return {title: picture for title, picture in charts.items() if picture}
 
 
 def detail(samples: Samples, num_classes: int, predict: Predict) -> dict[str, Any]:
