@@ -2,6 +2,8 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 READY := .venv/.ready
+# The suite starts hundreds of processes, and each would compile all sources again.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(RUN) -m pip install --disable-pip-version-check --no-input --quiet
 # make setup CPU=1 (or train, ...) leaves out 3 GB of CUDA; torch is then what pip finds for this, and torchvision is missing.
 TORCH ?= torch>=2.11

@@ -108,14 +108,13 @@ def _place(table: MaskTable, header: Header, values: MaskValues, number: int) ->
     """Index in the pixels of a `Content` at which those of this value are counted."""
     if values.kind == "colors":
         alpha = OPAQUE << 24 if values.opaque else 0
-        rgba = np.array([[[number | alpha]]], "<u4").view(np.uint8)
-        mask = RawMask(header, None, rgba)
+        rgba = np.array([[[number | alpha]]], "<u4")
+        mask = RawMask(header, None, rgba.view(np.uint8))
     else:
-        ids = np.array([[number]], np.uint16)
         palette = None
         if color := values.palette.get(number):
             palette = np.full((number + 1, 4), color, np.uint8)
-        mask = RawMask(header, ids, palette=palette)
+        mask = RawMask(header, np.array([[number]], np.uint16), palette=palette)
     try:
         train = int(target_of(table, mask, "")[0, 0])
     except DataError:
