@@ -191,8 +191,7 @@ def image_of(
             _check_checksums(content)
         if image is None or content.startswith(JPEG[0]):
             stored = 0 if turn else cv2.IMREAD_IGNORE_ORIENTATION
-            pixels = _decode(content, cv2.IMREAD_COLOR_RGB | stored)
-            return header, np.asarray(pixels, np.uint8)
+            return header, _decode(content, cv2.IMREAD_COLOR_RGB | stored)
         if turn:
             image = ImageOps.exif_transpose(image)
         return header, _rgb(image)
@@ -225,7 +224,7 @@ def read_mask(path: str) -> RawMask:
 
 
 def mask_of(content: bytes, path: str, check: Check = anything) -> RawMask:
-    """The same for a mask file with this content; `check` as for an image."""
+    """Pixels, as stored, of a mask file with this content; `check` may refuse the header before it is decoded."""
     with _named(path):
         image, header = _opened(content)
         check(header)

@@ -57,18 +57,20 @@ def verify(data: DataConfig, sets: Mapping[str, DataSet]) -> None:
     `data.verify`: "headers" checks pairs, sizes and the ends of files, "full" decodes everything, "auto" the first 300
     million pixels of a split.
     """
-    for split, samples in sets.items():
-        for part in samples.parts():
-            for error in _errors(data, part.samples, silent):
-                raise error
-            for files in part.samples.file_sets():
-                files.check_pack()
-                for note in files.notes:
-                    print(note, file=sys.stderr)
-        if split != "train":
-            check_scorable(samples, split)
-    for samples in sets.values():  # once: splits of one folder share their facts
-        keep_facts(samples)
+    try:
+        for split, samples in sets.items():
+            for part in samples.parts():
+                for error in _errors(data, part.samples, silent):
+                    raise error
+                for files in part.samples.file_sets():
+                    files.check_pack()
+                    for note in files.notes:
+                        print(note, file=sys.stderr)
+            if split != "train":
+                check_scorable(samples, split)
+    finally:  # once: splits of one folder share their facts
+        for samples in sets.values():
+            keep_facts(samples)
 
 
 def problems(

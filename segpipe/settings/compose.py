@@ -405,7 +405,7 @@ def _explanation(error: Exception) -> str:
             f"variable; \\${{ stands for ${{."
         )
     if "find 'hydra/" in text:
-        return f"{text}. To have more: pip install 'segpipe[joblib]', 'segpipe[submitit]' or 'segpipe[optuna]'."
+        return f"{text}. Others come by pip install 'segpipe[joblib]', 'segpipe[submitit]' or 'segpipe[optuna]'."
     if key == "experiment" or key.startswith("_"):
         return f"{text}. The first line of an experiment is `# @package _global_`."
     if not key or key.partition("[")[0] in SETTINGS or key.startswith("hydra"):

@@ -139,6 +139,32 @@ def test_hashes_of_the_checks_are_those_of_the_files(data: DataConfig) -> None:
     assert samples.facts.hashes(samples.inputs().values()) == known
 
 
+def test_what_a_refused_start_has_read_is_kept_and_written_once(
+    data: DataConfig, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Splits of one folder share their facts: a large set is written once. A fault in the last file loses no other."""
+    written = []
+    write = facts.write_atomically
+
+    def counted(path: Path, content: bytes) -> None:
+        written.append(path)
+        write(path, content)
+
+    monkeypatch.setattr(facts, "write_atomically", counted)
+    last = Path(data.root, "masks", "val", "4.png")
+    whole = last.read_bytes()
+    last.write_bytes(whole[:-20])
+    with pytest.raises(DataError, match=r"4\.png"):
+        verify(data, SPLITS)
+    assert written == [Path(data.root, CACHE)]
+    last.write_bytes(whole)
+    time.sleep(0.06)
+    facts_of.cache_clear()
+    reads.clear()
+    verify(data, SPLITS)
+    assert reads.keys() == {str(last)}
+
+
 def test_a_torn_cache_is_not_believed(data: DataConfig, reads: Counter[str]) -> None:
     found = start(data)
     cache = Path(data.root) / CACHE

@@ -74,7 +74,7 @@ class Ranks:
     def look(self, times: int = 4, ranks: slice = slice(None)) -> None:
         for _ in range(times):
             for contract in self.contracts[ranks]:
-                contract.tick(self.store)
+                contract.look()
 
 
 def test_ranks_that_agree_are_left_alone() -> None:
