@@ -32,7 +32,7 @@ RECIPE = (
 KILLS_OF_A_RUN = 5  # then it may come to its end
 PROCESSES, WORKERS = (1, 2, 4), (0, 1, 2)
 SMOKE = {
-    "KILLS_OF_A_RUN": 1, "RECIPE": (*RECIPE, "train.steps=8"), "PROCESSES": (1, 2), "WORKERS": (0,),
+    "KILLS_OF_A_RUN": 1, "RECIPE": (*RECIPE, "train.steps=8"), "PROCESSES": (1,), "WORKERS": (0,),
 }  # fmt: skip
 
 

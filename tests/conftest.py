@@ -1,5 +1,6 @@
 """Settings of the whole suite: seeded generators, the marker `slow`, fixtures for a strict torch and for exports."""
 
+import gc
 import random
 import signal
 import sys
@@ -39,6 +40,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files that take longest first; the rest stays in its order."""
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of garbage collections, which took 4 % of the suite's time."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
