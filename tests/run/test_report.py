@@ -418,7 +418,7 @@ def test_a_living_page_loads_itself_again_and_nothing_else() -> None:
         {"step": step, "kind": kind, "time_s": float(step), **figures}
         for step in (10, 20)
         for kind, figures in (
-            ("train", {"loss": 1.0, "lr": 0.1, "images_per_second": 12.5}),
+            ("train", {"loss": 1.0, "images_per_second": 12.5, "saved_step": 15}),
             ("memory", {"rss_mib": [700.0, 900.0]}),
             ("validation", {"miou": 0.25, "iou": {"road": 0.5, "bus": None}}),
         )
@@ -429,8 +429,11 @@ def test_a_living_page_loads_itself_again_and_nothing_else() -> None:
     assert "location.reload" in text
     shown = Page(text).text
     steps = Config().train.steps
-    for wanted in (f"20 of {steps:,}", "12.5", "900 MiB", "over time"):
+    state = ("step 15", "to step 20, 2 processes agree")
+    for wanted in (f"20 of {steps:,}", "12.5", "900 MiB", "over time", *state):
         assert wanted in shown
+    data.config.compute.mode = "off"
+    assert "to step 20" not in Page(render(data)).text
     final = render(replace(data, live=False))
     assert "location.reload" not in final
     assert "<script" not in render(replace(data, live=False, pictures={}))
