@@ -52,6 +52,8 @@ def launched(num_ranks: int, work: Work, *arguments: Any) -> list[Any]:
 def _drive(
     num_ranks: int, work: Work, arguments: tuple[Any, ...], pipe: Connection
 ) -> None:
+    import segpipe.train.engine  # noqa: F401 - once for all ranks, as in segpipe's own server of ranks
+
     torch.set_num_threads(1)
     context = mp.get_context("fork")
     pairs = [context.Pipe() for _ in range(num_ranks)]

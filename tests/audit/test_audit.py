@@ -15,7 +15,6 @@ import cv2
 import numpy as np
 import pytest
 
-from runs import command as train_command
 from runs import run, settings, torch_restored, write_camvid
 from segpipe.audit import evidence
 from segpipe.audit import examine as examination
@@ -135,8 +134,7 @@ def test_a_run_of_two_processes_is_replayed_by_one(copy: Path) -> None:
         f"train.steps={STEPS}",
         f"checkpoint.keep_every={KEPT}",
     )
-    two = settings(copy / "run", *changes, "compute.shards=2", "compute.nproc=2")
-    assert train_command("train.py", *two).returncode == 0
+    assert run(copy / "run", *changes, "compute.shards=2", "compute.nproc=2") == 0
     audit = audited(copy, span_steps=0, seed=LAST_SPAN)
     assert (audit.verdict, audit.replayed) == ("passed in part", KEPT), audit.sentence
     states = [line for line in audit.lines if line.part == "states"]

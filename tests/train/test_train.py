@@ -258,10 +258,7 @@ def test_sigkill_in_a_write_then_resume_in_two_processes(
     os.killpg(process.pid, signal.SIGKILL)
     assert finished(process).returncode == -signal.SIGKILL
     assert checkpoint.load(folder / "last.pt")["step"] == 4
-    done = command(
-        "train.py", *settings(folder, *LONG, "run.exists=resume", "compute.nproc=2")
-    )
-    assert done.returncode == 0, done.stderr
+    assert run(folder, *LONG, "run.exists=resume", "compute.nproc=2") == 0
     assert outcome(folder) == outcome(whole)
     assert is_complete(folder)
 
