@@ -100,7 +100,8 @@ def command_line(arguments: Sequence[str]) -> CommandLine:
             line.added.append(Path(value).resolve())
         line.sweeps |= option in MULTIRUN
         line.shows |= option in SHOW
-    line.sweeps |= any(_is_sweep(text, line.added) for text in typed)
+    if "hydra.mode=RUN" not in typed:
+        line.sweeps |= any(_is_sweep(text, line.added) for text in typed)
     problems = []
     for text in typed:
         try:

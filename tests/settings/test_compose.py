@@ -648,6 +648,8 @@ def test_entries_of_a_mapping_need_no_plus() -> None:
 
 def test_an_experiment_that_is_a_sweep_is_known_by_its_file() -> None:
     assert command_line(["experiment=camvid_drives", "data.root=x"]).sweeps
+    once = ["experiment=camvid_drives", "data.root=x", "hydra.mode=RUN"]
+    assert not command_line(once).sweeps
     assert not command_line(["experiment=camvid_cpu", "data.root=x"]).sweeps
 
 
