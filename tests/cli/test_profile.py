@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,21 @@ CPU = torch.device("cpu")
 
 
 def test_the_time_of_a_part_is_that_inside_its_span() -> None:
+    """On a busy machine a sleep may take long, so it is measured inside the spans and around them."""
+    inside: Counter[str] = Counter()
+    around: Counter[str] = Counter()
     with profile() as trace:
         for name in ("copy", "loss", "copy", "of the user"):
+            before = time.perf_counter()
             with record_function(name):
+                begun = time.perf_counter()
                 time.sleep(0.002)
+                inside[name] += time.perf_counter() - begun
+            around[name] += time.perf_counter() - before
     found = spent(trace, CPU)
     assert found.keys() == {"copy", "loss"}
-    assert found["copy"] >= 0.004
-    assert 0.002 <= found["loss"] < found["copy"]
+    for name, seconds in found.items():  # torch's clock is another
+        assert 0.95 * inside[name] <= seconds <= 1.05 * around[name]
 
 
 def test_a_run_is_profiled_and_leaves_nothing_but_its_profile(
