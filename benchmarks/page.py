@@ -20,7 +20,9 @@ NOT_FIGURES = (
     "plants",
     "load_average",
     "untrained",
-    "kills_by_rank",
+    "by_fault",
+    "unsound",
+    "differing",
     *NEEDED,
 )
 

@@ -117,7 +117,10 @@ CLAIMS = {  # id: what is measured, and the module whose `measure` does it
         "what a reader of a run walks through: modules, moves between them, scans of the data",
         "trace",
     ),
-    "crash": ("equal digests after a rank was killed at random moments", "crash"),
+    "chaos": (
+        "random faults on random layouts: each ends named, leaves nothing, and goes on to equal digests",
+        "chaos",
+    ),
     "scale": (
         "a model of an update and a start on 1 to 1,024 ranks: counts of the code, assumed links",
         "scale",
@@ -152,7 +155,7 @@ def main() -> int:
         help="folder of CamVid, for the claims that use real frames",
     )
     parser.add_argument(
-        "--repeats", type=int, help="rounds of a measurement, or number of kills"
+        "--repeats", type=int, help="rounds of a measurement, or number of faults"
     )
     parser.add_argument("--out", type=Path, help="file for the JSON as well")
     parser.add_argument(

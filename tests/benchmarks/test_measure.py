@@ -168,7 +168,7 @@ def test_the_command_names_its_claims(arguments: list[str]) -> None:
     assert done.returncode == (2 if arguments else 0)
     assert all(
         name in done.stdout + done.stderr
-        for name in ("C9", "runtime", "augment", "bits", "crash")
+        for name in ("C9", "runtime", "augment", "bits", "chaos")
     )
 
 

@@ -57,7 +57,7 @@ def settings_of(claim: str, exported: Path, folder: Path) -> list[str]:
 
 
 # Whose verdict holds at any size; those of the others depend on time.
-PROMISES = ("bits", "plants", "attacks", "augment")
+PROMISES = ("bits", "plants", "attacks", "augment", "chaos")
 # The rest is what tests/cli/test_gpu_check.py and test_gpu_bits.py try out.
 TRIED = [claim for claim in run.CLAIMS if claim not in run.GOALS or claim == "G2"]
 
@@ -85,7 +85,3 @@ def test_every_benchmark_runs(
     assert found["smoke"]
     assert {"what", "machine", "passed"} <= found.keys()
     assert found["passed"] or claim not in PROMISES, found
-    if (
-        claim == "crash"
-    ):  # one kill need not hit a write, without which it has not passed
-        assert all(one["equal"] for one in found["runs"]), found
