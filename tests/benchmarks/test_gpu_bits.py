@@ -210,7 +210,6 @@ def test_what_was_done_before_the_time_was_over_is_kept(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_command_that_takes_too_long_ends_with_all_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

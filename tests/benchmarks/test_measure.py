@@ -156,7 +156,6 @@ def test_peak_memory_is_of_the_process_and_not_of_its_parent() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["nothing"]])
 def test_the_command_names_its_claims(arguments: list[str]) -> None:
     done = subprocess.run(
@@ -188,7 +187,6 @@ def test_an_artifact_is_timed_with_its_machine(tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(found)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_an_artifact_is_timed_without_torch() -> None:
     """As on a robot; the machine, which needs torch, is asked afterwards."""

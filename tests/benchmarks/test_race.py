@@ -28,7 +28,6 @@ def console() -> Console:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_it_comes_as_told(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -447,7 +447,6 @@ def test_workers_leave_the_signals_of_the_whole_job_to_the_trainer(expected, how
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_workers_that_nobody_ends_do_not_hold_up_the_exit():
     without = next(
         step

@@ -411,7 +411,6 @@ def answers() -> dict[Job, list[Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 def test_ranks_give_the_bits_of_one_process(
     answers: dict[Job, list[Any]], job: Job
@@ -421,7 +420,6 @@ def test_ranks_give_the_bits_of_one_process(
     assert [found == expected for found, _ in answers[job]] == [True] * job[0]
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_the_control_sequential_sum_and_all_reduce_depends_on_the_ranks(
     answers: dict[Job, list[Any]],

@@ -407,7 +407,6 @@ def test_every_stage_and_every_field_of_a_step_has_a_place_in_the_causal_order()
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_command_speaks_json_and_ends_with_the_verdict(tmp_path: Path) -> None:
     a = ledgers.write_session(tmp_path / "a", ledgers.header(), STEPS, ranks=2)
     b = ledgers.write_session(

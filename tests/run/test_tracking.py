@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 import torch
 import wandb
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb import wandb_agent
 
-from runs import run
+from runs import TINY, run
 from segpipe.errors import ConfigError
 from segpipe.run import trackers, tracking
 from segpipe.run.pages import Picture
@@ -818,7 +820,6 @@ def train(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_offline_records_in_the_run_folder_and_calls_nobody(
     tmp_path: Path, proxy: tuple[int, list[bytes]]
 ) -> None:
@@ -838,6 +839,41 @@ def test_offline_records_in_the_run_folder_and_calls_nobody(
 
 
 @pytest.mark.slow
+def test_the_agent_of_wandb_starts_a_training_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own agent, with the command of docs/sweeps.md and one proposal of a server."""
+    text = (ROOT / "docs/sweeps.md").read_text().split("```yaml\n")[1].split("```")[0]
+    sweep = yaml.safe_load(text)
+    proposal = {"optim.lr": {"value": 0.02}, "model": {"value": "fast_scnn"}}
+    assert sweep["parameters"].keys() == proposal.keys()
+    given = [part for part in TINY if not part.startswith("model=")]
+    command = [part for part in sweep["command"] if not part.startswith("data")]
+    monkeypatch.chdir(tmp_path)
+    given_by_agent = {"RUN_ID": "", "SWEEP_PARAM_PATH": "", "DIR": str(tmp_path)}
+    variables = {"MODE": "offline", "SWEEP_ID": "sweep", **given_by_agent}
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", path)
+    agent = wandb_agent.Agent(None, None, "sweep")
+    agent._sweep_command = [*command, *given]
+    program = str(ROOT / sweep["program"])
+    agent._command_run({"run_id": "r1", "program": program, "args": proposal})
+    assert agent._run_processes["r1"].wait(300) == 0
+    run_dir = tmp_path / "runs/sweep-r1"
+    saved = json.loads((run_dir / "config.json").read_text())
+    assert saved["optim"]["lr"] == 0.02
+    assert list(run_dir.glob("wandb/offline-run-*/run-r1.wandb"))
+    name = sweep["metric"]["name"].removeprefix("validation/")
+    found = [line for line in lines(run_dir) if line["kind"] == "validation"]
+    assert found
+    assert all(name in line for line in found)
+
+
 @pytest.mark.slow
 def test_unreachable_wandb_costs_a_warning(
     tmp_path: Path, proxy: tuple[int, list[bytes]]
