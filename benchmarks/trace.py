@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,8 +41,8 @@ class Walk:
         if event == "return" and frame.f_code.co_name == "train_step":
             self.updates.append((self.modules, self.moves))
             self.modules, self.moves = set(), 0
-        if event != "call" or frame.f_code.co_name == "<module>":
-            return
+        if event != "call" or not frame.f_code.co_flags & CO_OPTIMIZED:
+            return  # bodies of modules and classes run when they are imported
         caller = frame.f_back
         while caller is not None and not caller.f_code.co_filename.startswith(ROOM):
             caller = caller.f_back
