@@ -249,7 +249,7 @@ class Gamma(A.ImageOnlyTransform):  # type: ignore[misc]
 class ColorMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
     """Random brightness, contrast, saturation and hue as one affine map of RGB, rounded once.
 
-    Each is drawn from a range, given as its middle and the largest distance from it; (0, 0) changes nothing.
+    Each is given by its largest change, in both directions; they are drawn in the order in which they are given.
 
     Contrast scales around the padding color and hue rotates in YIQ, so all four are matrices and their product costs
     one pass over the pixels. Libraries that convert to HSV need a pass or two for each.
@@ -258,16 +258,8 @@ class ColorMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
     `deferred`, the image stays as it is and the matrix goes, in these steps, to the target `color`.
     """
 
-    def __init__(
-        self,
-        *,
-        brightness: tuple[float, float],
-        contrast: tuple[float, float],
-        saturation: tuple[float, float],
-        hue: tuple[float, float],
-        deferred: bool = False,
-    ) -> None:
-        self.strengths = brightness, contrast, saturation, hue
+    def __init__(self, *, deferred: bool = False, **strengths: float) -> None:
+        self.strengths = strengths
         self.deferred = deferred
         super().__init__(p=1.0)  # asks for `targets`
 
@@ -280,10 +272,11 @@ class ColorMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
 
     def get_params(self) -> dict[str, Any]:
         """The map of the sample that the generator stands for."""
-        draws = []
-        for middle, most in self.strengths:
-            draws.append(middle + most * (2 * self.py_random.random() - 1))
-        return {"matrix": color_matrix(*draws)}
+        changes = {
+            name: most * (2 * self.py_random.random() - 1)
+            for name, most in self.strengths.items()
+        }
+        return {"matrix": color_matrix(**changes)}
 
     def apply(self, img: Uint8, matrix: NDArray[np.float64], **_: Any) -> Uint8:
         """The image in its new colors."""
@@ -395,20 +388,13 @@ def _steps(config: AugmentConfig) -> list[tuple[str, Builder]]:
     return [*(("", build) for build in found), *extra]
 
 
-def _strengths(config: AugmentConfig) -> dict[str, tuple[float, float]]:
-    """Middle of each range of changes, and the largest distance from it; empty where none changes anything."""
-    contrast = config.contrast
-    if not isinstance(contrast, list):
-        contrast = [-contrast, contrast]
-
-    low, high = contrast
+def _strengths(config: AugmentConfig) -> dict[str, float]:
+    """The largest changes of the color; empty where none changes anything."""
     found = {
-        "brightness": (0.0, config.brightness),
-        "contrast": ((low + high) / 2, (high - low) / 2),
-        "saturation": (0.0, config.saturation),
-        "hue": (0.0, config.hue),
+        name: getattr(config, name)
+        for name in ("brightness", "contrast", "saturation", "hue")
     }
-    return found if any(map(any, found.values())) else {}
+    return found if any(found.values()) else {}
 
 
 def _leaves(step: Transform) -> list[A.BasicTransform]:

@@ -63,6 +63,10 @@ class ModelConfig:
     freeze: list[str] = setting(
         [], "patterns of parameter names that are not trained, such as [detail.*]"
     )
+    standardize: bool = setting(
+        False,
+        "each image enters the network with mean 0 and variance 1, whatever its light, see docs/models.md",
+    )
     norm: str = setting(
         "batch",
         "BatchNorm statistics: per shard, or over all ranks (GPUs, compute.mode=ddp or off)",
@@ -215,13 +219,7 @@ class AugmentConfig:
     brightness: float = setting(
         0.2, "largest relative change of brightness", low=0, high=1
     )
-    contrast: Any = setting(
-        0.2,
-        "largest relative change of contrast, or [smallest, largest] change",
-        numbers=True,
-        low=-1,
-        high=1,
-    )
+    contrast: float = setting(0.2, "largest relative change of contrast", low=0, high=1)
     gamma: list[float] = setting(
         [1.0, 1.0],
         "[smallest, largest] exponent of the values, before the other colors; above 1: darker, as at dusk",

@@ -101,7 +101,7 @@ def drawn_colors(number: int, largest: float = 1.0) -> list[np.ndarray]:
 
 
 def whole_steps(matrices: list[np.ndarray]) -> torch.Tensor:
-    still = dict.fromkeys(("brightness", "contrast", "saturation", "hue"), (0, 0))
+    still = dict.fromkeys(("brightness", "contrast", "saturation", "hue"), 0.0)
     fixed = ColorMatrix(**still, deferred=True).apply_to_color
     return torch.from_numpy(
         np.stack([fixed(np.empty(0), matrix) for matrix in matrices])
