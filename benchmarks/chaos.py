@@ -315,8 +315,8 @@ def meet(
         row["met"] = run.launcher.poll() is None
         moment = time.monotonic()
         if row["met"]:
-            row["writing"] = run.writing()
             undo = fault(run, chance)
+            row["writing"] = run.writing()  # a write that is cut off leaves its file
         with suppress(subprocess.TimeoutExpired):  # psutil would take its exit code
             run.launcher.wait(TIMEOUT_S + GRACE_S)
         remaining_s = max(0.0, moment + TIMEOUT_S + GRACE_S - time.monotonic())
