@@ -26,7 +26,7 @@ from segpipe.determinism.opgate import SLOW, check_ops
 from segpipe.errors import ConfigError, SegpipeError, listed
 from segpipe.losses import total as losses
 from segpipe.losses.total import shard_loss, valid_pixels
-from segpipe.models import KEY, check_model, network_of
+from segpipe.models import KEY, build_model, check_model
 from segpipe.models.plugin_network import ShardGuard
 from segpipe.native import one_thread
 from segpipe.plugins import is_path
@@ -458,7 +458,8 @@ class NetworkContract:
     def _build(self) -> SegmentationNet:
         """The network with its weights of step 0."""
         torch.manual_seed(0)
-        return network_of(self.config.model, self.num_classes)
+        model = self.config.model
+        return build_model(model.name, self.num_classes, model.args)
 
     def _is_built(self) -> str:
         """Build the network that the other questions ask."""

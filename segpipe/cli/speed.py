@@ -80,11 +80,11 @@ def counts(
     """
     import torch
 
-    from segpipe.models import network_of
+    from segpipe.models import build_model
 
     model = config.model
     with torch.device("meta"):
-        net = network_of(model, num_classes)
+        net = build_model(model.name, num_classes, model.args)
         image = torch.empty(1, 3, *size)
         images = torch.empty(batch, 3, *size)
     params = sum(value.numel() for value in net.parameters())
@@ -166,11 +166,11 @@ def latency(
     import torch
 
     from segpipe.distributed.group import choose_device
-    from segpipe.models import network_of
+    from segpipe.models import build_model
 
     device = choose_device(config.compute.device, 0)
     flags.apply(config.compute.threads, "off")
-    net = network_of(config.model, num_classes)
+    net = build_model(config.model.name, num_classes, config.model.args)
     net = net.to(device).eval()
     image = torch.zeros(1, 3, *size, device=device)
     with torch.inference_mode():

@@ -232,7 +232,7 @@ def trial_export(
     )
     trained = TrainedNetwork(
         model=copy.deepcopy(network).eval(),
-        preprocess=Preprocess(),
+        preprocess=Preprocess(standardize=config.model.standardize),
         config=config,
         classes=classes,
         ema_digest="0" * 16,

@@ -11,7 +11,6 @@ from segpipe import plugins
 from segpipe.errors import ConfigError
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.plugin_network import PluginNetwork
-from segpipe.settings.groups import ModelConfig
 from segpipe.settings.setting import nearest
 
 KEY = "model.name"
@@ -60,13 +59,6 @@ def build_model(
         )
 
     return PluginNetwork(net, num_classes, name)
-
-
-def network_of(model: ModelConfig, num_classes: int) -> SegmentationNet:
-    """As `build_model`, by the settings of a run."""
-    net = build_model(model.name, num_classes, model.args)
-    net.standardize = model.standardize
-    return net
 
 
 def check_model(name: str, args: Mapping[str, Any]) -> None:

@@ -36,7 +36,6 @@ class SegmentationNet(nn.Module):
     output_stride: int = 8
     size_multiple: int = 32
     align_corners: bool = False
-    standardize: bool = False  # see `seen`
     train_only: nn.ModuleDict
     published_keys: Keys = ()
     unused_keys: str = ""
@@ -45,20 +44,12 @@ class SegmentationNet(nn.Module):
         """Main logits (B, num_classes, h, w) at `output_stride`, and by name what the heads of `train_only` read."""
         raise NotImplementedError
 
-    def seen(self, image: Tensor) -> Tensor:
-        """The image, by `standardize` with mean 0 and variance 1 over its channels and pixels, whatever its light."""
-        if not self.standardize:
-            return image
-        centered = image - _mean(image)
-        # An image of one color stays finite.
-        return centered * (_mean(centered.square()) + 1e-4).rsqrt()
-
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         """Logits (B, channels, h, w) per head: "main" at `output_stride` and, with `aux`, those of `train_only`.
 
         An auxiliary head may have a stride of its own. "boundary" has one channel, all others have `num_classes`.
         """
-        main, read = self.features(self.seen(image))
+        main, read = self.features(image)
         heads = getattr(self, "train_only", {}).items() if aux else ()
         return {"main": main, **{name: head(read[name]) for name, head in heads}}
 
@@ -72,11 +63,6 @@ class SegmentationNet(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         """Main logits (B, num_classes, h, w) at `output_stride`."""
         return self.logits(image, aux=False)["main"]
-
-
-def _mean(image: Tensor) -> Tensor:
-    """Mean of each image (B, 1, 1, 1). In one sum onnxruntime is 3e-4 off at 1024x2048, row by row first 6e-7."""
-    return image.mean(3, True).mean((1, 2), True)
 
 
 class StridedDepthwise(nn.Conv2d):

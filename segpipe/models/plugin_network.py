@@ -70,7 +70,7 @@ class PluginNetwork(SegmentationNet):
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         checked = self.training and not traced
         before = _buffers(self.net) if checked else {}
-        heads = named_heads(self.net(self.seen(image)), self.name)
+        heads = named_heads(self.net(image), self.name)
         if not traced:
             self._check(heads, image)
 

@@ -117,8 +117,10 @@ def run_predictor(run: Run, precision: str = "fp32") -> Predict:
     from segpipe.train.validate import predict
 
     device = run.group.device
-    parts = run.state.ema.model, Preprocess().to(device)
-    return predictor(partial(predict, *parts, precision=precision), device)
+    preprocess = Preprocess(standardize=run.config.model.standardize).to(device)
+    return predictor(
+        partial(predict, run.state.ema.model, preprocess, precision=precision), device
+    )
 
 
 def latency_ms(predict: Predict, samples: Samples) -> float:

@@ -18,7 +18,7 @@ from segpipe.disk import sha256
 from segpipe.errors import CheckpointError, ConfigError, WeightsError
 from segpipe.files import write_atomically
 from segpipe.ledger.digest import leaves, state_digest
-from segpipe.models import network_of
+from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.models.weights import (
     WeightsSource,
@@ -311,11 +311,11 @@ def load_network(run: Path, which: str = "best") -> TrainedNetwork:
     if plugins.is_path(config.model.name):
         recorded = state["fingerprint"].get(flags.PLUGINS, {})
         plugins.check_unchanged("model.name", config.model.name, recorded, path)
-    model = network_of(config.model, classes.num_classes)
+    model = build_model(config.model.name, classes.num_classes, config.model.args)
     load_weights(model, state["ema"], path)
     return TrainedNetwork(
         model=model.eval().requires_grad_(False),
-        preprocess=Preprocess(),
+        preprocess=Preprocess(standardize=config.model.standardize),
         config=config,
         classes=classes,
         ema_digest=state["digests"]["ema"],

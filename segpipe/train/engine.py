@@ -102,13 +102,6 @@ class Clock:
         yield
         self._mark += time.perf_counter() - before
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Time inside is that in which the loader was too slow."""
-        before = time.perf_counter()
-        yield
-        self.waited += time.perf_counter() - before
-
     def rate(self) -> float:
         """Updates per second so far; 0 before the second."""
         return _rate(self.updates - 1, self.seconds)
@@ -277,8 +270,9 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
         contextlib.closing(stream),
     ):
         while current.step < config.train.steps and not _stopped_early(run):
-            with clock.waiting():
-                shards = [next(stream) for _ in own]
+            before = time.perf_counter()
+            shards = [next(stream) for _ in own]
+            clock.waited += time.perf_counter() - before
             check = partial(_check, run, step)
             result = train_step(
                 step, shards, stop=stop.asked, wait=_waits(run), check=check
@@ -429,9 +423,10 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
     """Confusion of the averaged weights on the validation split."""
     config, current = run.config, run.state
     run.group.together(run.settle)  # the loader may fork
+    preprocess = Preprocess(standardize=config.model.standardize).to(run.group.device)
     found = validate(
         current.ema.model,
-        Preprocess().to(run.group.device),
+        preprocess,
         run.val_samples,
         run.group,
         config.data,
@@ -451,6 +446,7 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
         image, target = (part.to(run.group.device) for part in batch)
         told = eval_gap(
             current.ema.model,
+            preprocess,
             list(norms(current.model)),
             image,
             target,

@@ -65,7 +65,9 @@ class BatchLoss:
         if class_weights is not None:
             self.class_weights = class_weights.to(self.device)
 
-        self.preprocess = Preprocess().to(self.device)
+        self.preprocess = Preprocess(standardize=config.model.standardize).to(
+            self.device
+        )
         assert bool(config.loss.teacher) == (self.state.teacher is not None)
         self.guard = ShardGuard(config, self.state.model)
         self.norms = Norms(self.state.model)

@@ -15,7 +15,7 @@ from torch import nn
 
 from segpipe.errors import ConfigError
 from segpipe.keys import torch_seed
-from segpipe.models import network_of
+from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.weights import WeightsSource, fit, sha256_of
 from segpipe.train.forward import frozen_modules
@@ -239,7 +239,7 @@ def build_state(
     patterns of model.freeze and optim.lr_scale that match nothing, and WeightsError for weights that do not fit.
     """
     torch.manual_seed(torch_seed(config.seed, 0, 0, "weights"))
-    model = network_of(config.model, classes.num_classes)
+    model = build_model(config.model.name, classes.num_classes, config.model.args)
     record, notes = _load(model, config, classes, start) if start else (None, [])
     model = model.to(device)
     if config.model.norm == "sync":

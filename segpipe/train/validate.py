@@ -173,6 +173,7 @@ def validate(
 
 def eval_gap(
     model: SegmentationNet,
+    preprocess: Preprocess,
     layers: Sequence[str],
     image: Tensor,
     target: Tensor,
@@ -192,8 +193,8 @@ def eval_gap(
         layer = probe.get_submodule(name)
         layer.register_forward_pre_hook(partial(_take_statistics, distances, name))
 
-    own = _score(probe, image, target, precision)
-    running = _score(model, image, target, precision)
+    own = _score(probe, preprocess, image, target, precision)
+    running = _score(model, preprocess, image, target, precision)
     if not own - running > max(POINTS, (1 - LEAST_SHARE) * own):
         return ""
     furthest = sorted(distances.items(), key=lambda item: -item[1])[:NAMED]
@@ -208,11 +209,14 @@ def eval_gap(
 
 
 def _score(
-    model: SegmentationNet, image: Tensor, target: Tensor, precision: str
+    model: SegmentationNet,
+    preprocess: Preprocess,
+    image: Tensor,
+    target: Tensor,
+    precision: str,
 ) -> float:
     """mIoU of a batch. One image at a time has logits at full resolution, so training needs more memory."""
     with torch.inference_mode():
-        preprocess = Preprocess().to(image.device)
         logits = _logits(model, preprocess, image, precision)
         total = torch.zeros((), dtype=torch.int64, device=image.device)
         for part, wanted in zip(

@@ -19,16 +19,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runs import outcome, run, updates
+from runs import outcome, result, run, updates
 from segpipe import IGNORE_INDEX
 from segpipe.checks.contracts import NetworkContract
+from segpipe.cli.api import evaluate
 from segpipe.errors import ConfigError
 from segpipe.losses.total import shard_loss, valid_pixels
-from segpipe.models import MODELS, SegmentationNet, build_model, network_of
+from segpipe.models import MODELS, SegmentationNet, build_model
 from segpipe.models.layers import Classifier
 from segpipe.models.weights import published_key
 from segpipe.settings.config import from_mapping
-from segpipe.settings.groups import LossConfig, ModelConfig
+from segpipe.settings.groups import LossConfig
 from segpipe.train.checkpoint import load_network
 
 C = 5
@@ -222,35 +223,6 @@ def test_no_two_tensors_have_one_published_name(
     assert len(published) == len(net.state_dict())
 
 
-class Small(nn.Conv2d):
-    """A network of a user."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(3, num_classes, 3, 8, 1)
-
-
-@pytest.mark.parametrize("name", ["fast_scnn", "test_every_network:Small"])
-@pytest.mark.parametrize("standardize", [True, False])
-def test_the_light_of_an_image_is_taken_out(name: str, standardize: bool) -> None:
-    """Also that of each image of a batch alone; without the setting it decides, which is the control."""
-    torch.manual_seed(0)
-    net = network_of(ModelConfig(name, standardize=standardize), C).eval()
-    image = torch.randn(2, 3, SIZE, SIZE)
-    dusk = 0.3 * image - torch.tensor([1.5, 0.2])[:, None, None, None]
-    with torch.no_grad():
-        by_day, at_dusk, alone = net(image), net(dusk), net(image[:1])
-    assert bool((by_day - at_dusk).norm() < 1e-3 * by_day.norm()) is standardize
-    assert (by_day[:1] - alone).norm() < 1e-5 * alone.norm()
-
-
-def test_a_standardized_image_has_mean_0_and_variance_1() -> None:
-    net = network_of(ModelConfig("fast_scnn", standardize=True), C)
-    seen = net.seen(5 + 2 * torch.randn(2, 3, 40, 56)).double()
-    assert seen.mean((1, 2, 3)).abs().max() < 1e-5
-    assert seen.var((1, 2, 3), correction=0).sub(1).abs().max() < 1e-3
-    assert net.seen(torch.full((1, 3, 8, 8), 2.0)).abs().max() == 0
-
-
 def test_an_unknown_name_lists_the_valid_ones() -> None:
     with pytest.raises(
         ConfigError, match=r"pidnet-s.*fast_scnn, ddrnet23_slim.*pidnet_s"
@@ -291,7 +263,9 @@ def test_its_files_pass_after_a_short_training(name: str, tmp_path: Path) -> Non
     assert run(tmp_path / "run", *of_command(name), *SHORT) == 0
     losses = [line["loss"] for line in updates(tmp_path / "run")]
     assert losses[-1] < 0.9 * losses[0], "the network has learned something"
-    assert load_network(tmp_path / "run", "last").model.standardize
+    assert load_network(tmp_path / "run", "last").preprocess.standardize
+    again = evaluate(tmp_path / "run", settings={"data.workers": 0})
+    assert again["miou"] == result(tmp_path / "run")["miou"]
     report = json.loads(
         (tmp_path / "run" / "export" / "verify_report.json").read_text()
     )
@@ -317,3 +291,6 @@ def test_two_processes_train_the_bits_of_one(name: str, tmp_path: Path) -> None:
     two = (*of_command(name), *shape, "compute.nproc=2")
     assert run(tmp_path / "two", *two) == 0
     assert outcome(tmp_path / "one") == outcome(tmp_path / "two")
+    assert run(tmp_path / "plain", *of_command(name), *shape[:-1]) == 0
+    digests = {result(tmp_path / each)["weights_digest"] for each in ("one", "plain")}
+    assert len(digests) == 2, "it trains on standardized images"

@@ -78,6 +78,28 @@ def test_traced_for_one_size_it_serves_another(every_value):
     assert torch.equal(traced(every_value), Preprocess()(every_value))
 
 
+@pytest.mark.parametrize("standardize", [True, False])
+def test_the_light_of_an_image_is_taken_out(standardize: bool) -> None:
+    """That of each image alone; without the setting it decides, which is the control."""
+    draws = np.random.default_rng(0)
+    day = torch.from_numpy(draws.integers(0, 120, (2, 48, 64, 3), np.uint8)) * 2
+    dusk = day // 2 + torch.tensor([3, 40], dtype=torch.uint8)[:, None, None, None]
+    preprocess = Preprocess(standardize=standardize)
+    by_day, at_dusk = preprocess(day), preprocess(dusk)
+    assert torch.allclose(by_day, at_dusk, atol=1e-3) is standardize
+    assert torch.allclose(by_day[:1], preprocess(day[:1]), rtol=0, atol=1e-6)
+
+
+def test_a_standardized_image_has_mean_0_and_variance_1() -> None:
+    draws = np.random.default_rng(0)
+    image = torch.from_numpy(draws.integers(0, 256, (2, 1024, 512, 3), np.uint8))
+    seen = Preprocess(standardize=True)(image).double()
+    assert seen.mean((1, 2, 3)).abs().max() < 1e-6
+    assert seen.var((1, 2, 3), correction=0).sub(1).abs().max() < 1e-3
+    gray = torch.full((1, 32, 32, 3), 128, dtype=torch.uint8)
+    assert Preprocess(standardize=True)(gray).abs().max() == 0
+
+
 def test_the_state_travels_with_the_module():
     odd = Preprocess(mean=[0.1, 0.2, 0.3], std=[0.4, 0.5, 0.6])
     fresh = Preprocess()

@@ -168,8 +168,11 @@ def describe(
         "metrics": plain(origin.metrics),
         **({"warnings": list(origin.warnings)} if origin.warnings else {}),
         "preprocess": {
-            name: buffer.flatten().tolist()
-            for name, buffer in model.preprocess.named_buffers()
+            "standardize": trained.preprocess.standardize,
+            **{
+                name: buffer.flatten().tolist()
+                for name, buffer in model.preprocess.named_buffers()
+            },
         },
         "align_corners": model.align_corners,
         "io": _io(model, size),

@@ -189,11 +189,11 @@ class DeployModel(nn.Module):
         return tuple(tensors[name] for name in names)
 
     def _normalise(self, image: Tensor) -> Tensor:
-        if self.profile.planar:
-            scale, bias = map(self.preprocess.get_buffer, ("scale", "bias"))
-            return image * scale + bias
-        packed: Tensor = self.preprocess(image)
-        return packed
+        change: Any = self.preprocess
+        normalised: Tensor = (change.normalized if self.profile.planar else change)(
+            image
+        )
+        return normalised
 
     def probe(self) -> DeployModel:
         """Same modules and weights, with `logits` and `normalised` as further outputs."""
