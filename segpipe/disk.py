@@ -1,7 +1,5 @@
 """Disks that hesitate are tried again, within limits: what is read from them is hashed, what is appended is whole."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """Files on disk, written so that they are whole or not there."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """Randomness as a function of names: no generator is passed around, so none can be shared or lost."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 

@@ -6,8 +6,6 @@ spin after its own loops. Where the compiler has no OpenMP they take one thread.
 Without a compiler, or a cache that can be written, the caller does the same in numpy or torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

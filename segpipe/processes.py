@@ -3,8 +3,6 @@
 What /proc says about processes is read here, but by the runtime on a robot, which stands alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

@@ -182,7 +182,9 @@ def _metadata(trained: TrainedNetwork, given: Given) -> dict[str, str]:
         "num_classes": str(classes.num_classes),
         "classes": json.dumps(classes.names),
         "palette": json.dumps(classes.palette),
-        "input": "float RGB (B, 3, H, W), (x / 255 - mean) / std, mean 0.485 0.456 0.406, std 0.229 0.224 0.225",
+        "input": "float RGB (B, 3, H, W), mean 0 and variance 1 of each image"
+        if model.standardize
+        else "float RGB (B, 3, H, W), (x / 255 - mean) / std, mean 0.485 0.456 0.406, std 0.229 0.224 0.225",
         "output_stride": str(trained.model.output_stride),
         "align_corners": json.dumps(trained.model.align_corners),
     }

@@ -1,7 +1,5 @@
 """The environment variables that a launcher such as torchrun sets; imports nothing heavy."""
 
-from __future__ import annotations
-
 import os
 import time
 

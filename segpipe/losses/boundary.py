@@ -1,7 +1,5 @@
 """Losses of a head of one channel: borders between classes as in PIDNet, and STDC's edges of a Laplacian pyramid."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -4,8 +4,6 @@ A task is a block of 64 columns of an image, whatever the number of threads. The
 divisions only, so IEEE 754 gives its bits; it is compiled without contraction to fused operations (native.FLAGS).
 """
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 from typing import Any

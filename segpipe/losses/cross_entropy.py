@@ -1,7 +1,5 @@
 """Cross-entropy of every pixel by plain torch, and weights of the classes in it."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -4,8 +4,6 @@ P are the probabilities and T the target of a class over all valid pixels of the
 and gradient are 0. Source: V-Net, arXiv:1606.04797, with the plain sums of arXiv:1707.03237 in the denominator.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

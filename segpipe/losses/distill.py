@@ -1,7 +1,5 @@
 """Distillation: the answers of a trained network, the teacher, as targets."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

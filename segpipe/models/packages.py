@@ -1,7 +1,5 @@
 """Networks of other packages' layers: encoders of timm, LR-ASPP of torchvision, segmentation-models-pytorch."""
 
-from __future__ import annotations
-
 import re
 from importlib import import_module
 from typing import Any

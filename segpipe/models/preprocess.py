@@ -1,7 +1,5 @@
 """Preprocessing between the uint8 batch and the network: in training, in validation and inside the exported file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

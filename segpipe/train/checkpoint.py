@@ -379,10 +379,17 @@ def teacher_of(config: Config, device: torch.device) -> SegmentationNet | None:
 
 
 def check_teacher(config: Config, names: tuple[str, ...]) -> None:
-    """Raise ConfigError for a teacher of other classes than `names`, those of the data set."""
+    """Raise ConfigError for a teacher of other classes than `names`, those of the data set, or of other images."""
     if not config.loss.teacher:
         return
-    known = read_teacher(config).classes.names
+    teacher = read_teacher(config)
+    standardize = teacher.preprocess.standardize
+    if standardize != config.model.standardize:
+        raise ConfigError(
+            f"loss.teacher = {config.loss.teacher} was trained with model.standardize={standardize}, and sees what "
+            f"the network sees. Set model.standardize={standardize}."
+        )
+    known = teacher.classes.names
     if known != names:
         raise ConfigError(
             f"loss.teacher = {config.loss.teacher} knows the classes {', '.join(known)}, but those of the data set are "

@@ -388,6 +388,10 @@ def test_a_teacher_that_does_not_fit_is_refused(
     check_teacher(config, known)
     with pytest.raises(ConfigError, match="knows the classes"):
         check_teacher(config, (*known, "one more"))
+    config.model.standardize = True
+    with pytest.raises(ConfigError, match=r"Set model\.standardize=False"):
+        check_teacher(config, known)
+    config.model.standardize = False
     teacher = f"loss.teacher={tmp_path / 'teacher'}"
     other = f"loss.teacher_sha256={'0' * 64}"
     assert runs.run(tmp_path / "run", teacher, other) == 2
