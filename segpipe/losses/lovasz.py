@@ -1,5 +1,7 @@
 """Lovasz-softmax, a loss of the IoU of a whole shard."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 
