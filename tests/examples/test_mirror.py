@@ -99,6 +99,24 @@ def test_a_copy_that_is_cut_off_leaves_the_one_before(
     assert len(store.find(f"{root}/objects")) == 3, "the former one is gone"
 
 
+def test_the_checkpoint_is_copied_before_files_that_go_on_beyond_it(
+    mirror: Any, folder: Path
+) -> None:
+    store, root = mirror.opened(mirror.os.environ["MIRROR"], "order")
+    written: list[bytes] = []
+
+    def put(path: str, content: bytes) -> None:
+        written.append(content)
+        store.pipe_file(path, content)
+
+    recorded = SimpleNamespace(
+        makedirs=store.makedirs, find=store.find, invalidate_cache=store.invalidate_cache,
+        rm_file=store.rm_file, pipe_file=put,
+    )  # fmt: skip
+    mirror.copy(folder, recorded, root)
+    assert written[0] == b"content of last.pt"
+
+
 def test_a_store_that_fails_ends_no_later_copy(
     mirror: Any,
     folder: Path,

@@ -88,6 +88,8 @@ def test_the_light_of_an_image_is_taken_out(standardize: bool) -> None:
     by_day, at_dusk = preprocess(day), preprocess(dusk)
     assert torch.allclose(by_day, at_dusk, atol=1e-3) is standardize
     assert torch.allclose(by_day[:1], preprocess(day[:1]), rtol=0, atol=1e-6)
+    planar = preprocess.normalized(day.permute(0, 3, 1, 2).float())
+    assert torch.equal(planar, by_day), "what a robot with float planes sends"
 
 
 def test_a_standardized_image_has_mean_0_and_variance_1() -> None:

@@ -59,6 +59,22 @@ def tensors_file(pretrained: Path) -> Path:
     return path
 
 
+def test_written_weights_say_how_images_are_normalized(tmp_path: Path) -> None:
+    found = {}
+    for standardize in (True, False):
+        run_dir, out = (
+            tmp_path / f"{standardize}",
+            tmp_path / f"{standardize}.safetensors",
+        )
+        changes = (f"model.standardize={standardize}", "train.steps=1")
+        assert run(run_dir, *changes) == 0
+        assert segpipe(["weights", f"run={run_dir}", f"out={out}"]) == 0
+        with safe_open(out, framework="pt") as file:
+            found[standardize] = file.metadata()["input"]
+    assert "mean 0 and variance 1 of each image" in found[True]
+    assert "mean 0.485 0.456 0.406, std 0.229 0.224 0.225" in found[False]
+
+
 def test_written_weights_are_the_averaged_ones_with_all_that_a_reader_needs(
     pretrained: Path, tensors_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

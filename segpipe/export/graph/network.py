@@ -189,11 +189,9 @@ class DeployModel(nn.Module):
         return tuple(tensors[name] for name in names)
 
     def _normalise(self, image: Tensor) -> Tensor:
-        change: Any = self.preprocess
-        normalised: Tensor = (change.normalized if self.profile.planar else change)(
-            image
-        )
-        return normalised
+        module: Any = self.preprocess
+        call = module.normalized if self.profile.planar else module
+        return call(image)  # type: ignore[no-any-return]
 
     def probe(self) -> DeployModel:
         """Same modules and weights, with `logits` and `normalised` as further outputs."""
