@@ -133,7 +133,7 @@ def main(arguments: list[str], told: Callable[[str], object] = print) -> int:
     folder = Path(where[0] if where else "runs", name)
     try:
         number = restore(*opened(url, name), folder)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         told(f"{type(error).__name__}: {error}")
         return 2
     told(f"{folder}: {number} files. Go on with run.exists=resume.")
