@@ -179,12 +179,12 @@ def _metadata(trained: TrainedNetwork, given: Given) -> dict[str, str]:
         "ema_digest": trained.ema_digest,
         "model": model.name,
         "args": json.dumps(model.args),
-        "num_classes": str(classes.num_classes),
         "classes": json.dumps(classes.names),
         "palette": json.dumps(classes.palette),
         "input": "float RGB (B, 3, H, W), mean 0 and variance 1 of each image"
         if model.standardize
         else "float RGB (B, 3, H, W), (x / 255 - mean) / std, mean 0.485 0.456 0.406, std 0.229 0.224 0.225",
+        "standardize": json.dumps(model.standardize),
         "output_stride": str(trained.model.output_stride),
         "align_corners": json.dumps(trained.model.align_corners),
     }

@@ -48,6 +48,9 @@ class WeightsSource:
     others: tuple[str, ...] = ()  # entries that hold other tensors and were not read
     sha256: str = ""  # of the file
     class_names: tuple[str, ...] = ()  # where the file has them
+    standardize: bool | None = (
+        None  # model.standardize of its training, where the file says
+    )
 
     @property
     def where(self) -> str:
@@ -64,12 +67,14 @@ def read_safetensors(path: Path) -> WeightsSource:
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
-            names = (
-                json.loads(about["classes"]) if about.get("format") == FORMAT else ()
-            )
+            ours = about.get("format") == FORMAT
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
-            return WeightsSource(tensors, str(path), class_names=tuple(names))
+            return WeightsSource(
+                tensors,
+                class_names=tuple(json.loads(about["classes"])) if ours else (),
+                standardize=json.loads(about.get("standardize", "null")),
+            )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(
             f"{path} cannot be read as safetensors: {error}. Fetch or copy it again."
@@ -220,11 +225,11 @@ def fit(
             f"Check that model.name is the network that the weights were trained with."
         )
 
-    rows = {}
-    for name, value in found.items():
-        if classes := _other_classes(value, own[name], num_classes):
-            rows[name] = classes
-
+    rows = {
+        name: classes
+        for name, value in found.items()
+        if (classes := _other_classes(value, own[name], num_classes))
+    }
     adapted = list(rows) if len(set(rows.values())) == 1 else []
     misshapen = [name for name in found if name not in {*kept, *adapted}]
     missing = [name for name in own if name not in found]
@@ -328,9 +333,6 @@ def _names(
             )
             if count > most:
                 best, most = names, count
-
-            if count == min(len(own), len(tensors)):
-                return names
     return best
 
 

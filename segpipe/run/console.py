@@ -114,7 +114,7 @@ class TrainView:
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         if self._enabled:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(text)
 
 
 def table(
@@ -165,8 +165,8 @@ def share_table(classes: ClassTable, pixels: Mapping[str, Any]) -> Table:
     """Share of each class in the labelled pixels of each split; `pixels` by split, in the order of the classes."""
     rows = []
     for train, name in enumerate(classes.names):
-        label = Text(f"■ {name}")
-        label.stylize("rgb({},{},{})".format(*classes.palette[train]), 0, 1)
+        color = "rgb({},{},{})".format(*classes.palette[train])
+        label = Text.assemble(("■", color), f" {name}")
         shares = [
             percent(count[train] / count.sum(), 2)
             if count[train]
@@ -185,8 +185,12 @@ def sequence_table(sequences: Mapping[str, Mapping[str, Any]]) -> Table:
         [name, found["images"], percent(found["miou"]), seen[found["in_training"]]]
         for name, found in lowest_first(sequences)
     ]
-    columns = ("sequence", "images", "mIoU", "in training")
-    made = table(columns, rows[:MOST_ROWS], "mIoU by sequence, in %", numbers=True)
+    made = table(
+        ("sequence", "images", "mIoU", "in training"),
+        rows[:MOST_ROWS],
+        "mIoU by sequence, in %",
+        numbers=True,
+    )
     if len(rows) > MOST_ROWS:
         made.caption = f"and {len(rows) - MOST_ROWS} more with a higher mIoU"
     return made
@@ -197,11 +201,11 @@ def lowest_first(
 ) -> list[tuple[str, Mapping[str, Any]]]:
     """Sequences by rising mIoU; those without a labelled pixel come last."""
 
-    def place(name: str) -> tuple[float, str]:
-        score = sequences[name]["miou"]
-        return math.inf if score is None or math.isnan(score) else score, name
+    def place(item: tuple[str, Mapping[str, Any]]) -> tuple[float, str]:
+        score = item[1]["miou"]
+        return math.inf if score is None or math.isnan(score) else score, item[0]
 
-    return [(name, sequences[name]) for name in sorted(sequences, key=place)]
+    return sorted(sequences.items(), key=place)
 
 
 def percent(value: float | None, digits: int = 1) -> str:

@@ -345,8 +345,12 @@ def read_start(config: Config) -> WeightsSource:
         saved = read_torch(path)
         if isinstance(saved, dict) and {"format", "ema", "digests"} <= saved.keys():
             saved = load(path)  # again, with its digests
-            names = tuple(saved["classes"]["names"])
-            source = WeightsSource(saved["ema"], part="ema", class_names=names)
+            source = WeightsSource(
+                saved["ema"],
+                part="ema",
+                class_names=tuple(saved["classes"]["names"]),
+                standardize=saved["config"]["model"].get("standardize", False),
+            )
         else:
             source = state_dict_in(saved, path)
     if not source.tensors:

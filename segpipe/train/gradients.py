@@ -61,10 +61,9 @@ class BatchLoss:
         self.state = watch.state
         self.group = watch.group
         self.device = watch.group.device
-        self.class_weights = class_weights
-        if class_weights is not None:
-            self.class_weights = class_weights.to(self.device)
-
+        self.class_weights = (
+            None if class_weights is None else class_weights.to(self.device)
+        )
         self.preprocess = Preprocess(standardize=config.model.standardize).to(
             self.device
         )

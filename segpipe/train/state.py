@@ -252,10 +252,8 @@ def build_state(
         model, config.optim, fused=scales and device.type == "cuda"
     )
     scaler = torch.amp.GradScaler(device.type, enabled=scales)
-    known = tuple(note for note in notes if note)
-    return TrainState(
-        model, Ema(model, config.ema), optimizer, scaler, weights=record, notes=known
-    )
+    ema, known = Ema(model, config.ema), tuple(filter(None, notes))
+    return TrainState(model, ema, optimizer, scaler, weights=record, notes=known)
 
 
 def _load(
@@ -275,6 +273,11 @@ def _load(
             f"the class layers of {start.path} were kept, but its classes are {', '.join(start.class_names)}, those of "
             f"the data set {', '.join(classes.names)}"
         )
+    if start.standardize not in (None, config.model.standardize):
+        notes.append(
+            f"{start.path} was trained with model.standardize={start.standardize}, this run has the opposite: its "
+            f"first layers get other values than they learned from"
+        )
     return found.record(start), notes
 
 
@@ -286,6 +289,5 @@ def _with_sync_batchnorm(
         raise ConfigError(
             "model.norm = sync, but torch has SyncBatchNorm for GPUs only. Set model.norm=batch."
         )
-    converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    assert isinstance(converted, SegmentationNet)
+    converted: SegmentationNet = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     return converted

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from segpipe.run import console as module
-from segpipe.run.console import TrainView, iou_table
+from segpipe.run.console import LOOKS, TrainView, iou_table
 from segpipe.train.metrics import summary
 
 NAMES = ("[/x]", "<b>", "[red]", "road")
@@ -21,9 +22,9 @@ def printed(console: Console) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
-def terminal() -> Console:
+def terminal(**looks: Any) -> Console:
     return Console(
-        file=io.StringIO(), width=120, force_terminal=True, color_system=None
+        **looks, file=io.StringIO(), width=120, force_terminal=True, color_system=None
     )
 
 
@@ -63,7 +64,7 @@ def test_class_names_are_not_markup() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_name_is_not_markup(name: str) -> None:
-    console = terminal()
+    console = terminal(**LOOKS)
     with TrainView(console, name=name, done=2, total=8, enabled=True) as view:
         view.advance(3, {"loss": name})
         view.say(f"saved {name}")
@@ -78,7 +79,7 @@ def test_a_log_file_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     for enabled, expected in ((True, ["run  step 3/8  loss 1.5"]), (False, [])):
         now[0] = 0.0
-        console = Console(file=io.StringIO(), width=120)
+        console = Console(file=io.StringIO(), width=120, **LOOKS)
         with TrainView(console, name="run", done=0, total=8, enabled=enabled) as view:
             for done in (1, 2, 3, 4):
                 now[0] = 6.0 * done
