@@ -52,6 +52,11 @@ LAST_LINES = 8  # of metrics.jsonl, on the live page
 NEIGHBORS = 10  # places in the order of the names within which images look much alike
 WEAK = 0.6  # IoU below which a class gets advice
 RARE = 0.01  # share of the labelled pixels
+REMEDIES = {
+    "augment.rare_crop": "0.5",
+    "data.balance": "0.5",
+    "loss.class_weights": "sqrt",
+}
 
 
 @dataclass(frozen=True)
@@ -162,9 +167,8 @@ def _pictures(
     pictures = []
     for index in indices:
         image, target = samples.read(index)
-        score = miou(found.per_image[index])
-        name = samples.name(index)
-        pictures.append(Picture(name, score, image, target, predict(image)))
+        name, counts = samples.name(index), found.per_image[index]
+        pictures.append(Picture(name, miou(counts), image, target, predict(image)))
     return pictures
 
 
@@ -190,12 +194,13 @@ def render(data: ReportData) -> str:
     iou = [-1.0 if value is None else value for value in figures["iou"].values()]
     sequences = data.result.get("sequences") or {}
     settings, default = flat(config), _defaults(config.model.name, config.data.name)
+    changed = [key for key in settings if default[key] != settings[key]]
     return render_page(
         "report.html.j2",
         data=data,
         live=data.live,
         figures={**data.result, **figures},
-        falling=sorted(range(len(names)), key=lambda place: -iou[place]),
+        falling=sorted(range(len(names)), key=iou.__getitem__, reverse=True),
         labelled=counts.sum(1),
         predicted=counts.sum(0),
         sequences=lowest_first(sequences),
@@ -204,44 +209,50 @@ def render(data: ReportData) -> str:
         last_lines=LAST_LINES,
         size_names=SIZE_NAMES,
         distance_names=DISTANCE_NAMES,
-        advice=advice(counts, names),
+        advice=advice(counts, names, changed),
         settings=settings,
         default=default,
-        changed=[key for key in settings if default[key] != settings[key]],
+        changed=changed,
     )
 
 
 @cache
 def _defaults(model: str, data: str) -> dict[str, Any]:
     """All settings as they are where only network and data set are chosen."""
-    chosen = {"model": model, "data": data}.items()
+    chosen = ("model", model), ("data", data)
     return flat(
         compose([f"{key}={name}" for key, name in chosen if name in choices(key)])
     )
 
 
-def advice(counts: Counts, names: Sequence[str]) -> dict[str, str]:
-    """For each class with a low IoU one sentence: what goes wrong, by how much, and what to try."""
+def advice(
+    counts: Counts, names: Sequence[str], changed: Sequence[str] = ()
+) -> dict[str, str]:
+    """For each class with a low IoU one sentence: what goes wrong, by how much, and what to try.
+
+    Settings that the run has `changed` are not proposed.
+    """
+    untried = [f"{key}={REMEDIES[key]}" for key in REMEDIES if key not in changed]
     labelled, predicted = counts.sum(1), counts.sum(0)
     sentences = {}
     for k, name in enumerate(names):
-        hits, target, pred = int(counts[k, k]), int(labelled[k]), int(predicted[k])
+        hits, target, pred = counts[k, k], labelled[k], predicted[k]
         if not target or hits >= WEAK * (target + pred - hits):
             continue
-        others = np.arange(len(names)) != k
-        if target - hits >= pred - hits:
-            pixels = np.where(others, counts[k], 0)
+        pixels = counts[k]
+        if target >= pred:
             text = "{:.0%} of its pixels are missed, {:.0%} become {}"
         else:
-            target, pixels = pred, np.where(others, counts[:, k], 0)
+            target, pixels = pred, counts[:, k]
             text = "{:.0%} of what is predicted as this class is not, {:.0%} is {}"
+        pixels = np.where(np.arange(len(names)) == k, 0, pixels)
         wrong, most = 1 - hits / target, pixels.max() / target
         share = labelled[k] / labelled.sum()
         remedy = (
             "Train longer (train.epochs), or with larger crops (augment.crop_size)."
         )
-        if share < RARE:
-            remedy = "Try augment.rare_crop=0.5, data.balance=0.5 or loss.class_weights=sqrt."
+        if share < RARE and untried:
+            remedy = f"Try {' or '.join(untried)}."
         elif hits and most > 0.5 * wrong:
             remedy = "Check on the images below that the labels tell the two apart."
         evidence = text.format(wrong, most, names[int(pixels.argmax())])
@@ -288,10 +299,10 @@ def detail(samples: Samples, num_classes: int, predict: Predict) -> dict[str, An
     from segpipe.train.metrics import miou  # torch
 
     number = min(len(samples), MOST)
-    places = np.linspace(0, len(samples) - 1, number).round().astype(int).tolist()
+    places = np.linspace(0, len(samples) - 1, number).round().astype(int)
     sizes = np.zeros((2, num_classes, len(SIZE_NAMES)), np.int64)
     bands = np.zeros((len(DISTANCE_NAMES), num_classes, num_classes), np.int64)
-    for place in places:
+    for place in places.tolist():
         image, target = samples.read(place)
         pred = predict(image)
         sizes += by_size(pred, target, num_classes)
@@ -313,17 +324,15 @@ def by_size(pred: Ids, target: Ids, num_classes: int) -> Counts:
     Shapes: uint8 (H, W) twice -> int64 (2, C, 3).
     """
     found = np.zeros((2, num_classes, len(SIZE_NAMES)), np.int64)
-    labelled = target != IGNORE_INDEX
-    for k in np.union1d(np.unique(target), np.unique(pred)).tolist():
+    for k in np.union1d(target, pred).tolist():
         if k >= num_classes:
             continue
-        is_target, is_pred = target == k, (pred == k) & labelled
+        is_target, is_pred = target == k, (pred == k) & (target != IGNORE_INDEX)
         size = _sizes(is_target)
         found[0, k] = np.bincount(size[is_target & is_pred], minlength=3)
         found[1, k] = np.bincount(size[is_target], minlength=3)
         false = is_pred & ~is_target
-        if false.any():
-            found[1, k] += np.bincount(_sizes(is_pred)[false], minlength=3)
+        found[1, k] += np.bincount(_sizes(is_pred)[false], minlength=3)
     return found
 
 
@@ -376,7 +385,7 @@ def examples(
             index: int(counts[k].sum() + counts[:, k].sum() - 2 * counts[k, k])
             for index, counts in sorted(found.per_image.items())
         }
-        index = max(wrong, key=lambda index: wrong[index])
+        index = max(wrong, key=wrong.__getitem__)
         image, target = samples.read(index)
         pred = predict(image)
         counts = found.per_image[index]

@@ -390,7 +390,12 @@ def test_a_weak_class_gets_one_sentence_with_evidence() -> None:
     assert sentences["pole"].startswith(
         "59% of what is predicted as this class is not, 59% is lane; it is 0.94%"
     )
-    assert "augment.rare_crop" in sentences["pole"]
+    assert "Try augment.rare_crop=0.5 or data.balance=0.5 or" in sentences["pole"]
+    tried = ["augment.rare_crop", "loss.class_weights"]
+    others = advice(counts, ("road", "lane", "pole"), tried)
+    assert others["pole"].endswith("Try data.balance=0.5.")
+    others = advice(counts, ("road", "lane", "pole"), [*tried, "data.balance"])
+    assert others["pole"].endswith("tell the two apart.")
     assert advice(np.diag([5, 5, 0]), ("a", "b", "c")) == {}
     assert (
         "60% become road"
