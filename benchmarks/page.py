@@ -58,7 +58,7 @@ loss, `loss.stride=2` takes a quarter of the pixels; where updates wait for grad
   the compiler is told not to choose kernels by trials (`torch._inductor.config.deterministic`). It works with
   `compute.mode=elastic` alone. A compiled backward hands over all gradients at its end, so with several processes
   nothing is sent while it runs. The first update takes up to minutes. Every network is one graph
-  (`python benchmarks/run.py host` counts them): matrices of resizes and pooling are constants of it.
+  (`python benchmarks/run.py host` counts them): matrices of resizes and pooling are an operator of it.
 - `compute.cuda_graph=true` records forward and backward of the network at the first batch and replays them, which pays
   where launches take longer than kernels: small networks, small crops. Numbers: the kernels are those of eager, so the
   bits should be too; `segpipe gpu-check only=[graphs]` compares them on your GPU. As compiled networks, recorded ones

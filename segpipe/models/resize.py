@@ -6,9 +6,9 @@ are linear and separable, so they equal two products with small constant matrice
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-_MATRICES: dict[tuple[object, ...], Tensor] = {}
 _as_on_cuda = False
 
 
@@ -58,9 +57,7 @@ def bicubic(x: Tensor, size: tuple[int, int]) -> Tensor:
 def _needs_own_way(x: Tensor) -> bool:
     """Whether torch's own resize would not repeat its bits, or slowly, and no exported graph is being made."""
     on_cuda = x.is_cuda and torch.are_deterministic_algorithms_enabled()
-    exporting = (
-        _tracing() or torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting()
-    )
+    exporting = _tracing() or torch.compiler.is_exporting()
     return (on_cuda or _as_on_cuda) and not exporting
 
 
@@ -256,10 +253,8 @@ def _separable(x: Tensor, size: tuple[int, int], kind: str, stride: int = 1) -> 
             return _separable(x, size, kind, stride)
 
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    with _static_shapes():
-        rows = _matrix(kind, x.shape[-2], size[0], stride, wide)
-        columns = _matrix(kind, x.shape[-1], size[1], stride, wide)
-
+    rows = _matrix(kind, x.shape[-2], size[0], stride, wide)
+    columns = _matrix(kind, x.shape[-1], size[1], stride, wide)
     out = torch.matmul(rows, torch.matmul(wide, columns.t()))
 
     return out if wide is x else out.to(x.dtype)
@@ -269,23 +264,12 @@ def _matrix(kind: str, num_in: int, num_out: int, stride: int, like: Tensor) -> 
     """Weights of one axis, (num_out / stride, num_in), with dtype and device of `like`; cached per process."""
     given = (kind, int(num_in), num_out, stride, like.device, like.dtype)
     # torch.export's fake tensors must not outlive their trace; torch.jit.trace compares two traces, so both build it.
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        return _compiled(*given)
     if type(like) is not Tensor or _tracing():
         return _built(*given)
 
     return _kept(*given)
-
-
-def _kept(*given: Any) -> Tensor:
-    """The matrix of one axis, built once per process."""
-    if given not in _MATRICES:
-        _MATRICES[given] = _built(*given)
-
-    return _MATRICES[given]
-
-
-# torch.compile takes the matrix as a constant instead of tracing what builds it, which it cannot: what
-# torch.compiler.assume_constant_result does, without importing the compiler.
-_kept._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _built(
@@ -297,12 +281,29 @@ def _built(
     dtype: torch.dtype,
 ) -> Tensor:
     real = np.float64 if dtype == torch.float64 else np.float32
-    weights = WEIGHTS[kind](num_in, num_out, real)[stride // 2 :: stride].tolist()
+    weights = WEIGHTS[kind](num_in, num_out, real)[stride // 2 :: stride]
     # A tensor made in inference mode could not take part in a later backward.
     with torch.inference_mode(False):
-        matrix = torch.tensor(weights, dtype=dtype, device=device)
-    # A list of no rows has no columns either.
-    return matrix if weights else matrix.reshape(0, num_in)
+        return torch.tensor(weights, dtype=dtype, device=device)
+
+
+_kept = cache(_built)
+
+
+# torch.compile cannot trace what builds a matrix, and takes only one constant of a function.
+_compiled = torch.library.custom_op(
+    "segpipe::resize_matrix",
+    lambda *given: _kept(*given).clone(),
+    mutates_args=(),
+    schema="(str kind, int num_in, int num_out, int stride, Device device, ScalarType dtype) -> Tensor",
+)
+
+
+@_compiled.register_fake
+def _(kind: str, num_in: int, num_out: int, stride: int, *like: Any) -> Tensor:
+    device, dtype = like
+    rows = len(range(stride // 2, num_out, stride))
+    return torch.empty(rows, num_in, device=device, dtype=dtype)
 
 
 # Of one axis, by the kind of resize.
@@ -312,14 +313,6 @@ WEIGHTS: dict[str, Callable[..., NDArray[Any]]] = {
     "bilinear_corners": partial(bilinear_weights, align_corners=True),
     "bicubic": bicubic_weights,
 }
-
-
-def _static_shapes() -> AbstractContextManager[object]:
-    """Silences torch.jit.trace's warning that shapes become constants: a traced file serves one size by contract."""
-    if not _tracing():
-        return nullcontext()
-    category: type[Warning] = torch.jit.TracerWarning  # type: ignore[attr-defined]
-    return warnings.catch_warnings(action="ignore", category=category)
 
 
 def _tracing() -> bool:

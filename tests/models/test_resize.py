@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from segpipe.models import build_model, resize
-from segpipe.train.forward import AllHeads
+from segpipe.train.forward import AllHeads, autocast
 
 SIZES = [
     ((1, 1), (3, 5)),
@@ -100,16 +100,14 @@ def test_half_precision_is_computed_in_fp32_also_under_autocast(
     torch.testing.assert_close(ours, wide.to(dtype), rtol=0, atol=0)
 
 
-def test_matrices_of_inference_mode_serve_a_later_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(resize, "_MATRICES", {})
+def test_matrices_of_inference_mode_serve_a_later_backward() -> None:
+    resize._kept.cache_clear()
     x = torch.randn(1, 1, 3, 4, requires_grad=True)
     with torch.inference_mode():
         resize.bilinear_matmul(x, (6, 8))
     resize.bilinear_matmul(x, (6, 8)).sum().backward()
     assert x.grad is not None
-    assert len(resize._MATRICES) == 2
+    assert resize._kept.cache_info().currsize == 2
 
 
 def test_bilinear_on_a_cpu_is_interpolate() -> None:
@@ -137,19 +135,18 @@ class Pool(nn.Module):
         return resize.adaptive_avg_pool(x, 3)
 
 
-def test_pooling_survives_export_and_leaves_no_fake_tensor_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(resize, "_MATRICES", {})
+def test_pooling_survives_export_and_leaves_no_fake_tensor_behind() -> None:
+    resize._kept.cache_clear()
     x = torch.randn(1, 2, 7, 10)
     exported = torch.export.export(Pool(), (x,)).module()
     torch.testing.assert_close(
         exported(x), F.adaptive_avg_pool2d(x, 3), rtol=0, atol=1e-6
     )
-    assert not resize._MATRICES
+    assert not resize._kept.cache_info().currsize
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_pooling_survives_tracing() -> None:
     x = torch.randn(1, 2, 7, 10)
     traced = torch.jit.trace(Pool(), x)
@@ -168,3 +165,23 @@ def test_a_compiled_network_is_one_graph(name: str) -> None:
     assert found.keys() == expected.keys()
     for head in found:
         assert torch.equal(found[head], expected[head])
+
+
+@pytest.mark.slow
+def test_a_compiled_network_learns_as_an_eager_one() -> None:
+    """Through what makes the graph of a backward; inductor itself takes minutes."""
+    torch.manual_seed(0)
+    net, image = AllHeads(build_model("fast_scnn", 5)), torch.rand(2, 3, 64, 96)
+    for module in net.modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()
+    gradients = []
+    with resize.as_on_cuda(), autocast(torch.device("cpu"), "bf16"):
+        compiled = torch.compile(net, dynamic=False, backend="aot_eager")
+        for forward in (net, compiled):
+            net.zero_grad()
+            heads = forward(image)
+            torch.stack([logits.square().mean() for logits in heads.values()]).sum().backward()  # fmt: skip
+            gradients.append([value.grad for value in net.parameters()])
+    for ours, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
