@@ -227,6 +227,7 @@ class Contract:
         self._rank = rank
         self._world_size = world_size
         self._store = store
+        self.server = store  # of rank 0: without a reference, it would end before the ranks' last words
         self._timeout_s = timeout_s
         self._hosts = hosts or [""] * world_size
         # Of each rank, the number of its last look, and when this one was seen first; of "least", the calls of the rank
@@ -355,8 +356,9 @@ class Contract:
                 self._store = (
                     None  # an answer that comes now would be taken for the next
                 )
-                code = CollectiveError.exit_code
-                self._accept(self._without_store(error), code, told=False)
+                self._accept(
+                    self._without_store(error), CollectiveError.exit_code, told=False
+                )
         return self._answered_at is not None
 
     def tick(self, store: Store) -> None:
@@ -427,10 +429,11 @@ class Contract:
                     "ranks called different collectives, or one is missing"
                 )
 
-        answers = {}
-        for rank in range(self._world_size):
-            if store.check([f"calls/{rank}"]):
-                answers[rank] = dict(json.loads(store.get(f"calls/{rank}")))
+        answers = {
+            rank: dict(json.loads(store.get(f"calls/{rank}")))
+            for rank in range(self._world_size)
+            if store.check([f"calls/{rank}"])
+        }
 
         complete = len(answers) == self._world_size
         over = now - self._answered_at > ANSWERS_S
@@ -568,5 +571,6 @@ def watch(
     own.set_timeout(timedelta(seconds=SILENT_S))
     _limit_waits(int(os.environ.get("MASTER_PORT", "0")))
     contract = Contract(rank, world_size, own, timeout_s=timeout_s, hosts=hosts)
+    contract.server = store
     rounds.add(contract.look)
     return contract

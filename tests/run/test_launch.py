@@ -68,10 +68,16 @@ def _rank(rank: int, folder: str, changes: tuple[str, ...] = RECIPE) -> int:
 
 
 @pytest.mark.slow
-def test_sixteen_processes_compute_the_same_bits(alone: Path, tmp_path: Path) -> None:
-    """The ranks are forked, as a launcher would start them: importing torch 16 times takes a minute on two cores."""
+def test_sixteen_processes_compute_the_same_bits(
+    alone: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks are forked, as a launcher would start them: importing torch 16 times takes a minute on two cores.
+
+    Rank 0 holds the store, and leaves last: no other loses it and says so.
+    """
     folder = tmp_path / "sixteen"
     assert launched(16, _rank, str(folder)) == [0] * 16
+    assert "TCPStore" not in capfd.readouterr().err
     assert result(folder)["world_size"] == 16
     assert outcome(folder) == outcome(alone)
     assert result(folder)["versions"] == result(alone)["versions"]
