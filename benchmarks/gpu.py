@@ -333,7 +333,7 @@ def camvid(bench: Bench) -> dict[str, Any]:
         "export.enabled=false",
         "train.progress=false",
     ]
-    # The rate falls to 0 at the last step, however many there are; the recipe's own end is after 6000.
+    # The rate falls to 0 at the last step, however many there are; the recipe's schedule is longer than its steps.
     overrides += [f"compute.device={bench.device.type}", "optim.schedule_steps=0"]
     group = Group(0, 0, 1, bench.device)
     probe = compose([*overrides, "train.steps=60", "train.log_every=60"])
