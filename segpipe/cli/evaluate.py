@@ -7,6 +7,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from segpipe.cli.commands import Given
 from segpipe.data.samples import open_samples, sequences
 from segpipe.datasets.problems import verify
@@ -56,6 +58,9 @@ def scored(given: Given) -> tuple[Given, list[int]]:
             f"data.root = {config.data.root} has other classes than the network: {samples.classes.names}"
         )
     group = Group(0, 0, 1, choose_device(config.compute.device, 0))
+    if config.train.channels_last:
+        # In another layout sums round otherwise: one pixel in ten million had another class than in the run.
+        trained.model.to(memory_format=torch.channels_last)
     found = validate(
         trained.model.to(group.device),
         trained.preprocess.to(group.device),
@@ -72,9 +77,9 @@ def scored(given: Given) -> tuple[Given, list[int]]:
         "images": len(samples),
         "step": trained.step,
     }
-    names, where = samples.classes.names, sequences(samples, config.data.sequence)
-    figures |= scores(found, names, where, _seen(trained.config, config))
-    figures |= how.described
+    where = sequences(samples, config.data.sequence)
+    seen = _seen(trained.config, config)
+    figures |= scores(found, samples.classes.names, where, seen) | how.described
     changed = changed_since(Path(given["run"]), trained.config.data, config.data)
     notes = [
         f"T{changed[1:]}: this is not the score of that day." if changed else "",
@@ -85,8 +90,8 @@ def scored(given: Given) -> tuple[Given, list[int]]:
         about = {"device": str(group.device), "ema_digest": trained.ema_digest}
         answer = partial(segment, trained.model, trained.preprocess, how=how)
         predict = predictor(answer, group.device)
-        data = page_data(config, samples, found, figures | about, predict)
-        write_report(Path(given["out"]), data)
+        page = page_data(config, samples, found, figures | about, predict)
+        write_report(Path(given["out"]), page)
     return figures, found.total.sum(1).tolist()
 
 
@@ -94,8 +99,8 @@ def _seen(trained: Config, config: Config) -> set[str] | None:
     """Sequences of the run's training images; None if these are not on this machine."""
     for data in (trained.data, config.data):
         try:
-            samples = open_samples(data, "train", trained.seed)
-            return set(sequences(samples, config.data.sequence))
+            training = open_samples(data, "train", trained.seed)
+            return set(sequences(training, config.data.sequence))
         except DataError:
             continue
     return None

@@ -108,9 +108,7 @@ def verify(given: Given, *, engines: Sequence[str] = ()) -> ExportReport:
     config.export.engines = [*config.export.engines, *engines]
     manifest = read_manifest(folder)
     samples = validation_samples(config, trained.classes)
-    changed = ""
-    if samples is not None:
-        changed = changed_since(run, trained.config.data, config.data)
+    changed = samples and changed_since(run, trained.config.data, config.data)
     try:
         report = verify_folder(
             trained,
@@ -147,16 +145,15 @@ def weights_main(given: Given) -> int:
             f"out = {out} exists already. Choose another name, or delete it."
         )
     trained = load_network(Path(given["run"]), given["which"])
-    keys = None
-    if given["names"] == "original":
-        keys = trained.model.published_keys
-        if not keys:
-            raise ConfigError(
-                f"names = original, but {trained.config.model.name} has no other names. Leave names out."
-            )
+    original = given["names"] == "original"
+    keys = trained.model.published_keys if original else ()
+    if original and not keys:
+        raise ConfigError(
+            f"names = original, but {trained.config.model.name} has no other names. Leave names out."
+        )
     # Each in memory of its own, as safetensors wants them.
     tensors = {
-        published_key(name, keys) if keys else name: value.clone().contiguous()
+        published_key(name, keys): value.clone().contiguous()
         for name, value in trained.model.state_dict().items()
     }
     write_atomically(out, save(tensors, metadata=_metadata(trained, given)))

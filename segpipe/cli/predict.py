@@ -39,18 +39,13 @@ def main(given: Given) -> int:
             f"out = {out} is a file, but a folder was needed. Choose another out=."
         )
     sources, left_out = find(given["source"], out)
-    has_video = any(source.is_video for source in sources)
-    check(given, has_video=has_video)
+    check(given, has_video=any(source.is_video for source in sources))
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(out, error) from error
     outputs = Outputs(
-        out,
-        predictor(given),
-        given["overlay"],
-        given["alpha"],
-        given["frames"],
+        out, predictor(given), given["overlay"], given["alpha"], given["frames"]
     )
     with progress("predict", console=ERRORS) as show:
         job = PredictJob(
@@ -76,7 +71,7 @@ def check(given: Given, *, has_video: bool) -> None:
     here, other = ("run", "artifact") if given["run"] else ("artifact", "run")
     defaults = {key.key: key.default for key in COMMANDS["predict"].keys}
     for key, reason in ONLY[other].items():
-        if given.get(key, defaults.get(key)) != defaults.get(key):
+        if given.get(key) not in (None, defaults.get(key)):
             raise ConfigError(
                 f"{key} = {given[key]}, but {here} is set: {reason}. Leave {key} out."
             )
@@ -105,16 +100,14 @@ def predictor(given: Given) -> Predictor:
 
 def summary(done: PredictJob, outputs: Outputs) -> dict[str, Any]:
     """The line that the command prints."""
-    model = outputs.predictor.model
     shares = outputs.shares(done.pixels) if done.entries else {}
-    speed = done.answered / done.took if done.took else 0.0
     return {
         "out": str(outputs.out),
         "predicted": len(done.entries) - done.kept,
         "kept": done.kept,
         "problems": len(done.problems),
         "images": done.answered,
-        "images_per_second": round(speed, 2),
+        "images_per_second": round(done.answered / max(done.took, 1e-9), 2),
         "share": {name: round(share, 4) for name, share in shares.items()},
-        **model,
+        **outputs.predictor.model,
     }

@@ -31,11 +31,13 @@ from runs import (
     run,
     settings,
     start,
+    torch_restored,
     updates,
     wait_for,
     write_camvid,
 )
 from segpipe import files
+from segpipe.cli import evaluate as evaluating
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import STREET, ClassTable
 from segpipe.data.data_set import Samples, SyntheticSamples
@@ -574,6 +576,27 @@ def test_full_disk_under_metrics_is_told_in_a_line(
     monkeypatch.setattr(tracking.Tracker, "log", full)
     assert run(tmp_path / "run") == 2
     assert f"{tmp_path / 'run'} could not be written: No space left" in told(capsys)
+
+
+def test_evaluate_computes_what_the_last_validation_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit of the confidences, of which one in ten million parts two classes."""
+    seen = []
+
+    def seeing(*given: Any, **named: Any) -> Validation:
+        seen.append(validate(*given, **named))
+        return seen[-1]
+
+    for module in (engine, evaluating):
+        monkeypatch.setattr(module, "validate", seeing)
+    changes = ("train.steps=1", "data.size=[360,480]")  # smaller ones round alike
+    assert run(tmp_path / "run", *changes) == 0
+    with torch_restored():
+        assert evaluate([f"run={tmp_path / 'run'}", "data.workers=0"]) == 0
+    of_run, again = (found.calibration for found in seen)
+    assert of_run[:, 1].sum() > 0
+    assert torch.equal(of_run, again)
 
 
 def test_evaluate_repeats_the_miou_of_the_run(whole: Path) -> None:
