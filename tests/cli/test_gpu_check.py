@@ -240,6 +240,7 @@ def hangs(bench):
     bench.keep({"found": 1})
     time.sleep(600)
 gpu.CHECKS = {
+    "first": gpu.Check(lambda bench: {"found": 0}, 1, 5),
     "hangs": gpu.Check(hangs, 1, 5),
     "dies": gpu.Check(lambda bench: os._exit(7), 1, 5),
     "sound": gpu.Check(lambda bench: {"found": 2}, 1, 5),
@@ -249,7 +250,7 @@ if sys.argv[1].startswith("{"):
 else:
     from segpipe.cli.main import main
     row = gpu.Worker.row  # it would wait for all the time that is left
-    gpu.Worker.row = lambda self, name, seconds, limit: row(self, name, seconds, 30 if name == "hangs" else limit)
+    gpu.Worker.row = lambda self, name, seconds, limit: row(self, name, seconds, 10 if name == "hangs" else limit)
     gpu.START = open(__file__).read()
     sys.exit(main(["gpu-check", "--device", "cpu", "--out", sys.argv[1]]))
 """
