@@ -10,6 +10,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from rich.console import Console
@@ -32,10 +33,25 @@ LAYOUTS = [
     *((workers, how) for workers in (1, 3) for how in ("fork", "forkserver", "spawn")),
 ]
 CONTROLS = (1, 2, 4)  # processes in mode ddp
+DRAWN = 24  # further recipes: RECIPE with EACH of the following drawn at random, each in one process and in 2 or 3
+EACH = 8
+CHOICES = {
+    "model": ("fast_scnn", "ddrnet23_slim", "dabnet", "regseg", "pp_liteseg_t", "stdc1", "bisenetv2", "lraspp"),
+    "model.standardize": ("true",), "optim.lr_scale": ("{classifier.*: 10}",),
+    "loss.name": ("cross_entropy", "focal"), "loss.class_weights": ("none", "sqrt", "log1.10"),
+    "loss.label_smoothing": ("0.1",), "loss.dice_weight": ("1",), "loss.lovasz_weight": ("0.5",),
+    "loss.stride": ("2",), "loss.aux_stride": ("4",), "loss.aux_weight": ("0",), "loss.boundary": ("detail",),
+    "loss.backend": ("plain",), "loss.ohem_min_kept": ("0", "1"), "optim.name": ("adamw",),
+    "optim.schedule": ("cosine",), "optim.clip_norm": ("0",), "ema.decay": ("0",), "train.precision": ("fp32", "fp16"),
+    "train.channels_last": ("false",), "train.validate_every": ("1",), "augment.color_on": ("device",),
+    "augment.gamma": ("[0.7,2.0]",), "augment.scale": ("[1,2.5]",), "augment.rare_crop": ("0.5",),
+    "augment.crop_size": ("[60,90]", "[96,96]"), "data.balance": ("0.5",), "data.cache_mib": ("10",),
+    "compute.samples_per_shard": ("3",), "checkpoint.every": ("1",),
+}  # fmt: skip
 SMOKE = {
     "RECIPE": (*RECIPE, "model=fast_scnn", "train.steps=1", "data.num_train=32",
                "data.num_val=1"),
-    "PROCESSES": (1,), "UNEVEN": (), "CONTROLS": (), "LAYOUTS": LAYOUTS[:1],
+    "PROCESSES": (), "UNEVEN": (), "CONTROLS": (), "LAYOUTS": LAYOUTS[:1], "DRAWN": 1,
 }  # fmt: skip
 
 
@@ -49,13 +65,26 @@ class Case:
     start_method: str = "fork"
     mode: str = "elastic"
     shards: int = 16
+    drawn: int = 0  # number of a drawn recipe; 0: RECIPE itself
 
     @property
     def changes(self) -> list[str]:
         return [
             f"data.workers={self.workers}", f"data.start_method={self.start_method}", f"compute.mode={self.mode}",
-            f"compute.shards={self.shards}",
+            f"compute.shards={self.shards}", *(drawn(self.drawn) if self.drawn else ()),
         ]  # fmt: skip
+
+
+def drawn(number: int) -> list[str]:
+    """What a drawn recipe changes. A pattern that matches nothing is refused, so it comes with its
+    network."""
+    random = Random(number)
+    found = {
+        key: random.choice(CHOICES[key]) for key in random.sample([*CHOICES], EACH)
+    }
+    if "optim.lr_scale" in found:
+        found["model"] = "fast_scnn"
+    return [f"{key}={value}" for key, value in found.items()]
 
 
 def recipe() -> tuple[str, ...]:
@@ -78,7 +107,15 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         for workers, how in LAYOUTS[1:][:most]
     ]
     workers, how = LAYOUTS[-1]
-    cases += [Case("synthetic", processes=2, workers=workers, start_method=how)]
+    if PROCESSES:
+        cases += [Case("synthetic", processes=2, workers=workers, start_method=how)]
+    for number in range(1, 1 + min(DRAWN, given.repeats or DRAWN)):
+        cases += [
+            Case("synthetic", shards=4, drawn=number),
+            Case(
+                "synthetic", processes=2 + number % 2, workers=1, shards=4, drawn=number
+            ),
+        ]
     cases += [Case("synthetic", processes=number, shards=6) for number in UNEVEN[:most]]
     controls = [Case("synthetic", processes=number, mode="ddp") for number in CONTROLS]
     rows = []
@@ -88,13 +125,15 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             rows.append({**case.__dict__, **found})
             Console(stderr=True).print(rows[-1], soft_wrap=True)
     elastic = [row for row in rows if row["mode"] == "elastic"]
-    kinds = sorted({(row["data"], row["shards"]) for row in elastic})
-    equal = {
-        f"{data}, {shards} shards": _equal(
-            [row for row in elastic if (row["data"], row["shards"]) == (data, shards)]
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in elastic:
+        number = row["drawn"]
+        recipe_of = (
+            f"drawn recipe {number}: {' '.join(drawn(number))}, " if number else ""
         )
-        for data, shards in kinds
-    }
+        kind = f"{recipe_of}{row['data']}, {row['shards']} shards"
+        kinds.setdefault(kind, []).append(row)
+    equal = {kind: _equal(rows) for kind, rows in kinds.items()}
     control = _equal([row for row in rows if row["mode"] == "ddp"])
     return {
         "what": f"{' '.join(recipe())}; torchrun --nproc-per-node=processes",

@@ -84,7 +84,7 @@ def test_sixteen_processes_compute_the_same_bits(
 
 
 def test_three_processes_compute_the_same_bits(alone: Path, tmp_path: Path) -> None:
-    """Of 5, 5 and 6 shards. Two of torchrun and one are compared by the smoke size of benchmarks/bits.py."""
+    """Of 5, 5 and 6 shards. benchmarks/bits.py compares one and several of torchrun at its smoke size, too."""
     folder = tmp_path / "several"
     division = ("compute.nproc=3", "data.workers=1")
     done = command("train.py", *settings(folder, *RECIPE, *division))
