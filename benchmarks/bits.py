@@ -76,8 +76,7 @@ class Case:
 
 
 def drawn(number: int) -> list[str]:
-    """What a drawn recipe changes. A pattern that matches nothing is refused, so it comes with its
-    network."""
+    """What a drawn recipe changes. A pattern that matches nothing is refused, so it comes with its network."""
     random = Random(number)
     found = {
         key: random.choice(CHOICES[key]) for key in random.sample([*CHOICES], EACH)
@@ -96,7 +95,7 @@ def recipe() -> tuple[str, ...]:
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Digests of all cases; passed when those of one data set and number of shards are equal, and those of the control
-    are not. `--repeats` limits the numbers of processes and the layouts of workers to the first so many."""
+    are not. `--repeats` limits the numbers of processes, layouts of workers and drawn recipes to the first so many."""
     sets, most = ["synthetic", *(["camvid"] if given.camvid else [])], given.repeats
     cases = [
         Case(data, processes=number) for data in sets for number in PROCESSES[:most]
@@ -133,7 +132,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         )
         kind = f"{recipe_of}{row['data']}, {row['shards']} shards"
         kinds.setdefault(kind, []).append(row)
-    equal = {kind: _equal(rows) for kind, rows in kinds.items()}
+    equal = {kind: _equal(alike) for kind, alike in kinds.items()}
     control = _equal([row for row in rows if row["mode"] == "ddp"])
     return {
         "what": f"{' '.join(recipe())}; torchrun --nproc-per-node=processes",

@@ -79,7 +79,7 @@ def scored(given: Given) -> tuple[Given, list[int]]:
     }
     where = sequences(samples, config.data.sequence)
     seen = _seen(trained.config, config)
-    figures |= scores(found, samples.classes.names, where, seen) | how.described
+    figures |= scores(found, trained.classes.names, where, seen) | how.described
     changed = changed_since(Path(given["run"]), trained.config.data, config.data)
     notes = [
         f"T{changed[1:]}: this is not the score of that day." if changed else "",
@@ -90,8 +90,10 @@ def scored(given: Given) -> tuple[Given, list[int]]:
         about = {"device": str(group.device), "ema_digest": trained.ema_digest}
         answer = partial(segment, trained.model, trained.preprocess, how=how)
         predict = predictor(answer, group.device)
-        page = page_data(config, samples, found, figures | about, predict)
-        write_report(Path(given["out"]), page)
+        write_report(
+            Path(given["out"]),
+            page_data(config, samples, found, figures | about, predict),
+        )
     return figures, found.total.sum(1).tolist()
 
 

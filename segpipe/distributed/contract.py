@@ -227,7 +227,7 @@ class Contract:
         self._rank = rank
         self._world_size = world_size
         self._store = store
-        self.server = store  # of rank 0: without a reference, it would end before the ranks' last words
+        self.server = store  # kept: rank 0's may be the server, which would end with the process group
         self._timeout_s = timeout_s
         self._hosts = hosts or [""] * world_size
         # Of each rank, the number of its last look, and when this one was seen first; of "least", the calls of the rank

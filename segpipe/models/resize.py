@@ -57,8 +57,9 @@ def bicubic(x: Tensor, size: tuple[int, int]) -> Tensor:
 def _needs_own_way(x: Tensor) -> bool:
     """Whether torch's own resize would not repeat its bits, or slowly, and no exported graph is being made."""
     on_cuda = x.is_cuda and torch.are_deterministic_algorithms_enabled()
-    exporting = _tracing() or torch.compiler.is_exporting()
-    return (on_cuda or _as_on_cuda) and not exporting
+    if _tracing() or torch.compiler.is_exporting():
+        return False
+    return on_cuda or _as_on_cuda
 
 
 @contextmanager
@@ -263,9 +264,9 @@ def _separable(x: Tensor, size: tuple[int, int], kind: str, stride: int = 1) -> 
 def _matrix(kind: str, num_in: int, num_out: int, stride: int, like: Tensor) -> Tensor:
     """Weights of one axis, (num_out / stride, num_in), with dtype and device of `like`; cached per process."""
     given = (kind, int(num_in), num_out, stride, like.device, like.dtype)
-    # torch.export's fake tensors must not outlive their trace; torch.jit.trace compares two traces, so both build it.
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         return _compiled(*given)
+    # torch.export's fake tensors must not outlive their trace; torch.jit.trace compares two traces, so both build it.
     if type(like) is not Tensor or _tracing():
         return _built(*given)
 
@@ -302,8 +303,8 @@ _compiled = torch.library.custom_op(
 @_compiled.register_fake
 def _(kind: str, num_in: int, num_out: int, stride: int, *like: Any) -> Tensor:
     device, dtype = like
-    rows = len(range(stride // 2, num_out, stride))
-    return torch.empty(rows, num_in, device=device, dtype=dtype)
+    rows = range(stride // 2, num_out, stride)
+    return torch.empty(len(rows), num_in, device=device, dtype=dtype)
 
 
 # Of one axis, by the kind of resize.

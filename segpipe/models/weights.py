@@ -333,6 +333,9 @@ def _names(
             )
             if count > most:
                 best, most = names, count
+
+            if count == min(len(own), len(tensors)):
+                return names  # the rest would take seconds
     return best
 
 

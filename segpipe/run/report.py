@@ -52,6 +52,7 @@ LAST_LINES = 8  # of metrics.jsonl, on the live page
 NEIGHBORS = 10  # places in the order of the names within which images look much alike
 WEAK = 0.6  # IoU below which a class gets advice
 RARE = 0.01  # share of the labelled pixels
+# What helped rare classes, see docs/sampling.md.
 REMEDIES = {
     "augment.rare_crop": "0.5",
     "data.balance": "0.5",

@@ -252,8 +252,14 @@ def build_state(
         model, config.optim, fused=scales and device.type == "cuda"
     )
     scaler = torch.amp.GradScaler(device.type, enabled=scales)
-    ema, known = Ema(model, config.ema), tuple(filter(None, notes))
-    return TrainState(model, ema, optimizer, scaler, weights=record, notes=known)
+    return TrainState(
+        model,
+        Ema(model, config.ema),
+        optimizer,
+        scaler,
+        weights=record,
+        notes=tuple(filter(None, notes)),
+    )
 
 
 def _load(
@@ -289,5 +295,4 @@ def _with_sync_batchnorm(
         raise ConfigError(
             "model.norm = sync, but torch has SyncBatchNorm for GPUs only. Set model.norm=batch."
         )
-    converted: SegmentationNet = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    return converted
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call, no-any-return]
