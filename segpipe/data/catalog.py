@@ -439,7 +439,7 @@ def missing(folder: Path) -> str:
     hint = (
         f"Nearest: {parent / other}"
         if other
-        else f"{parent}/ holds {', '.join(siblings[:8]) or 'no folders'}"
+        else f"{parent} holds {', '.join(siblings[:8]) or 'no folders'}"
     )
     return f"{absent} does not exist. {hint}. Set data.root and the split to existing folders."
 

@@ -302,7 +302,7 @@ def test_nothing_is_suggested_for_a_folder_that_is_like_no_other(
     for name in ("ext", "images"):
         (tmp_path / name).mkdir()
     assert missing(tmp_path / "nonexist").startswith(
-        f"{tmp_path}/nonexist does not exist. {tmp_path}/ holds ext, images."
+        f"{tmp_path}/nonexist does not exist. {tmp_path} holds ext, images."
     )
     assert f"Nearest: {tmp_path}/images." in missing(tmp_path / "image")
 

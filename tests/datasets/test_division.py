@@ -208,7 +208,7 @@ def test_doctor_of_a_folder_without_images_does_not_suggest_itself(
     assert segpipe(["doctor", "data=folder", f"data.root={tmp_path}"]) == 2
     said = capsys.readouterr().out
     assert said.startswith(
-        f"{tmp_path}/images does not exist. {tmp_path}/ holds photos."
+        f"{tmp_path}/images does not exist. {tmp_path} holds photos."
     )
     assert "`segpipe doctor" not in said
 
