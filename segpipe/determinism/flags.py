@@ -27,9 +27,9 @@ SELECTING = re.compile(  # variables by which libraries choose kernels
     r"|NPY_(DISABLE|ENABLE)_CPU_FEATURES$"
 )
 # Of those, the ones that launchers set, or that differ between machines, and that choose no kernel: threads (which
-# compute.threads sets), their places and waiting, timeouts, connections, logs, labels of container images, folders.
+# compute.threads sets), their places and waiting, memory, timeouts, connections, logs, labels of containers, folders.
 NOT_SELECTING = re.compile(
-    r"OMP_(NUM_THREADS|WAIT_POLICY|PLACES|PROC_BIND|STACKSIZE)$"
+    r"(OMP|MKL)_NUM_THREADS$|OMP_(WAIT_POLICY|PLACES|PROC_BIND|STACKSIZE)$|PYTORCH_(CUDA_)?ALLOC_CONF$"
     r"|GOMP_(CPU_AFFINITY|SPINCOUNT|STACKSIZE)$"
     r"|KMP_(AFFINITY|BLOCKTIME|DUPLICATE_LIB_OK|INIT_AT_FORK|STACKSIZE|WARNINGS)$"
     r"|TORCH_(NCCL|ELASTIC|FR|SHOW|DISABLE_SHARE_RDZV)_|NCCL_(SOCKET|IB|NET)_|NCCL_(COMM_ID|HOSTID)$"

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
@@ -278,17 +278,24 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
                 step, shards, stop=stop.asked, wait=_waits(run), check=check
             )
             if result is None:
-                _save(run, "last.pt")
-                raise Interrupted(
-                    f"stopped at step {current.step}; {run.folder / 'last.pt'} is written. "
-                    f"Continue with run.exists=resume."
-                )
+                _interrupt(run)
             clock.tick()
             if current.step == run.log_after:
                 _log(run, result)
             run.view.advance(current.step)
             with clock.paused():
                 _keep(run)
+        # One that came during the last update has no next update that it could stop.
+        if run.watch.sum([int(stop.asked)])[0]:
+            _interrupt(run)
+
+
+def _interrupt(run: Run) -> NoReturn:
+    _save(run, "last.pt")
+    raise Interrupted(
+        f"stopped at step {run.state.step}; {run.folder / 'last.pt'} is written. "
+        f"Continue with run.exists=resume."
+    )
 
 
 def _keep(run: Run) -> None:

@@ -93,12 +93,12 @@ class Recorder(Watch):
         # On the device, before they are written.
         self.steps_held = 10 if self.audits else 50
 
-        named = state.model.named_parameters()
-        self._trained = {name: value for name, value in named if value.requires_grad}
-        self._weights = {name: [value] for name, value in self._trained.items()}
+        named = dict(state.model.named_parameters())
+        self._trained = {name: one for name, one in named.items() if one.requires_grad}
+        self._weights = {name: [value] for name, value in named.items()}
         self._averaged = _numbers(state.ema.model)
         self._statistics = _numbers(state.model)
-        for name in self._trained:
+        for name in named:
             del self._statistics[name]
 
         session = next_session(config.run_dir) if group.is_main else 0

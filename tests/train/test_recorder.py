@@ -313,18 +313,22 @@ class Frames:
 def test_every_tensor_of_the_state_is_in_its_digest_and_in_no_other(
     tmp_path: Path,
 ) -> None:
+    """A frozen weight is one of the weights."""
     config = Config()
     config.run.root, config.optim.name = str(tmp_path), "adamw"
     state = build_state(config, STREET, torch.device("cpu"))
+    frozen = next(state.model.parameters()).requires_grad_(False)
     recorder = Recorder(
         config, Group(0, 0, 1, torch.device("cpu")), state, Frames(), {}
     )  # type: ignore[arg-type]
     for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
+    frozen.grad = None
     state.optimizer.step()
     kept = {
         name: state.optimizer.state[value]
         for name, value in state.model.named_parameters()
+        if value is not frozen
     }
     moments = {
         name: [moment for _, moment in sorted(kept[name].items())] for name in kept

@@ -268,7 +268,7 @@ def test_sigkill_in_a_write_then_resume_in_two_processes(
 def test_sigterm_of_one_process_is_kept_as_ctrl_c(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice: at a step, and while the weights are validated at the end, when only the validation is left to do."""
+    """At a step, in the last one, and while the weights are validated at the end, when only that is left to do."""
     folder = tmp_path / "run"
     apply = engine.TrainStep.apply
     monkeypatch.setattr(
@@ -278,6 +278,14 @@ def test_sigterm_of_one_process_is_kept_as_ctrl_c(
     )
     assert run(folder, *LONG, "checkpoint.every=0") == 130
     assert checkpoint.load(folder / "last.pt")["step"] == 9
+    monkeypatch.setattr(
+        engine.TrainStep,
+        "apply",
+        lambda step: (apply(step), step.state.step == STEPS and _terminate()),
+    )
+    assert run(folder, *LONG, "run.exists=resume") == 130
+    assert checkpoint.load(folder / "last.pt")["step"] == STEPS
+    assert not (folder / "result.json").exists()
     monkeypatch.undo()
 
     def interrupted(*_: object, **__: object) -> Validation:
