@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -82,7 +83,7 @@ def configuration(settings: Settings = ()) -> Config:
         return settings
     if isinstance(settings, Mapping):
         return compose(list(_overrides(settings)))
-    return compose(list(settings))
+    return compose([settings] if isinstance(settings, str) else list(settings))
 
 
 def load(
@@ -172,14 +173,21 @@ def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _typed(value: Any) -> str:
+    if hasattr(value, "tolist"):  # of numpy or torch
+        value = value.tolist()
     if isinstance(value, Mapping):
-        entries = (f"{key}: {_typed(each)}" for key, each in value.items())
+        entries = (f"{_key(name)}: {_typed(each)}" for name, each in value.items())
         return f"{{{', '.join(entries)}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_typed, value))}]"
     if isinstance(value, str | Path):
         return quoted(str(value))
     return json.dumps(value)
+
+
+def _key(name: Any) -> str:
+    """A key of a mapping in Hydra's grammar, which knows no quotes there."""
+    return re.sub(r"([\\()\[\]{}:=,\s])", r"\\\1", str(name))
 
 
 def train_main(given: Given) -> int:
@@ -219,7 +227,7 @@ def train_job(job: DictConfig) -> int:
     if _is_of_joblib():
         # Nobody could tell whose line it is that one of several jobs prints.
         log = Path(config.run.root, ".joblib", f"{config.run.name}.log")
-        log.parent.mkdir(exist_ok=True)
+        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -243,7 +251,7 @@ def run(config: Config) -> RunResult:
         return RunResult(config.run_dir, result)
     kinds = {kind.exit_code: kind for kind in _kinds(SegpipeError)}
     now = failure(config.run_dir)
-    error = kinds.get(code, SegpipeError)("" if now == before else now[1])
+    error = kinds.get(code, SegpipeError)("" if now == before else now.reason)
     error.exit_code, error.told = code, True
     raise error
 

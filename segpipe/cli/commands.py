@@ -19,24 +19,10 @@ TRUST = Setting(
     [],
     "packages that code named by the run may be imported from, see docs/plugins.md",
 )
-INFERENCE = (
-    Setting(
-        "tile",
-        "",
-        "HEIGHTxWIDTH of the tiles that images are cut into; empty: whole images",
-    ),
-    Setting(
-        "overlap",
-        0.25,
-        "share of a tile that it has in common with the next one, at least",
-        low=0,
-        high=0.9,
-    ),
-    Setting(
-        "tta",
-        [],
-        "average over views of the image: [flip,0.75,1.25] for mirrored and scaled ones",
-    ),
+TTA = Setting(
+    "tta",
+    [],
+    "average over views of the image: [flip,0.75,1.25] for mirrored and scaled ones",
 )
 PRECISIONS = ("fp32", "bf16", "fp16", "int8")
 EXISTS = ("keep", "replace")
@@ -81,7 +67,7 @@ COMMANDS = {
                 "",
                 "HTML file for a report with the worst images; empty: none",
             ),
-            *INFERENCE,
+            TTA,
             TRUST,
         ),
         (
@@ -108,14 +94,13 @@ COMMANDS = {
             Setting("run", "", "folder of the run"),
             WHICH,
             Setting("artifact", "", "exported folder, in place of a run"),
-            *INFERENCE,
+            TTA,
             Setting(
                 "precision",
                 "fp32",
                 "of the network; int8: an exported file",
                 choices=PRECISIONS,
             ),
-            Setting("batch", 1, "images of one size, or tiles, in one forward", low=1),
             Setting(
                 "provider",
                 "CPUExecutionProvider",
@@ -321,7 +306,6 @@ COMMANDS = {
             Setting(
                 "any_environment", False, "train even if versions or hardware differ"
             ),
-            Setting("evaluate", True, "measure the scores of last.pt again"),
             Setting("verify", True, "run the gates of the exported folder again"),
             Setting("out", "", "folder of the report; empty: <run>/audit"),
             TRUST,

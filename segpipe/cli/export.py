@@ -193,7 +193,13 @@ def audit(given: Given) -> int:
     check_folder(out)
 
     def gates(config: Config, folder: Path) -> str:
-        asked = {"run": given["run"], "which": "last", "artifact": str(folder)}
+        """The last line of `segpipe verify`, against the checkpoint that the folder says it was made of.
+
+        Whether it was, verify finds out by the digest of the weights.
+        """
+        made_of = read_manifest(folder)["source"]["checkpoint"] or {}
+        which = "best" if made_of.get("file") == "best.pt" else "last"
+        asked = {"run": given["run"], "which": which, "artifact": str(folder)}
         return verify({**flat(config), **asked}).line("ARTIFACT")
 
     request = AuditRequest(

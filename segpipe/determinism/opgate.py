@@ -226,6 +226,25 @@ def check_ops(
     return list(watch.found)
 
 
+class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """In the thread that enters it, ops that draw from torch's global generators raise RuntimeError.
+
+    All threads of a process share these generators, and the training's dropout draws from them.
+    """
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """As in TorchDispatchMode."""
+        given = (*args, *(kwargs or {}).values())
+        own = any(isinstance(each, torch.Generator) for each in given)
+        if torch.Tag.nondeterministic_seeded in op.tags and not own:
+            raise RuntimeError(
+                f"{op} would draw from the generator of the training; pass a torch.Generator"
+            )
+        return op(*args, **(kwargs or {}))
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks up every op before it runs."""
 

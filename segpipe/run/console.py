@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,8 +35,16 @@ LOOKS: dict[str, Any] = {
     "emoji": False,
     "markup": False,
 }
-CONSOLE = Console(width=None if sys.stdout.isatty() else WIDE, **LOOKS)
-ERRORS = Console(stderr=True, width=None if sys.stderr.isatty() else WIDE, **LOOKS)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """What read the output, `| head` say, is gone: the training goes on without a word."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
+CONSOLE = _Console(width=None if sys.stdout.isatty() else WIDE, **LOOKS)
+ERRORS = _Console(stderr=True, width=None if sys.stderr.isatty() else WIDE, **LOOKS)
 PLAIN_EVERY_S = 15.0  # between progress lines in a log file
 COLUMNS = {"precision": "precision", "recall": "recall", "f1": "F1"}
 MOST_ROWS = 20  # of a table of sequences

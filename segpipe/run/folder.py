@@ -149,16 +149,18 @@ def finished(config: Config) -> dict[str, Any] | None:
     made = [folder / PAGE]
     if config.export.enabled:
         made.append(Path(config.export.dir or folder / "export") / "manifest.json")
-    whole = all(path.is_file() for path in made) and not failure(folder)[0]
+    whole = all(path.is_file() for path in made) and not failure(folder).exit_code
     whole = whole and not is_live(made[0])
     if config.run.exists != "resume" or not whole:
         return None
     try:
         result = dict(read_json(folder / "result.json"))
         done = int(result.get("steps", 0)) >= config.train.steps
-    except (OSError, ValueError, TypeError):
+        wanted = config.export
+        same = not wanted.enabled or saved_config(folder).export == wanted
+    except (ConfigError, OSError, ValueError, TypeError):
         return None
-    return result if done or result.get("stopped_early") else None
+    return result if same and (done or result.get("stopped_early")) else None
 
 
 def _holds_run(folder: Path) -> bool:

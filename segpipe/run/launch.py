@@ -97,6 +97,8 @@ BYTES_PER_PIXEL = 4  # RGB and class id
 MUCH_PADDING = 0.2  # of the crops
 LONGEST_SOCKET = 107  # bytes of a path, on Linux
 SOCKET_NAME = len("/pymp-12345678/listener-12345678")  # as multiprocessing makes it
+# Two trainings of one process would share torch's switches and generators.
+_ALONE = threading.Lock()
 # Raised on all ranks at once, so that rank 0 alone reports them.
 COMMON_ERRORS = (
     ConfigError, CheckpointError, NumericsError, DivergenceError, Interrupted,
@@ -108,6 +110,17 @@ def launch(config: Config) -> int:
 
     Raises SegpipeError when the run is refused before its processes start.
     """
+    if not _ALONE.acquire(blocking=False):
+        raise ConfigError(
+            "this process trains already, in another thread. Wait for that run, or start a process for this one."
+        )
+    try:
+        return _launch(config)
+    finally:
+        _ALONE.release()
+
+
+def _launch(config: Config) -> int:
     if environment.under_launcher():
         return work(config)
     try:
@@ -202,14 +215,18 @@ def prepare(config: Config, world_size: int, splits: Splits | None = None) -> Sp
     return splits
 
 
-def check_job(config: Config) -> None:
-    """Check the settings and the folder of a sweep's job, which starts later; its data is for `examine`."""
+def check_job(config: Config) -> Config:
+    """Check the settings and the folder of a sweep's job, which starts later; its data is for `examine`.
+
+    Returns the configuration with its crop and steps.
+    """
     environment.check_tasks()
     check(config, world_size=1)
     config, _ = with_steps(config)
     check(config, world_size=_world_size(config))
     pin_weights(config)
     check_folder(config)
+    return config
 
 
 def examine(config: Config, splits: Splits | None = None) -> Splits:
@@ -285,7 +302,7 @@ def check_crop(config: Config, samples: DataSet) -> None:
     height, width = (max(sides) for sides in zip(*sizes, strict=True))
     crop = config.augment.crop_size
     fitting = [min(crop[0], int(height * largest)), min(crop[1], int(width * largest))]
-    fix = f"Set 'augment.crop_size={fitting}' or smaller."
+    fix = f"Set augment.crop_size=auto, or 'augment.crop_size={fitting}' or smaller."
     if min(fitting) < SETTINGS["augment.crop_size"].low:
         fix = "Use larger images, or raise the second number of augment.scale."
     if crop != fitting:

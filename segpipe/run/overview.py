@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from rich.table import Table
 
-from segpipe.errors import ConfigError, Interrupted
+from segpipe.errors import CheckpointError, ConfigError, Interrupted
 from segpipe.files import read_json
 from segpipe.run.console import CONSOLE, percent, table
 from segpipe.run.pages import COLORS, chart, points_of, write_page
@@ -106,6 +106,8 @@ def read_row(folder: Path, name: str) -> Row:
     try:
         result = read_json(folder / "result.json")
         score = result["miou"]
+        if result["steps"] < config.train.steps and not result.get("stopped_early"):
+            raise FileNotFoundError  # of before the run was made longer
         found |= {
             "miou": None if score is None else float(score),
             "steps": int(result["steps"]),
@@ -120,8 +122,9 @@ def read_row(folder: Path, name: str) -> Row:
         found |= {"steps": steps, "state": state}
     except (OSError, ValueError, TypeError, LookupError):
         found["state"] = "result.json is damaged"
-    code, reason = failure(folder)
-    if reason:
+    code, reason, _ = failure(folder)
+    # A finished run stays one when a resume of it is refused.
+    if reason and not ("digest" in found and code == CheckpointError.exit_code):
         state = "interrupted" if code == Interrupted.exit_code else "failed"
         found |= {"state": state, "reason": reason}
     return replace(row, **found)

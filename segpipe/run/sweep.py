@@ -37,7 +37,14 @@ from segpipe.run.overview import (
     run_table,
 )
 from segpipe.run.tracking import failure
-from segpipe.settings.compose import CONF, CommandLine, explained, quoted, resolve
+from segpipe.settings.compose import (
+    CONF,
+    CommandLine,
+    explained,
+    quoted,
+    resolve,
+    unquoted,
+)
 from segpipe.settings.config import Config
 
 # Runs that differ in nothing else repeat one recipe.
@@ -76,7 +83,7 @@ class SweepJob:
             row = read_row(folder, name)
         if not self.code:
             return replace(row, reason=self.reason or row.reason)
-        reason = self.reason or failure(folder)[1] or "see the messages above"
+        reason = self.reason or failure(folder).reason or "see the messages above"
         state = f"failed, exit code {self.code}"
         return replace(row, miou=None, state=state, reason=reason)
 
@@ -88,7 +95,7 @@ class Jobs:
     launcher: Launcher
     loader: ConfigLoader
     config: DictConfig
-    check_job: Check
+    check_job: Callable[[Config], Config]
     examine: Check
     jobs: dict[Path, SweepJob] = field(default_factory=dict)
     examined: list[Any] = field(default_factory=list)
@@ -157,11 +164,11 @@ class Jobs:
             config.compute.mode,
         ]
         try:
-            self.check_job(config)
+            whole = self.check_job(config)
             if finished(config):
                 job.code, job.reason = 0, "was finished already"
             if parts not in self.examined:
-                self.examine(config)
+                self.examine(whole)
                 self.examined.append(parts)
         except SegpipeError as error:
             refusal = ConfigError(
@@ -187,7 +194,9 @@ class Jobs:
             composed.append(config)
             names.append(str(config.run.name))
             pairs = [text.lstrip("+").partition("=") for text in overrides]
-            swept.append({key: value for key, _, value in pairs if key not in fixed})
+            swept.append(
+                {key: unquoted(value) for key, _, value in pairs if key not in fixed}
+            )
         if self.searched or len(set(names)) < len(names):
             names = list(map(named, names, swept))
         jobs = []
@@ -268,7 +277,7 @@ def named(name: str, swept: Mapping[str, str]) -> str:
 def sweep(
     line: CommandLine,
     train: Callable[[DictConfig], int],
-    check: Check,
+    check: Callable[[Config], Config],
     examine: Check,
 ) -> int:
     """Train all jobs of a sweep; returns the first exit code that is not 0.

@@ -439,7 +439,8 @@ class Prometheus(Callback):
                 port, "127.0.0.1", self._registry
             )
         else:
-            self._text = Path(place) / f"segpipe_{config.run.name}_{self._rank}.prom"
+            name = config.run.name.replace("/", "_")
+            self._text = Path(place) / f"segpipe_{name}_{self._rank}.prom"
         self._set("world_size", environment.world_size() or 1)
         self._set("restarts", sum(environment.job_attempt()[1]))
         self._set("resumed_step", step)

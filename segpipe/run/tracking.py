@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from segpipe.disk import append, patiently
 from segpipe.errors import CollectiveError, SegpipeError
@@ -166,14 +166,18 @@ class _Called(Thread):
         self.start()
 
     def run(self) -> None:
+        # After the start of a training, which has imported torch long ago.
+        from segpipe.determinism.opgate import NoDraws
+
         method = ""
         try:
-            callback = self._kind()
-            while method != "on_end":
-                method, given = self.calls.get()
-                if hasattr(callback, method):
-                    getattr(callback, method)(*given)
-        except Exception as error:
+            with NoDraws():  # type: ignore[no-untyped-call]
+                callback = self._kind()
+                while method != "on_end":
+                    method, given = self.calls.get()
+                    if hasattr(callback, method):
+                        getattr(callback, method)(*given)
+        except (Exception, SystemExit) as error:
             _warn(self.name, error)
 
 
@@ -205,7 +209,7 @@ def open_tracker(
     return tracker
 
 
-def _warn(name: str, error: Exception) -> None:
+def _warn(name: str, error: BaseException) -> None:
     ERRORS.print(
         f"{name} stopped: {type(error).__name__}: {error}. Training "
         f"continues; {FILE_NAME} has every value.",
@@ -285,21 +289,30 @@ class LivePage(Callback):
 
 def note_failure(config: Config, code: int, reason: str) -> None:
     """Write down why the run ended; a full disk does not hide the error itself: then nothing is written."""
-    content = to_json({"exit_code": code, "reason": reason})
+    content = to_json({"exit_code": code, "reason": reason, "time": time.time()})
     with contextlib.suppress(SegpipeError, OSError):
         write_atomically(config.run_dir / FAILURE, content)
 
 
-def failure(folder: Path) -> tuple[int, str]:
-    """Exit code and reason, on one line, of the run's last session; (0, "") if it did not fail, or nobody knows."""
+class Failure(NamedTuple):
+    """Why the last session of a run ended: exit code 0 if it did not fail, or nobody knows."""
+
+    exit_code: int = 0
+    reason: str = ""  # on one line
+    time: float = 0.0  # as time.time(): the same may happen twice
+
+
+def failure(folder: Path) -> Failure:
+    """What `note_failure` wrote."""
     try:
         noted = read_json(folder / FAILURE)
-        return int(noted["exit_code"]), " ".join(str(noted["reason"]).split())
+        reason = " ".join(str(noted["reason"]).split())
+        return Failure(int(noted["exit_code"]), reason, float(noted.get("time", 0)))
     except (OSError, ValueError, TypeError, LookupError):
-        return 0, ""
+        return Failure()
 
 
-def note_lost(config: Config, rank: int, number: int, before: tuple[int, str]) -> int:
+def note_lost(config: Config, rank: int, number: int, before: Failure) -> int:
     """Exit code for a rank that a signal ended; what another rank wrote about it in this session is kept."""
     reason = f"rank {rank} was ended by signal {number} ({signal.strsignal(number)})."
     if number == signal.SIGKILL:
@@ -307,6 +320,6 @@ def note_lost(config: Config, rank: int, number: int, before: tuple[int, str]) -
     print(reason, file=sys.stderr)
     noted = failure(config.run_dir)
     if noted != before:
-        reason += f" {noted[1]}"
+        reason += f" {noted.reason}"
     note_failure(config, CollectiveError.exit_code, reason)
     return CollectiveError.exit_code

@@ -59,6 +59,8 @@ OPTIONS: dict[str, Any] = {
     **dict.fromkeys(MULTIRUN, False),
     **dict.fromkeys((*CONFIG_DIR, *SHOW), ""),
 }
+# Text in Hydra's grammar of sweeps; other text is taken as it was typed, and a comma parts two jobs.
+SWEEP = re.compile(r"""['"]|^(choice|range|interval|glob|shuffle|sort|tag)\(""")
 # Below OmegaConf's messages; names only its classes.
 OMEGACONF_LINE = re.compile(r"\s*(full_key: |reference_type=|object_type=)")
 
@@ -165,7 +167,10 @@ def _override(text: str, line: CommandLine) -> str:
     if key not in SETTINGS and key not in GROUPS:
         raise ConfigError(no_setting(key))
     if line.sweeps:
-        return text
+        entry = SETTINGS.get(key)
+        if not entry or not entry.is_text or SWEEP.search(value):
+            return text
+        return f"{key}={','.join(map(quoted, value.split(',')))}"
     if key in GROUPS:
         if value not in (valid := choices(key, line.added)):
             raise ConfigError(
@@ -188,14 +193,15 @@ def _parsed(key: str, text: str, example: str) -> Override:
         ) from None
 
 
-def _unquoted(text: str) -> str:
+def unquoted(text: str) -> str:
+    """Text without the quotes around it."""
     is_quoted = len(text) > 1 and text[0] in "'\"" and text[0] == text[-1]
     return text[1:-1] if is_quoted else text
 
 
 def quoted(text: str) -> str:
     """Text as Hydra's grammar takes it: backslashes before a quote are doubled, and an inner quote gets one more."""
-    inner = re.sub(r'(\\+)("|$)', r"\1\1\2", _unquoted(text)).replace('"', '\\"')
+    inner = re.sub(r'(\\+)("|$)', r"\1\1\2", unquoted(text)).replace('"', '\\"')
     return f'"{inner}"'
 
 
@@ -209,7 +215,7 @@ def read(entry: Setting, text: str) -> Any:
 
 def _value(entry: Setting, text: str) -> Any:
     if entry.is_text:
-        return _unquoted(text)
+        return unquoted(text)
     parsed = _parsed(entry.key, text, shown(entry.default))
     if parsed.is_sweep_override():
         raise ConfigError(

@@ -268,6 +268,9 @@ def _data(config: Config) -> Iterator[str]:
             f"data.train_split = {data.train_split}, but only one data set in files reads it; an entry of data.mix has "
             f"its own `split`. Set data.train_split=train."
         )
+    splits = data.train_split.split("+")
+    if len(set(splits)) < len(splits):
+        yield f"data.train_split = {data.train_split} names a split twice. Leave one of them out."
     if data.hold_out and (data.mix or not in_files):
         yield (
             f"data.hold_out = {data.hold_out}, but only data=folder and other data in files can leave a sequence out, "
@@ -329,7 +332,7 @@ def _network_and_loss(config: Config) -> Iterator[str]:
         if getattr(model, name) and not model.weights:
             yield f"model.{name} is set, but model.weights is empty. Set model.weights=FILE."
     pretrained = model.args.get("pretrained")
-    if model.weights and model.name == "timm" and pretrained:
+    if model.weights and pretrained and ":" not in model.name:
         yield (
             f"model.weights = {model.weights} and model.args.pretrained = true, but a run starts from one of them. Set "
             f"model.args.pretrained=false."

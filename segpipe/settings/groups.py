@@ -196,7 +196,7 @@ class DataConfig:
 class AugmentConfig:
     crop_size: Any = setting(
         [192, 384],
-        "[height, width] of the crop in pixels; auto: from the sizes of the training images",
+        "[height, width] of the crop in pixels; auto: from the sizes of the training images; set by each conf/data",
         length=2,
         low=32,
         high=8192,

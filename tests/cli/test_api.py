@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +17,9 @@ import segpipe
 from runs import outcome, run, settings, torch_restored
 from segpipe.cli.api import configuration
 from segpipe.errors import ConfigError, NumericsError
+from segpipe.run.trackers import TRACKERS
 from segpipe.settings.compose import compose
+from segpipe.settings.config import Config
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +72,31 @@ def test_an_error_is_raised_with_its_message(
     with torch_restored(), pytest.raises(ConfigError, match="already holds"):
         segpipe.train(settings(tmp_path / "run"))
     assert capsys.readouterr().err == ""
+    with torch_restored(), pytest.raises(NumericsError, match="step"):
+        segpipe.train([*broken, "run.exists=replace"])  # the same once more
+
+
+def test_a_second_training_of_a_process_is_refused(tmp_path: Path) -> None:
+    """The two would share switches and generators of torch, and each would get other bits."""
+    begun, end = threading.Event(), threading.Event()
+
+    class Waits:
+        def on_start(self, config: Config, step: int) -> None:
+            begun.set()
+            assert end.wait(60)
+
+    waits = settings(tmp_path / "first", "track.name=tensorboard")
+    with pytest.MonkeyPatch.context() as patch, torch_restored():
+        patch.setitem(TRACKERS, "tensorboard", ("tensorboard", Waits))
+        with ThreadPoolExecutor(1) as thread:
+            first = thread.submit(segpipe.train, waits)
+            try:
+                assert begun.wait(60)
+                with pytest.raises(ConfigError, match="trains already"):
+                    segpipe.train(settings(tmp_path / "second"))
+            finally:
+                end.set()
+            assert first.result().miou is not None
 
 
 def test_settings_are_given_as_typed_by_name_or_whole() -> None:
@@ -82,6 +110,14 @@ def test_settings_are_given_as_typed_by_name_or_whole() -> None:
     assert configuration(typed) == configuration(named) == compose(typed)
     assert configuration(compose(typed)) == compose(typed)
     assert configuration({"run.name": 'a "b" \\'}).run.name == 'a "b" \\'
+    assert configuration({"seed": np.int64(3)}).seed == 3
+    crop = configuration({"augment": {"crop_size": np.array([64, 96])}})
+    assert crop.augment.crop_size == [64, 96]
+    args = configuration({"model.args": {"a (b), c:d": 1}}).model.args
+    assert args == {"a (b), c:d": 1}
+    with pytest.raises(ConfigError, match="not of the form"):
+        configuration("seed")
+    assert configuration("seed=3").seed == 3
     with pytest.raises(ConfigError) as caught:
         configuration({"optim.lrr": 1, "train": {"steps": "x"}})
     assert len(str(caught.value).splitlines()) == 2

@@ -1,6 +1,7 @@
 """`segpipe COMMAND`: help, version, wrong commands and keys, completion."""
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -89,6 +90,22 @@ def test_commands_declare_what_exists() -> None:
         assert SETTINGS.keys() >= set(command.settings)
         assert {entry.key for entry in command.keys} >= set(command.positional)
         assert command.overrides or command.keys
+
+
+def test_commands_read_each_of_their_keys() -> None:
+    """One that nobody reads would be taken, and do nothing."""
+    sources = [*(ROOT / "segpipe").rglob("*.py"), ROOT / "benchmarks/gpu.py"]
+    code = "".join(path.read_text() for path in sources if path.stem != "commands")
+    for name, command in COMMANDS.items():
+        unread = [
+            k.key for k in command.keys if not re.search(rf'[\["(]{k.key}["\]]', code)
+        ]
+        assert not unread, (name, unread)
+
+
+def test_every_command_is_on_the_page_of_commands() -> None:
+    page = (ROOT / "docs/commands.md").read_text()
+    assert [name for name in COMMANDS if f"`segpipe {name}" not in page] == []
 
 
 def test_overview_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from segpipe.cli.main import main as segpipe
+from segpipe.errors import CheckpointError
 from segpipe.run.console import LOOKS
 from segpipe.run.overview import find_runs, grouped, write_overview
 from segpipe.run.pages import COLORS
@@ -34,7 +35,7 @@ def write_run(
     config = {
         "model": {"name": model},
         "data": {"name": "synthetic"},
-        "train": {"steps": 100},
+        "train": {"steps": 100 if miou is None else steps},
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text(
@@ -86,6 +87,23 @@ def test_rows_hold_what_the_files_say(
     assert rows["c"]["miou"] is None
 
 
+def test_a_run_that_was_made_longer_is_not_finished(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its result is of the steps that it had; and a resume that was refused leaves a finished run what it is."""
+    config = json.loads((root / "a" / "config.json").read_text())
+    config["train"]["steps"] = 60
+    (root / "a" / "config.json").write_text(json.dumps(config))
+    refused = {"exit_code": CheckpointError.exit_code, "reason": "another environment"}
+    (root / "sweep/b" / "failure.json").write_text(json.dumps(refused))
+    rows = {row["name"]: row for row in listed(capsys, root)}
+    assert (rows["a"]["state"], rows["a"]["miou"]) == (
+        "unfinished, step 30 of 60",
+        None,
+    )
+    assert rows["sweep/b"]["state"] == "finished"
+
+
 def test_the_table_shows_percent_and_digest_and_is_not_cut_in_a_pipe(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +126,9 @@ def write_recipe(root: Path, name: str, score: float | None, *overrides: str) ->
     folder = root / name
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(
-        json.dumps(to_mapping(compose([f"run.name={name}", *overrides])))
+        json.dumps(
+            to_mapping(compose([f"run.name={name}", "train.steps=300", *overrides]))
+        )
     )
     lines = [
         {

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from runs import finished, settings, start
 from segpipe.run import console as module
 from segpipe.run.console import LOOKS, TrainView, iou_table
 from segpipe.train.metrics import summary
@@ -38,7 +39,7 @@ def test_names_between_colons_stay(capsys: pytest.CaptureFixture[str]) -> None:
         if path.parent.name in ("cli", "run")
     ]
     making = [
-        path.name for path in sources if re.search(r"\bConsole\(", path.read_text())
+        path.name for path in sources if re.search(r"\b_?Console\(", path.read_text())
     ]
     assert making == ["console.py"], "consoles that show names as they are"
 
@@ -72,6 +73,16 @@ def test_a_run_name_is_not_markup(name: str) -> None:
     assert f"saved {name}\n" in text
     assert f"loss {name}" in text
     assert "3/8" in text
+
+
+def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path: Path) -> None:
+    """As `| head -1` does, and a terminal that closes."""
+    process = start("train.py", *settings(tmp_path / "run", "train.progress=true"))
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    assert finished(process).returncode == 0
+    assert (tmp_path / "run" / "report.html").is_file()
 
 
 def test_a_log_file_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,6 +202,20 @@ def test_data_is_examined_before_the_first_job_and_once_for_all(
     assert "data.num_val=7: a mask is damaged.\nNo job was started." in said
 
 
+def test_the_data_is_examined_with_the_crop_that_it_gives(sweeps: Sweeps) -> None:
+    assert sweeps("seed=1", "augment.crop_size=auto", "data.size=[128,160]")[0] == 0
+    (examined,) = sweeps.examined
+    assert examined.augment.crop_size == [96, 128]
+
+
+@pytest.mark.parametrize("text", ["2011_09_26", "1e3", "null", r"^(\d+)_", "a b"])
+def test_text_of_a_sweep_is_taken_as_it_was_typed(sweeps: Sweeps, text: str) -> None:
+    """Commas part jobs; what Hydra's grammar would make of the rest is of no account."""
+    assert sweeps(f"track.notes={text},other", "run.name=a")[0] == 0
+    assert [each.track.notes for each in sweeps.examined] == [text, "other"]
+    assert len(set(sweeps.started)) == 2
+
+
 def test_a_folder_in_use_is_found_before_the_first_job(sweeps: Sweeps) -> None:
     """It was once found after the first job had trained to its end."""
     assert sweeps("seed=2")[0] == 0
@@ -233,6 +247,11 @@ def test_resume_skips_what_is_finished(sweeps: Sweeps) -> None:
     assert "optim.lr: 0.05 -> 0.5" in said
     assert sweeps("seed=1", "run.exists=resume", "export=on")[0] == 0
     assert len(sweeps.started) == 1  # its export is missing
+    (sweeps.root / "synthetic-fast_scnn-seed1" / "export").mkdir()
+    (sweeps.root / "synthetic-fast_scnn-seed1" / "export" / "manifest.json").touch()
+    for changes, number in ((), 0), (("export.precision=[fp32,int8]",), 1):
+        assert sweeps("seed=1", "run.exists=resume", "export=on", *changes)[0] == 0
+        assert len(sweeps.started) == number, changes  # another export is asked for
 
 
 def test_a_failed_job_does_not_cost_the_others(sweeps: Sweeps) -> None:

@@ -449,6 +449,39 @@ def test_a_tracker_that_breaks_is_told_once_and_training_goes_on(
     assert said.count("mine:Late stopped: ConnectionError: no service") == 1
 
 
+TAKES = """
+    import sys
+    import torch
+
+    class Draws:
+        def on_metrics(self, step, metrics):
+            torch.rand(3, generator=torch.Generator())  # its own
+            torch.rand(3)
+
+    class Exits:
+        def on_metrics(self, step, metrics):
+            sys.exit(4)
+"""
+
+
+def test_a_tracker_takes_no_random_number_of_the_training_and_does_not_end_it(
+    finished: Config,
+    project: Callable[[str, str], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    project("mine.py", TAKES)
+    config = tracked(finished, "mine:Draws", "mine:Exits")
+    state = torch.get_rng_state()
+    tracker = open_tracker(config, config.run_dir, None, rank=0)
+    tracker.log(1, "train", {"loss": 1.0})
+    tracker.close()
+    tracker.end(config, RESULT)
+    assert torch.equal(torch.get_rng_state(), state)
+    said = capsys.readouterr().err
+    assert "mine:Draws stopped: RuntimeError: aten.rand.default would draw" in said
+    assert "mine:Exits stopped: SystemExit: 4" in said
+
+
 HANGS = """
     import threading
 
