@@ -32,15 +32,7 @@ class StandIn:
         )
 
     def _read(self, content: bytes) -> Any:
-        session = onnxruntime.InferenceSession(content)
-        entries = session.get_modelmeta().custom_metadata_map
-        return SimpleNamespace(
-            session=session,
-            has_rt_info=lambda path: path[0] == "framework" and path[1] in entries,
-            get_rt_info=lambda path: SimpleNamespace(
-                astype=lambda kind: kind(entries[path[1]])
-            ),
-        )
+        return SimpleNamespace(session=onnxruntime.InferenceSession(content))
 
     def _compile(self, model: Any, device: str, options: dict[str, Any]) -> Any:
         self.compiled.append((device, options))

@@ -114,6 +114,8 @@ def export_run(
     Raises ExportError when torch cannot convert, ConfigError for unusable images, settings or folder.
     """
     checks, settings, size = inputs.checks, inputs.settings, inputs.size
+    if out_dir.is_symlink() or not out_dir.name:  # is replaced by a rename
+        out_dir = out_dir.resolve()
     _check_request(trained, out_dir, settings)
     partial = beside(out_dir, "partial")
     files, probes, report = folders = [

@@ -222,10 +222,9 @@ class PredictJob:
             ids, _ = self._outputs.predictor.predict(image)
             self._outputs.write_image(source, image, ids)
             self._enter(source, ids.shape, self._outputs.count(ids))
+            self._advance()
         except DataError as error:
             raise DataError(f"{source.path}: {error}") from error
-        finally:
-            self._advance()
 
     def _predict_video(self, source: Input) -> None:
         """Predict all frames of a video, or of a live source until its time is over or Ctrl-C is pressed.

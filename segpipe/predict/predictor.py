@@ -49,12 +49,12 @@ class Predictor:
 
 
 def _checked(image: Pixels) -> Pixels:
-    """The image in one piece of memory, which RGB made of OpenCV's BGR by [..., ::-1] is not."""
+    """The image in memory as torch takes it: one piece, unlike BGR[..., ::-1], and writable, unlike Pillow's."""
     if image.dtype != np.uint8 or image.shape[2:] != (3,):
         raise DataError(
             f"an image of {image.dtype} {image.shape}, but uint8 (height, width, 3) in RGB was needed."
         )
-    return np.ascontiguousarray(image)
+    return np.require(image, requirements=["C", "W"])
 
 
 def of_network(

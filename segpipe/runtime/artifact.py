@@ -81,7 +81,6 @@ class Artifact:
     answers: list[Shape]  # of mask and confidence
     golden: Golden
     model_id: str
-    ema_digest: str
     requires: dict[str, str]  # the oldest version of an engine
     num_files: int
 
@@ -97,7 +96,7 @@ class Artifact:
             return ""
         return (
             f"{self.folder} has the status {self.status}, but {VERIFIED} was needed to trust its answers. "
-            "model_card.md says what is missing; run segpipe verify or segpipe export with the data set."
+            "model_card.md says what is missing: segpipe export with the data set, and 16 validation images."
         )
 
 
@@ -168,7 +167,6 @@ def _artifact(
         answers=answers,
         golden=_golden(folder, manifest, [frame, *answers], sums, files[name]),
         model_id=f"{manifest['model']}-{precision}-{sums[name][:12]}",
-        ema_digest=str(manifest["source"]["ema_digest"]),
         requires=dict(manifest.get("requires", {})),
         num_files=len(sums),
     )

@@ -31,9 +31,6 @@ class Engine(Protocol):
     def described(self) -> str:
         """Name and version, for messages."""
 
-    def metadata(self, key: str) -> str:
-        """Entry of the file's metadata_props; "" when there is none."""
-
     def prepare(self, outputs: list[str]) -> tuple[Run, Callable[[], None]]:
         """A run of one input batch for these outputs, and a function that ends this run from another thread."""
 
@@ -97,10 +94,6 @@ class OnnxRuntime:
         self.inner = make_session(model, threads=threads, providers=providers or _CPU)
         self._input = self.inner.get_inputs()[0].name
 
-    def metadata(self, key: str) -> str:
-        """As in `Engine`."""
-        return str(self.inner.get_modelmeta().custom_metadata_map.get(key, ""))
-
     def prepare(self, outputs: list[str]) -> tuple[Run, Callable[[], None]]:
         """As in `Engine`."""
         options = onnxruntime.RunOptions()
@@ -149,16 +142,8 @@ class OpenVino:
         }
         if devices[0] == "CPU":
             options["INFERENCE_NUM_THREADS"] = threads
-        self._model = core.read_model(model)
-        compiled = core.compile_model(self._model, devices[0], options)
+        compiled = core.compile_model(core.read_model(model), devices[0], options)
         self._request = compiled.create_infer_request()
-
-    def metadata(self, key: str) -> str:
-        """As in `Engine`."""
-        path = ["framework", key]
-        if not self._model.has_rt_info(path):
-            return ""
-        return str(self._model.get_rt_info(path).astype(str))
 
     def prepare(self, outputs: list[str]) -> tuple[Run, Callable[[], None]]:
         """As in `Engine`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, NamedTuple
@@ -158,7 +159,7 @@ class RepeatCounter:
     """Counts frames in a row that were there before. Sensor noise never repeats; the buffers of a hung driver do."""
 
     def __init__(self) -> None:
-        self._kept: list[NDArray[np.uint8]] = []  # the oldest first
+        self._kept: deque[NDArray[np.uint8]] = deque(maxlen=_BUFFERS)
         self._count = 0
 
     def count(self, image: NDArray[np.uint8]) -> int:
@@ -168,19 +169,13 @@ class RepeatCounter:
             return self._count
         self._count = 0
         # Drivers reuse their buffers, so a reference would always compare equal.
-        copy = np.empty(image.shape, np.uint8)
-        if len(self._kept) == _BUFFERS and self._kept[0].shape == image.shape:
-            copy = self._kept[0]
-        np.copyto(copy, image)
-        self._kept = [*self._kept[1 - _BUFFERS :], copy]
+        self._kept.append(image.copy())
         return 0
 
 
 def _are_equal(image: NDArray[np.uint8], kept: NDArray[np.uint8]) -> bool:
     """Noise makes a few rows differ; only where they do not, all are compared: cheaper than any checksum."""
-    return image.shape == kept.shape and all(
-        np.array_equal(image[::step], kept[::step]) for step in (_ROWS_APART, 1)
-    )
+    return all(np.array_equal(image[::step], kept[::step]) for step in (_ROWS_APART, 1))
 
 
 class StampCheck:

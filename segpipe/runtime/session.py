@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import threading
 import time
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from .artifact import EXPORT_AGAIN, MANIFEST_KEY, Artifact, ArtifactError, SelfTestError
+from .artifact import Artifact, ArtifactError, SelfTestError
 from .engines import BF16, ENGINES, Bytes, Engine, EngineError
 from .frames import Refused, Status
 
@@ -97,17 +96,6 @@ class Session:
             ) from error
         outputs = artifact.manifest["io"]["outputs"]
         self._outputs = [str(entry["name"]) for entry in outputs]
-        # The digest of the weights inside the file: files of two exports have valid checksums too.
-        try:
-            inside = json.loads(self.engine.metadata(MANIFEST_KEY))
-            found = inside["source"]["ema_digest"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            found = "unknown"
-        if found != artifact.ema_digest:
-            raise ArtifactError(
-                f"the ONNX file in {artifact.folder} holds weights {found}, but the manifest describes "
-                f"{artifact.ema_digest}. {EXPORT_AGAIN}"
-            )
 
     def run(self, image: Bytes, due: float = math.inf) -> tuple[Bytes, Bytes]:
         """Mask (H, W) and confidence (h, w) of a frame uint8 (H, W, 3), in newly allocated memory.

@@ -464,6 +464,28 @@ def test_a_report_that_cannot_be_written_is_told_before_the_work(
     )
 
 
+@pytest.mark.parametrize("made_of", ["last.pt", "best.pt"])
+def test_an_export_is_compared_with_the_checkpoint_that_it_was_made_of(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_of: str
+) -> None:
+    asked: list[str] = []
+
+    def verify(given: dict[str, Any]) -> Any:
+        asked.append(given["which"])
+        return SimpleNamespace(line=lambda _: "verified")
+
+    def export_alone(request: AuditRequest, *_: Any, verify: Any) -> Audit:
+        line = Line("export", PASSED, verify(Config(), tmp_path))
+        return Audit("run", (line,), "", 0, 0, 0, 0.0)
+
+    manifest = {"source": {"checkpoint": {"file": made_of}}}
+    monkeypatch.setattr(command, "read_manifest", lambda folder: manifest)
+    monkeypatch.setattr(command, "verify", verify)
+    monkeypatch.setattr(command, "examine", export_alone)
+    segpipe(["audit", f"run={whole / 'run'}", f"out={tmp_path}"])
+    assert asked == [made_of.removesuffix(".pt")]
+
+
 @pytest.mark.parametrize(("status", "code"), [("passed", 2), (FAILED, 13)])
 def test_a_verdict_is_told_though_its_report_cannot_be_written(
     tmp_path: Path,

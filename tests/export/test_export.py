@@ -412,6 +412,19 @@ def test_an_older_export_is_replaced(tiny: TrainedNetwork, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
+def test_an_export_through_a_link_is_where_the_link_leads(
+    tiny: TrainedNetwork, tmp_path: Path
+) -> None:
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("real")
+    for label in ("first", "second"):
+        export_run(tiny, IMAGES[:1], link, ["torchscript"], names=[label])
+    manifest = json.loads((tmp_path / "real" / "manifest.json").read_text())
+    assert manifest["golden"]["images"] == ["second"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
 def test_a_refusal_leaves_the_older_export(
     tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

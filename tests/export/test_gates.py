@@ -254,6 +254,18 @@ def test_quality_gate_sees_one_class_among_many() -> None:
     )
 
 
+@pytest.mark.parametrize(("moved", "passed"), [(1, True), (3, True), (40, False)])
+def test_quality_gate_lets_a_pixel_between_two_classes_fall_to_either(
+    moved: int, passed: bool
+) -> None:
+    """Where a class has 400 labelled pixels, one of them moves its IoU by more than the limits in points."""
+    before = score({(0, 0): 239_500, (0, 1): 100, (1, 0): 200, (1, 1): 200})
+    now = score(
+        {(0, 0): 239_500 - moved, (0, 1): 100 + moved, (1, 0): 200, (1, 1): 200}
+    )
+    assert gate_quality(before, now, ("a", "b")).passed is passed
+
+
 def test_quality_gate_of_a_critical_class() -> None:
     names = ("road", *(f"class_{index}" for index in range(19)))
     right = {(index, index): 100_000 for index in range(20)}

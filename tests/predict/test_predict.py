@@ -188,6 +188,7 @@ def test_bad_files_are_named_and_the_rest_is_predicted(
     *problems, left_out = told.err.splitlines()
     assert left_out.startswith("files of other types")
     assert json.loads(told.out)["problems"] == 3
+    assert json.loads(told.out)["images"] == 5
     assert len(record(out)["predictions"]) == 5
     assert record(out)["problems"] == problems
     assert len(problems) == 3
@@ -430,13 +431,20 @@ def test_one_image_gets_ids_and_their_probability(run: Path, toy: Path) -> None:
 
 
 def test_images_come_from_opencv_and_others_are_named(run: Path, toy: Path) -> None:
-    """RGB made of its BGR by [..., ::-1] lies backwards in memory; a float image would be answered with nonsense."""
+    """RGB made of its BGR by [..., ::-1] lies backwards in memory, and Pillow's may not be written.
+
+    A float image would be answered with nonsense.
+    """
     network = of_network(load_network(run), torch.device("cpu"), Inference())
     small = np.random.default_rng(1).integers(0, 190, (*TOY_SIZE, 3), dtype=np.uint8)
     small[..., 2] = 0  # of the toy file: no loops
     for predictor, image in ((network, IMAGES[0]), (of_exported(toy), small)):
         backwards = np.ascontiguousarray(image[..., ::-1])[..., ::-1]
+        backwards.setflags(write=False)
         wanted = predictor.predict(image)
+        read_only = image.copy()
+        read_only.setflags(write=False)
+        predictor.predict(read_only)  # a warning would be an error
         for found, right in zip(predictor.predict(backwards), wanted, strict=True):
             np.testing.assert_array_equal(found, right)
         for other in (image[..., 0], image / np.float32(255), image[..., [0, 1, 2, 2]]):

@@ -704,10 +704,6 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         r"frame_limits.mean = \[ *0.* *inf\]",
     ),
-    "no source": (
-        lambda folder: change_manifest(folder, source=[]),
-        "manifest.json does not follow",
-    ),
     "no requirements": (
         lambda folder: change_manifest(folder, requires="1.15"),
         "manifest.json does not follow",
@@ -739,10 +735,6 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no model": (
         lambda folder: change_manifest(folder, files={}),
         "has no ONNX file of precision fp32, only: none",
-    ),
-    "mixed": (
-        lambda folder: change_manifest(folder, source={"ema_digest": "9"}),
-        "holds weights 0123, but the manifest describes 9",
     ),
     "no onnx": (
         lambda folder: (folder / "model.onnx").write_bytes(b"x" * 99),

@@ -249,7 +249,7 @@ def _io(model: DeployModel, size: Size) -> dict[str, Any]:
         MASK: {"meaning": "class id", "invalid": NO_ANSWER},
         CONFIDENCE: {"meaning": "largest probability * 255"},
     }
-    example = profile.example(size)
+    example, stride = profile.example(size), model.network.output_stride
     with torch.no_grad():
         outputs = zip(profile.outputs, model(example), strict=True)
     image = {
@@ -266,7 +266,8 @@ def _io(model: DeployModel, size: Size) -> dict[str, Any]:
             "name": name,
             "dtype": dtype_name(output),
             "shape": list(output.shape),
-            "stride": round(size[0] / output.shape[-2]),
+            # Sides are rounded up: their quotient need not be the stride.
+            "stride": 1 if output.shape[-2] == size[0] else stride,
             **meanings[name],
         }
         for name, output in outputs
