@@ -191,7 +191,7 @@ def published(name: str) -> PublishedSet:
     entries = _entries(name)
     keys = entries.keys() & {"classes", "more", "masks", "ids", "ignore"}
     table = _rows({key: entries.pop(key) for key in keys})
-    return PublishedSet(**entries, table=_mask_table(table, name))
+    return PublishedSet(**entries, table=mask_table_of(table, name))
 
 
 def _entries(name: str) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def load_masks(path: Path) -> MaskTable:
         raise DataError(f"{path} holds no keys, but names were needed.")
 
     try:
-        return _mask_table(entries, path.resolve().parent.name)
+        return mask_table_of(entries, path.resolve().parent.name)
     except ValueError as error:
         raise DataError(f"{path}: {error}") from None
 
@@ -271,7 +271,7 @@ def _needed(key: str, value: Any, needed: str) -> ValueError:
     return ValueError(f"{key} = {value!r}, but {needed} was needed.")
 
 
-def _mask_table(entries: dict[str, Any], name: str) -> MaskTable:
+def mask_table_of(entries: dict[str, Any], name: str) -> MaskTable:
     """What the keys of a classes.yaml say. Raises ValueError with the rest of a message."""
     for key in entries:
         _one_of("key", str(key), KEYS)
@@ -352,7 +352,7 @@ def _names(value: Any) -> tuple[str, ...]:
             fault = f'{name}, which YAML makes of words such as yes, no, on and null: quote it, as in ["no"]'
         elif not text.isprintable() or not text or text != text.strip():
             fault = f"{text!r}, but printable characters without a space around them were needed"
-        elif names.count(name) > 1:
+        elif list(map(str, names)).count(text) > 1:
             fault = f"{name} twice"
         if fault:
             raise ValueError(f"names holds {fault}.")
@@ -422,9 +422,10 @@ def _train_ids(
 
 
 def _train_id(where: str, name: Any, names: tuple[str, ...]) -> int:
-    """Place of a class among the names. Raises ValueError with the nearest one."""
+    """Place of a class among the names, which are text: 7 is "7". Raises ValueError with the nearest one."""
+    name = str(name)
     if name not in names:
-        hint = did_you_mean(str(name), names)
+        hint = did_you_mean(name, names)
         raise ValueError(f"{where}: {name!r} is not one of names.{hint}")
     return names.index(name)
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX, plugins
-from segpipe.data.catalog import STREET, ClassTable, MaskTable
+from segpipe.data.catalog import STREET, ClassTable, MaskTable, mask_table_of
 from segpipe.data.facts import Facts
 from segpipe.data.masks import Content, check_sizes, content_of, read_target
 from segpipe.data.pack import Pack, Sample
@@ -350,7 +350,8 @@ class PluginSamples(DataSet):
             ) from error
         if problem := self._problem(image, target):
             raise DataError(f"{self._where}: sample {self.name(index)} has {problem}")
-        return np.ascontiguousarray(image), np.ascontiguousarray(target)
+        # Never memory of the user's object, which may be filled again while a cache keeps it.
+        return image.copy(), target.copy()
 
     def size(self, index: int) -> tuple[int, int]:
         if not hasattr(self.source, "size"):
@@ -427,17 +428,9 @@ def _table(source: Any, path: str) -> ClassTable:
     """Class table of the user's object, which may give names and colors instead."""
     if isinstance(source.classes, ClassTable):
         return source.classes
-    names = tuple(map(str, source.classes))
-    palette = tuple(
-        (int(red), int(green), int(blue))
-        for red, green, blue in getattr(source, "palette", ())
-    )
-    distinct = 1 <= len(set(names)) == len(names) < IGNORE_INDEX
-    if len(palette) != len(names) or not distinct:
-        raise DataError(
-            f"data.name = {path}: classes has {len(names)} names and palette "
-            f"{len(palette)} colors, but a ClassTable, or different names with one RGB "
-            "color each, were needed."
-        )
-    ids = {train: train for train in (*range(len(names)), IGNORE_INDEX)}
-    return ClassTable(path.rpartition(":")[2], names, palette, ids)
+    try:
+        palette = [[*map(int, color)] for color in getattr(source, "palette", ())]
+        table = {"names": [*map(str, source.classes)], "palette": palette}
+        return mask_table_of(table, path.rpartition(":")[2]).classes
+    except (TypeError, ValueError) as error:
+        raise DataError(f"data.name = {path}: {error}") from None

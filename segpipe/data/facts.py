@@ -38,7 +38,7 @@ from segpipe.files import sha256_of, write_atomically
 
 CACHE = ".segpipe-cache/facts"  # no reader of a data set looks into hidden folders
 # Raise the number when a reader returns something else; so may new decoders.
-FORMAT = f"2 {cv2.__version__} {PIL.__version__}"
+FORMAT = f"3 {cv2.__version__} {PIL.__version__}"
 # A file that changes twice within a tick of the clock (4 ms, on some file systems 10)
 # has the same times: what was read of it within this time is not kept.
 SETTLED_NS = 50_000_000

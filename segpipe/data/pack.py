@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 AUTO = ".segpipe-pack"  # below data.root; no reader of a data set looks into hidden folders
 # Raise the number when a reader returns other pixels; a decoder may change with its release.
-FORMAT = f"4 {cv2.__version__} {PIL.__version__}"
+FORMAT = f"5 {cv2.__version__} {PIL.__version__}"
 # Samples that are checked once and stay mapped, others are checked at each read; a process may have 65,530 maps.
 MOST_MAPS = 40_000
 PAGE_BYTES = 4096  # an entry takes some 400

@@ -326,7 +326,9 @@ def _listed(listing: Path, images: Files, ending: str, found: Scan) -> set[str]:
         line = _composed(text.strip())
         bare = os.path.splitext(line)[0]
         path = os.path.normpath(listing.parent / bare)
-        known_stem = known.get(line) or known.get(bare) or known.get(path)
+        exact = _composed(text)  # a name may end in a space
+        named = known.get(exact) or known.get(line)
+        known_stem = named or known.get(bare) or known.get(path)
         if known_stem:
             stems[known_stem] += 1
         elif line:
@@ -365,16 +367,18 @@ def _pair_by_table(layout: FolderLayout, found: Scan) -> None:
     columns = (header.index("image"), header.index("mask")) if named else (0, 1)
     names: Counter[str] = Counter()
     for number, row in enumerate(rows, 1):
-        if (named and number == 1) or not "".join(row).strip():
+        row = [cell.strip() for cell in row]
+        if (named and number == 1) or not any(row):
             continue
-        if len(row) <= max(columns) or (not named and len(row) != 2):
+        cells = [row[place] for place in columns if place < len(row) and row[place]]
+        if len(cells) < 2 or not (named or len(row) == 2):
             found.faults.append(
-                f"{table}, line {number}: {len(row)} columns, but image and mask were "
-                "needed. Add a header."
+                f"{table}, line {number}: {row}, but one image and one mask were "
+                "needed. Of more columns, a header names these two."
             )
             continue
-        image, mask = (row[column].strip() for column in columns)
-        name = Path(image).with_suffix("").as_posix()
+        image, mask = cells
+        name = os.path.splitext(os.path.normpath(image))[0]
         names[name] += 1
         pair = Pair(name, str(root / image), str(root / mask))
         absent = [path for path in pair[1:] if not os.path.isfile(path)]

@@ -350,17 +350,19 @@ def _opened(content: bytes) -> tuple[Image.Image | None, Header]:
         raise ValueError("is empty. Copy it again, or convert it.")
 
     for signature, end in (PNG, JPEG):
-        if content.startswith(signature) and end not in content[-TAIL_BYTES:]:
+        is_torn = content.startswith(signature) and end not in content[-TAIL_BYTES:]
+        if is_torn and not (signature == JPEG[0] and _jpeg_ends(content)):
             raise ValueError(TRUNCATED)
 
     if content.startswith(PNG[0]):
         return None, _png_header(content)
 
+    is_jpeg = content.startswith(JPEG[0])
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
         pages = getattr(image, "n_frames", 1)
         scaled = image.format == "PPM" and image.tile[0][0] != "raw"
-        if image.format != "JPEG":
+        if not is_jpeg:
             image.load()
     except Exception as error:  # whatever Pillow raises for damaged data
         if content.startswith(SIGNATURES):
@@ -375,9 +377,17 @@ def _opened(content: bytes) -> tuple[Image.Image | None, Header]:
         raise ValueError(
             f"is a PNM with another maximum than 255 or 65535, whose values Pillow scales. {WRITE_PNG}"
         )
-    if pages > 1:
+    if pages > 1 and not is_jpeg:  # cameras append previews to a JPEG
         raise ValueError("holds several pages. Write each as a file.")
     return image, _header(image)
+
+
+def _jpeg_ends(content: bytes) -> bool:
+    """Whether the end marker comes behind the first scan: phones append a video, of any length."""
+    at = 2
+    while content[at : at + 1] == b"\xff" and content[at + 1 : at + 2] != b"\xda":
+        at += 2 + int.from_bytes(content[at + 2 : at + 4])
+    return JPEG[1] in content[at:]
 
 
 def _chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
@@ -410,14 +420,14 @@ def _png_header(content: bytes) -> Header:
             break
 
     fault = ""
-    if layout == "color" and bits != 8:
-        fault = f"{bits} bits per channel are more than a color needs. Write it with 8."
+    if content[25] in (2, 4, 6) and bits != 8:  # Pillow keeps the upper 8
+        fault = f"{bits} bits per channel of colors or alpha are more than is read. Write it with 8."
 
     return Header(height, width, layout, bits, orientation, fault)
 
 
 def _check_checksums(content: bytes) -> None:
-    """Raise ValueError for a PNG with a wrong checksum, which no decoder compares. Other formats have none."""
+    """Raise ValueError for a PNG with a wrong checksum, of which decoders compare some. Other formats have none."""
     view = memoryview(content)
     for kind, start, end in _chunks(content):
         expected = int.from_bytes(view[end : end + 4])
@@ -430,7 +440,7 @@ def _check_checksums(content: bytes) -> None:
 def _header(image: Image.Image) -> Header:
     """Header of a picture of another format than PNG."""
     orientation = _exif_orientation(image.info.get("exif", b""))
-    if image.format == "JPEG":
+    if image.format in ("JPEG", "MPO"):
         fault = LOSSY.format("JPEG")
         return Header(image.height, image.width, "color", 8, orientation, fault)
 

@@ -258,12 +258,14 @@ class Ring:
 
     def _next(self) -> Item:
         number, asked = next(iter(self._asked.items()))
-        deadline = time.monotonic() + self._how.timeout_s
+        left = self._how.timeout_s
         while number not in self._answers:
-            left = deadline - time.monotonic()
             if left <= 0:
                 raise self._hang(asked.worker)
-            self._receive(left)
+            begun, part = time.monotonic(), min(left, self._how.timeout_s / 10)
+            self._receive(part)
+            # While the whole job was stopped (Ctrl-Z, a scheduler), its workers could not work either.
+            left -= min(time.monotonic() - begun, part)
         del self._asked[number]
         answer = self._answers.pop(number)
         if isinstance(answer, Exception):

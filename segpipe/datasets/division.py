@@ -36,10 +36,11 @@ def divide(
     sequence. Of many random divisions, it takes the one whose shares of images, and of the `pixels` (N, C) of each
     class, are nearest to `val`. Raises DataError when nothing can be divided.
     """
-    if by == "tail":
-        return _tails(names, val, pattern)
-
     groups = [name.partition(COPY)[0] for name in names]
+    if by == "tail":
+        chosen_groups = _tails(sorted(set(groups)), val, pattern)
+        return [group in chosen_groups for group in groups]
+
     if by == "sequence":
         groups = [sequence(name, pattern) for name in groups]
 
@@ -85,8 +86,8 @@ def _nearest_to(weights: NDArray[np.float64], val: float, seed: int) -> set[int]
     return chosen
 
 
-def _tails(names: Sequence[str], val: float, pattern: str) -> list[bool]:
-    """Whether each image is one of the last of its sequence."""
+def _tails(names: Sequence[str], val: float, pattern: str) -> set[str]:
+    """Images that are the last of their sequence."""
     members: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: (frame(name)[1] or 0, name)):
         members.setdefault(sequence(name, pattern), []).append(name)
@@ -94,7 +95,7 @@ def _tails(names: Sequence[str], val: float, pattern: str) -> list[bool]:
     chosen = set[str]()
     for frames in members.values():
         if len(frames) > 1:
-            last = ceil(val * len(frames))
+            last = min(max(ceil(round(val * len(frames), 9)), 1), len(frames) - 1)
             chosen.update(frames[-last:])
 
     if not chosen:
@@ -102,7 +103,7 @@ def _tails(names: Sequence[str], val: float, pattern: str) -> list[bool]:
             "by=tail found no sequence of two or more images. Set by=image, or pattern=REGEX."
         )
 
-    return [name in chosen for name in names]
+    return chosen
 
 
 def shared_sequences(

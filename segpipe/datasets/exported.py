@@ -207,13 +207,12 @@ def write_import(
     _claim(out, json.dumps(origin, sort_keys=True).encode())
     (out / "classes.yaml").unlink(missing_ok=True)
     counts = Counter((item.split, item.name) for item in export.items)
-    faults = export.faults + [
-        f"{split or 'the set'} has {name} {times} times."
-        for (split, name), times in counts.items()
-        if times > 1
-    ]
-    written = threaded(lambda item: _put(item, ids, out, copy), export.items, progress)
-    faults += filter(None, written)
+    written = threaded(
+        lambda item: _put(item, ids, out, copy, counts[item.split, item.name]),
+        export.items,
+        progress,
+    )
+    faults = export.faults + list(dict.fromkeys(filter(None, written)))
     if not export.items and not faults:
         faults.append("no image with labels was found.")
     left = any(mask_path(out, item).is_file() for item in export.items)
@@ -252,13 +251,15 @@ def _claim(out: Path, origin: bytes) -> None:
     files.put(mark, origin)
 
 
-def _put(item: Item, ids: Mapping[str, int], out: Path, copy: bool) -> str:
-    """Write the files of an image; returns what was wrong with it."""
+def _put(item: Item, ids: Mapping[str, int], out: Path, copy: bool, times: int) -> str:
+    """Write the files of an image, whose name is there so many `times`; returns what was wrong with it."""
     suffix = item.image.suffix.lower()
     image = out / "images" / item.split / f"{item.name}{suffix}"
     mask = mask_path(out, item)
     for earlier in (mask, image):
         earlier.unlink(missing_ok=True)
+    if times > 1:  # a mask of that name could be the other one's
+        return f"{item.split or 'the set'} has {item.name} {times} times."
     if suffix not in SUFFIXES:
         return (
             f"{item.image} is of a format that is not read. Convert it to PNG or JPEG."

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import ClassTable, MaskTable
+from segpipe.data.catalog import MaskTable, mask_table_of
 from segpipe.data.masks import read_target
 from segpipe.data.pairs import SUFFIXES
 from segpipe.datasets.exported import (
@@ -452,25 +452,18 @@ def _voc_table(path: Path, names: Sequence[str]) -> MaskTable:
                 f"{path} does not exist, so nothing says what the masks hold. Set names=[...] to the names of the ids "
                 "0, 1, 2, ... If this is Pascal VOC itself, data=voc reads it as it is."
             )
-        ids = {place: place for place in [*range(len(names)), IGNORE_INDEX]}
-        return MaskTable(ClassTable("voc", tuple(names), (), ids), kind="ids")
+        return mask_table_of({"names": [*names], "masks": "ids"}, "voc")
 
-    names = []
-    colors = {}
+    table: dict[str, Any] = {"names": [], "palette": [], "masks": "colors"}
     for line in path.read_text().splitlines():
         if line.strip() and not line.startswith("#"):
             name, color, *_ = line.split(":")
-            red, green, blue = map(int, color.split(","))
-            colors[red, green, blue] = len(names)
-            names.append(name)
-
-    if len(colors) < len(names):
-        raise DataError(
-            f"{path} gives two labels one color, so the masks cannot tell them apart. Export them again."
-        )
-
-    classes = ClassTable("voc", tuple(names), tuple(colors), {})
-    return MaskTable(classes, kind="colors", colors=colors)
+            table["names"].append(name.strip())
+            table["palette"].append([*map(int, color.split(","))])
+    try:
+        return mask_table_of(table, "voc")
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from None
 
 
 # Arguments: source, and the names that the user gave, in their order. Raises DataError for a source of another format.

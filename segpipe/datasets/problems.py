@@ -122,13 +122,18 @@ def _file_errors(
             decode = num_pixels < FULL_VERIFY_PIXELS
         block = files.pairs[start : start + BLOCK]
         with decoders_heard() as written:
-            checked = threaded(partial(_checked, files, data.max_pixels, decode), block)
-            damaged = JPEG_DAMAGE.search(written())
+            try:
+                checked = threaded(
+                    partial(_checked, files, data.max_pixels, decode), block
+                )
+            finally:  # also when stopped: what is kept must not call a damaged file whole
+                damaged = JPEG_DAMAGE.search(written())
+                for pair in block if damaged else ():
+                    files.facts.forget(pair.image)
         progress(start + len(block), len(files))
         for pair, (pixels, errors) in zip(block, checked, strict=True):
             num_pixels += pixels
             if damaged and (message := jpeg_damage(pair.image)):
-                files.facts.forget(pair.image)
                 yield DataError(message)
             yield from errors
 

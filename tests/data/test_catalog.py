@@ -96,6 +96,13 @@ def test_ids_and_ignore_have_defaults(tmp_path: Path) -> None:
     assert table.name == tmp_path.name
 
 
+def test_names_may_be_numbers(tmp_path: Path) -> None:
+    text = "names: [1, 2]\nids: {7: 1, 8: 2}\n"
+    table = load_masks(table_file(tmp_path, text)).classes
+    assert table.names == ("1", "2")
+    assert table.train_ids == {7: 0, 8: 1, 255: 255}
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -106,6 +113,7 @@ def test_ids_and_ignore_have_defaults(tmp_path: Path) -> None:
             "names: [floor, shelf, floor]",
             "names holds floor twice",
         ),
+        ("names: [floor, shelf, person]", 'names: [1, "1"]', "names holds 1 twice"),
         (
             "names: [floor, shelf, person]",
             "names: [floor, no, person]",

@@ -165,6 +165,27 @@ def test_what_a_refused_start_has_read_is_kept_and_written_once(
     assert reads.keys() == {str(last)}
 
 
+def test_a_damaged_jpeg_is_found_after_another_pair_was_refused(
+    data: DataConfig,
+) -> None:
+    """It ends with the marker of an end, so only what the decoder says tells that the middle is missing."""
+    root = Path(data.root)
+    content = cv2.imencode(".jpg", pixels(1))[1].tobytes()
+    image = root / "images/train/1.jpg"
+    image.write_bytes(content[:-150] + b"\xff\xd9")
+    image.with_suffix(".png").unlink()
+    mask = root / "masks/train/0.png"
+    whole = mask.read_bytes()
+    cv2.imwrite(str(mask), mask_of(0)[1:])
+    time.sleep(0.06)
+    with pytest.raises(DataError, match=r"0\.png is 12x10, but its mask"):
+        verify(data, SPLITS)
+    mask.write_bytes(whole)
+    facts_of.cache_clear()
+    with pytest.raises(DataError, match=r"1\.jpg is damaged: the decoder says"):
+        verify(data, SPLITS)
+
+
 def test_a_torn_cache_is_not_believed(data: DataConfig, reads: Counter[str]) -> None:
     found = start(data)
     cache = Path(data.root) / CACHE

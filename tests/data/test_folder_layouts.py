@@ -158,6 +158,18 @@ def test_a_list_holds_stems_or_paths(tmp_path: Path) -> None:
     assert [name for name, _, _ in found(data)] == ["x/a", "x/b", "x/c", "x/d"]
 
 
+def test_a_listed_name_may_end_in_a_space(tmp_path: Path) -> None:
+    names = [
+        f"{kind}/{stem}.png"
+        for stem in ("a", "a ")
+        for kind in ("images", "mask:masks")
+    ]
+    data = make(tmp_path, *names)
+    for listed in ("a", "a "):
+        (tmp_path / "train.txt").write_text(f"{listed}\n")
+        assert [name for name, _, _ in found(data)] == [listed]
+
+
 @pytest.mark.parametrize(
     "listed",
     [
@@ -263,9 +275,13 @@ REFUSED = {
         ["a.png", "train.csv=a.png,b.png"],
         ["train.csv, line 1", "b.png does not exist"],
     ),
+    "row without an image": (
+        ["mask:b.png", "train.csv=image,mask\n,b.png"],
+        ["train.csv, line 2: "],
+    ),
     "row with three columns": (
         ["train.csv=a.png,b.png,c"],
-        ["line 1: 3 columns, but image and mask"],
+        ["line 1: ['a.png', 'b.png', 'c'], but one image and one mask"],
     ),
     "row twice": (
         ["a.png", "mask:b.png", "train.csv=a.png,b.png\na.png,b.png"],

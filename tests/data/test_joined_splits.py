@@ -76,3 +76,9 @@ def test_other_data_has_no_splits_to_join(values: dict[str, object]) -> None:
     config = from_mapping({"data": {**values, "train_split": "train+val"}})
     with pytest.raises(ConfigError, match=r"data\.train_split = train\+val, but only"):
         check(config, world_size=1)
+
+
+def test_no_split_is_joined_with_itself() -> None:
+    data = {"name": "camvid", "root": "x", "train_split": "train+train"}
+    with pytest.raises(ConfigError, match="names a split twice"):
+        check(from_mapping({"data": data}), world_size=1)

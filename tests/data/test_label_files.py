@@ -88,6 +88,23 @@ def palette_file(
     return out.getvalue()
 
 
+def chunk(kind: bytes, body: bytes) -> bytes:
+    return len(body).to_bytes(4) + kind + body + zlib.crc32(kind + body).to_bytes(4)
+
+
+def grey_of_16_bits_with_alpha() -> bytes:
+    """What neither Pillow nor OpenCV writes."""
+    pixels = np.dstack([grey(), np.full((HEIGHT, WIDTH), 65535)]).astype(">u2")
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
+    head = struct.pack(">IIBBBBB", WIDTH, HEIGHT, 16, 4, 0, 0, 0)
+    return (
+        encoded(grey())[:8]
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
+
+
 def interlaced(content: bytes) -> bytes:
     """The 8-bit PNG with Adam7 interlacing, which neither Pillow nor OpenCV writes."""
     pixels = np.asarray(Image.open(io.BytesIO(content)))
@@ -104,9 +121,6 @@ def interlaced(content: bytes) -> bytes:
         b"".join(b"\0" + row.tobytes() for row in pixels[r::dr, c::dc] if row.size)
         for r, dr, c, dc in steps
     )
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return len(body).to_bytes(4) + kind + body + zlib.crc32(kind + body).to_bytes(4)
 
     head = content[16:24] + b"\x08" + content[25:28] + b"\1"
     plte = content.find(b"PLTE")
@@ -179,6 +193,11 @@ CASES: dict[str, Case] = {
         lambda: encoded(np.dstack([grey(), np.full_like(TARGET, 255)]), mode="LA"),
         IDS,
         None,
+    ),
+    "png grey of 16 bits with alpha": (
+        grey_of_16_bits_with_alpha,
+        IDS,
+        ("cannot be a mask: 16 bits per channel of colors or alpha",),
     ),
     "png palette, indices are ids": (
         lambda: palette_file("PNG", PAINTED, RAW),
@@ -466,6 +485,24 @@ def test_images_are_rgb_of_8_bits_and_no_cut_passes(tmp_path: Path, name: str) -
             with pytest.raises(
                 DataError, match="is truncated" if length >= 12 else "is"
             ):
+                read(str(path))
+
+
+def test_a_jpeg_is_read_whatever_a_camera_appends(tmp_path: Path) -> None:
+    """A preview as a second picture (MPO), or a video."""
+    path, jpeg, video = tmp_path / "photo.jpg", encoded(PICTURE, "JPEG"), bytes(200_000)
+    path.write_bytes(jpeg)
+    wanted = read_image(str(path))
+    preview = [Image.fromarray(PICTURE[:3])]
+    mpo = encoded(PICTURE, "MPO", save_all=True, append_images=preview)
+    for content in (mpo, jpeg + bytes(5000), jpeg + video):
+        path.write_bytes(content)
+        assert np.array_equal(read_image(str(path)), wanted)
+        assert read_header(str(path))[:2] == (HEIGHT, WIDTH)
+    for content in (jpeg[:-20], jpeg[:-20] + bytes(5000), jpeg[:-20] + video):
+        path.write_bytes(content)
+        for read in (read_image, read_header):
+            with pytest.raises(DataError, match="is truncated"):
                 read(str(path))
 
 

@@ -1,6 +1,7 @@
 """Loader: the same bits for any workers and start method, distinct samples, errors from workers, and no hang."""
 
 import hashlib
+import itertools
 import multiprocessing
 import os
 import random
@@ -431,6 +432,14 @@ def test_a_worker_that_was_stopped_is_named():
     ):
         list(items)
     assert not multiprocessing.active_children()
+
+
+def test_time_in_which_the_whole_job_was_stopped_does_not_count(expected, monkeypatch):
+    """Each wait for a worker takes an hour by the trainer's clock."""
+    hours = itertools.count(step=3600.0)
+    clock = SimpleNamespace(monotonic=lambda: next(hours), sleep=time.sleep)
+    monkeypatch.setattr(ring, "time", clock)
+    assert digests(batches(Sleepy(), workers=2, timeout_s=300.0)) == expected
 
 
 @pytest.mark.parametrize("how", ["fork", "forkserver"])

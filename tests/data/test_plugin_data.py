@@ -58,6 +58,16 @@ DATA = """
     class Colorless(Data):
         palette = ()
 
+    class Twice(Data):
+        classes = ("a", "a")
+
+    class Refilled(Data):
+        image, target = np.zeros((8, 6, 3), np.uint8), np.zeros((8, 6), np.uint8)
+
+        def read(self, index):
+            self.image[:], self.target[:] = index, index % 2
+            return self.image, self.target
+
     class Odd:
         def __init__(self, root, split):
             pass
@@ -123,6 +133,19 @@ def test_samples_come_from_the_users_class() -> None:
     assert not list(problems(config(), ["train", "val"]))
 
 
+def test_classes_without_colors_get_some() -> None:
+    samples = open_samples(config("data:Colorless"), "train", 0)
+    assert samples.classes.names == ("a", "b")
+    assert len(set(samples.classes.palette)) == 2
+
+
+def test_a_sample_stays_when_the_user_fills_its_memory_again() -> None:
+    samples = open_samples(config("data:Refilled"), "train", 0)
+    image, target = samples.read(0)
+    assert samples.read(1)[0].max() == 1
+    assert (image.max(), target.max()) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
@@ -169,7 +192,7 @@ def test_two_samples_of_one_name_are_refused() -> None:
         ),
         (config(num=0), "split train has no sample"),
         (config("data:Odd"), "data:Odd: the object has no name, read, classes"),
-        (config("data:Colorless"), "classes has 2 names and palette 0 colors"),
+        (config("data:Twice"), "data.name = data:Twice: names holds a twice"),
         (config("data:Date"), "data has no Date. Did you mean Data"),
     ],
 )

@@ -89,13 +89,25 @@ def test_the_tail_is_the_last_frames_by_number() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("number", "val", "last"), [(100, 0.07, 7), (10, 0.11, 2), (2, 0.6, 1)]
+)
+def test_the_tail_is_rounded_up_and_never_the_whole_sequence(
+    number: int, val: float, last: int
+) -> None:
+    """As floats, 0.07 * 100 is more than 7."""
+    names = [f"x_{place:03d}" for place in range(number)]
+    chosen = divide(names, val=val, by="tail", seed=0)
+    assert chosen == [place >= number - last for place in range(number)]
+
+
 def test_copies_of_one_image_stay_together() -> None:
     names = [
-        f"photo{number}_jpg.rf.{copy:x}"
+        f"photo{number}_jpg.rf.{copy}"
         for number in range(20)
-        for copy in (11, 12, 13)
+        for copy in ("a1", "b2", "c3")
     ]
-    for by in ("image", "sequence"):
+    for by in ("image", "sequence", "tail"):
         pattern = r"photo\d+" if by == "sequence" else ""
         chosen = divide(names, val=0.2, by=by, seed=3, pattern=pattern)
         assert set(

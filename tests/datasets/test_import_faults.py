@@ -188,6 +188,21 @@ def test_nothing_is_written_beside_an_image_whose_path_leads_outside(
     assert photo.read_bytes() == before
 
 
+def test_of_two_images_with_one_name_none_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listing = coco(tmp_path / "source", {"id": 7, "image_id": 2})
+    content = json.loads(listing.read_text())
+    content["images"].append({**content["images"][1], "id": 2, "file_name": "b.jpg"})
+    content["annotations"].append(content["annotations"][0] | {"image_id": 1})
+    listing.write_text(json.dumps(content))
+    picture(tmp_path / "source/images/b.jpg")
+    assert imported("coco", listing, tmp_path / "out", "skip=true") == 0
+    assert "the set has b 2 times" in capsys.readouterr().out
+    assert masks(tmp_path / "out") == ["a"]
+    assert not list((tmp_path / "out/images").glob("b.*"))
+
+
 def square(**changes: Any) -> list[dict[str, Any]]:
     return [{"label": "car", "points": SQUARE} | changes]
 
