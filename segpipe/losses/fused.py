@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,15 +44,8 @@ class ClassHead:
     def class_weights(self) -> Tensor:
         """The weights, or ones; (C,)."""
         if self.weights is None:
-            logits = self.logits
-            return _ones(logits.shape[1], logits.dtype, logits.device)
+            return self.logits.new_ones(self.logits.shape[1])
         return self.weights
-
-
-@lru_cache(maxsize=16)
-def _ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.ones(count, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)

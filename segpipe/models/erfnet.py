@@ -54,8 +54,9 @@ class ERFNet(SegmentationNet):
         init_near_zero(self.head)
 
     def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Main logits (B, num_classes, H, W), with sides rounded up to multiples of 8."""
-        return self.head(self.decoder(self.encoder(image))), {}
+        """Main logits (B, num_classes, H, W); what the decoder adds up to multiples of 8 lies beyond the image."""
+        logits = self.head(self.decoder(self.encoder(image)))
+        return logits[..., : image.shape[-2], : image.shape[-1]], {}
 
 
 class ERFDownsampler(nn.Module):

@@ -1,6 +1,5 @@
 """Networks of other packages' layers: encoders of timm, LR-ASPP of torchvision, segmentation-models-pytorch."""
 
-import re
 from importlib import import_module
 from typing import Any
 
@@ -107,7 +106,10 @@ class TimmEncoder(EncoderNet):
             image = image + _constant(image, self._shift)
 
         features = self.encoder(image)
-        fine, middle, coarse = (features[place] for place in self.places)
+        tapped = [features[place] for place in self.places]
+        if getattr(self.encoder, "output_fmt", "NCHW") == "NHWC":
+            tapped = [feature.permute(0, 3, 1, 2) for feature in tapped]
+        fine, middle, coarse = tapped
         x = F.relu(self.lateral[2](coarse)) * self.gate(coarse)
         for lateral, finer in ((self.lateral[1], middle), (self.lateral[0], fine)):
             finer = lateral(finer)
@@ -156,11 +158,14 @@ def _constant(image: Tensor, values: list[float]) -> Tensor:
     return torch.cat([image.new_full((1, 1, 1, 1), value) for value in values], 1)
 
 
-def _file_keys(encoder: nn.Module) -> Keys:
-    """From our names to those in timm's own files. timm flattens `stages.0` to `stages_0` to tap its output."""
-    flat = [name for name, _ in encoder.named_children() if re.search(r"_\d+$", name)]
-    renamed = ((rf"^{name}\.", re.sub(r"_(\d+)$", r".\1.", name)) for name in flat)
-    return (r"^encoder\.", ""), *renamed
+def _file_keys(encoder: Any) -> Keys:
+    """From our names to those in timm's own files: to tap an encoder, timm flattens `stem.conv` to `stem_conv`."""
+    children = [name for name, _ in encoder.named_children()]
+    if children in (["model"], ["body"]):  # wrapped instead
+        return ((rf"^encoder\.{children[0]}\.", ""),)
+    tapped = (name.partition(".")[0] for name in encoder.feature_info.module_name())
+    parts = "|".join(sorted({"stem", *tapped}))
+    return (r"^encoder\.", ""), (rf"^({parts})_", r"\1.")
 
 
 def _normalization(encoder: str) -> tuple[list[float], list[float]]:

@@ -321,20 +321,20 @@ def _refuse(where: str, network: str, problems: Mapping[str, list[str]]) -> None
 def _names(
     model: nn.Module, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> dict[str, str]:
-    """Name in the file of every tensor of the network: the renaming by which most tensors fit."""
-    best, most = {name: name for name in own}, 0
+    """Name in the file of every tensor of the network: the renaming by which most are in the file, and most fit."""
+    best, most = {name: name for name in own}, (0, 0)
+    whole = min(len(own), len(tensors))
     for renamed, outer in _renamings(model, own):
         for prefix in _prefixes(renamed, own, tensors):
             names = {name: prefix + key for name, key in renamed.items()}
             names |= {name: name for name in outer if names[name] not in tensors}
-            count = sum(
-                key in tensors and _fits(tensors[key], own[name])
-                for name, key in names.items()
-            )
-            if count > most:
-                best, most = names, count
+            there = [name for name, key in names.items() if key in tensors]
+            fit = sum(_fits(tensors[names[name]], own[name]) for name in there)
+            if (len(there), fit) > most:
+                best, most = names, (len(there), fit)
 
-            if count == min(len(own), len(tensors)):
+            # Layers of other classes do not fit; of a module alone all have to.
+            if len(there) == whole and (fit == whole or not outer):
                 return names  # the rest would take seconds
     return best
 

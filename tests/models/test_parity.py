@@ -103,6 +103,18 @@ def test_parity_with_the_published_network(
         assert worst.get("gradients", 0.0) <= GRADIENTS
 
 
+@torch.no_grad()
+def test_logits_of_erfnet_lie_on_their_pixels_at_any_size() -> None:
+    """They are those of the image with a border of zeros, but near it; resized ones would be moved."""
+    net, image = published_network("erfnet").eval(), reference_image()[..., :45, :67]
+    padded = net(nn.functional.pad(image, (0, 5, 0, 3)))
+    logits = net(image)
+    assert logits.shape[2:] == (45, 67)
+    apart = (logits - padded[..., :45, :67]).abs().mean() / logits.std()
+    moved = (logits - bilinear(padded, (45, 67))).abs().mean() / logits.std()
+    assert apart < 0.02 < 0.1 < moved
+
+
 @pytest.mark.parametrize("name", ["ddrnet23_slim", "erfnet"])
 def test_control_one_weight_tensor_off_by_a_percent_fails_parity(name: str) -> None:
     key = {

@@ -15,6 +15,7 @@ from segpipe.data.catalog import STREET
 from segpipe.errors import CheckpointError, ConfigError
 from segpipe.models import build_model
 from segpipe.models.preprocess import IMAGENET_MEAN, IMAGENET_STD
+from segpipe.models.weights import published_key
 from segpipe.settings.config import check, from_mapping
 from segpipe.train import checkpoint
 from segpipe.train.start import weights_summary
@@ -79,6 +80,28 @@ def test_a_file_of_the_whole_classifier_gives_the_encoder(
         CheckpointError, match=r"lateral\.0\.0\.weight.*model\.weights_partial=true"
     ):
         build_state(settings, STREET, CPU, checkpoint.read_start(settings))
+
+
+@pytest.mark.parametrize(
+    "encoder", ["resnetv2_50", "cs3darknet_s", "densenet121", "twins_svt_small"]
+)
+def test_tensors_of_an_encoder_have_the_names_of_timms_files(encoder: str) -> None:
+    """timm flattens modules of the first three, below a stem too, and wraps the last."""
+    with torch.device("meta"):
+        net = build_model("timm", 5, {"encoder": encoder})
+        whole = timm.create_model(encoder).state_dict()
+    ours = [key for key in net.state_dict() if key.startswith("encoder.")]
+    names = {published_key(key, net.published_keys) for key in ours}
+    assert len(names) == len(ours)
+    assert names <= whole.keys()
+
+
+@torch.no_grad()
+def test_an_encoder_whose_features_have_channels_last_sees_an_odd_size() -> None:
+    net = build_model("timm", 5, {"encoder": "mambaout_femto"}).eval()
+    heads = net.logits(torch.rand(1, 3, 65, 97), aux=True)
+    assert [logits.shape[:2] for logits in heads.values()] == [(1, 5), (1, 5)]
+    assert heads["main"].shape == heads["aux"].shape
 
 
 def test_pretrained_weights_are_loaded_for_step_0_only(
@@ -164,6 +187,8 @@ def test_wrong_arguments_are_explained(args: dict[str, Any], match: str) -> None
         build_model("timm", 5, args)
 
 
-def test_two_sources_of_weights_are_refused() -> None:
+@pytest.mark.parametrize("name", ["timm", "efficientvit_seg_b0"])
+def test_two_sources_of_weights_are_refused(name: str) -> None:
+    model = {"name": name, "args": {"pretrained": True}, "weights": "x.pth"}
     with pytest.raises(ConfigError, match="a run starts from one of them"):
-        check(config(pretrained=True, weights="x.pth"), world_size=1)
+        check(from_mapping({"model": model}), world_size=1)

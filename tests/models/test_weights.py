@@ -124,6 +124,22 @@ def test_another_class_count_initializes_the_class_layers_and_nothing_else(
 
 
 @pytest.mark.parametrize(
+    ("name", "num_classes"), [("fast_scnn", 64), ("fast_scnn", 128), ("pidnet_s", 32)]
+)
+def test_a_class_count_that_is_a_width_of_the_network_moves_no_layer(
+    name: str, num_classes: int
+) -> None:
+    """By their shapes alone, layers of other parts of the file would fit better than its class layers."""
+    net, other = build_model(name, num_classes), build_model(name, 19)
+    found = fit(net, source(other.state_dict()), num_classes=num_classes)
+    assert set(found.adapted) == {
+        f"{layer}.{part}" for layer in CLASS_LAYERS[name] for part in ("weight", "bias")
+    }
+    assert not found.fresh
+    assert not found.left_over
+
+
+@pytest.mark.parametrize(
     "prefix", ["", "module.", "model.", "module.model.", "_orig_mod."]
 )
 def test_prefixes_are_dropped_and_a_mixture_is_refused(prefix: str) -> None:
