@@ -164,18 +164,17 @@ class RepeatCounter:
 
     def count(self, image: NDArray[np.uint8]) -> int:
         """Number of frames up to this one (H, W, 3) that equal one of the four different frames before them."""
-        if any(_are_equal(image, kept) for kept in self._kept):
+        # Noise makes a few rows differ; only where they do not, all are compared: cheaper than any checksum.
+        if any(
+            all(np.array_equal(image[::s], kept[::s]) for s in (_ROWS_APART, 1))
+            for kept in self._kept
+        ):
             self._count += 1
             return self._count
         self._count = 0
         # Drivers reuse their buffers, so a reference would always compare equal.
         self._kept.append(image.copy())
         return 0
-
-
-def _are_equal(image: NDArray[np.uint8], kept: NDArray[np.uint8]) -> bool:
-    """Noise makes a few rows differ; only where they do not, all are compared: cheaper than any checksum."""
-    return all(np.array_equal(image[::step], kept[::step]) for step in (_ROWS_APART, 1))
 
 
 class StampCheck:

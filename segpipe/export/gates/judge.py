@@ -95,8 +95,7 @@ def gate_latency(
     if 0 < budget_ms < measured["p50_ms"]:
         failure = f"p50 {measured['p50_ms']:.1f} ms > {budget_ms:g} ms of export.latency_budget_ms, 1 thread"
     elif not part <= share:
-        part = math.ceil(100 * part) / 100  # or the limit itself might be shown
-        failure = f"as processor time is {part:g} > {share:g} of the fp32 file's, so the file is no gain"
+        failure = f"as processor time is {part:.3g} > {share:g} of the fp32 file's, so the file is no gain"
     finding = f"within {budget_ms:g} ms" if budget_ms else "no budget"
     if math.isfinite(share):
         finding += f", at most {share:g} of fp32"
