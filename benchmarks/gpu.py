@@ -255,9 +255,10 @@ def _updates(
     config.loss.name, config.optim.clip_norm = "ohem", 5.0
     state = build_state(config, STREET, bench.device)
     step = TrainStep(config, Watch(Group(0, 0, 1, bench.device), state))
-    image, target = (part.to(bench.device) for part in scenes(bench, bench.batch))
+    on_host = scenes(bench, bench.batch)
+    valid = torch.tensor(valid_pixels(on_host[1]), device=bench.device)
+    image, target = (part.to(bench.device) for part in on_host)
     numbers = torch.zeros(bench.batch, dtype=torch.int64)
-    valid = torch.tensor(valid_pixels(target), device=bench.device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     started = 0.0

@@ -191,10 +191,10 @@ def digest(bench: Bench) -> dict[str, Any]:
     try:
         many = digests_of.digest_many(there, channels_last=True)
         each = digests_of.digest_groups([[image] for image in batch])
-        single = [digests_of.digest(tensor) for tensor in there]
     finally:
         if bench.device.type == "cuda":
             torch.cuda.set_sync_debug_mode(before)
+    single = [digests_of.digest(tensor) for tensor in there]  # on the host: it waits
     assert int(many) == int(digests_of.digest_many(tensors, channels_last=True)), (
         "digest_many differs from the CPU's"
     )

@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks import gpu
 from benchmarks import measure as measuring
 from benchmarks.gpu_bench import Bench, latest
+from segpipe.determinism import flags
 
 CHECKS = {
     "G1": "loop",
@@ -34,6 +35,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     """The check of a claim, whose code gpu-check calls too. Raises ConfigError without a GPU."""
     if DEVICE == "cuda":
         gpu.needs_gpu()
+    flags.set_environment()  # before CUDA starts
     keys = {"device": DEVICE, "size": SIZE, "batch": BATCH, "camvid": ""}
     keys |= {"updates": given.repeats or UPDATES, "folder": "runs"}
     bench = gpu.bench_of(keys, 3600)

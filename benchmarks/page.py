@@ -49,7 +49,7 @@ loss, `loss.stride=2` takes a quarter of the pixels; where updates wait for grad
 - Equal bits, and the ledger, take a number of kernels that does not depend on the size of the network: two for the
   digests of any number of tensors (Triton, on a GPU), a few for gradients, statistics and counters. A test counts.
 - Feature maps are resized by one Triton kernel forward and one backward on a GPU, in their dtype and memory format.
-- Batches are copied by a stream of their own, while the update before is computed.
+- Batches are copied from page-locked memory in the order of the updates; the host does not wait for them.
 - A validation runs between two updates, on all ranks, each with its share of the images. It is not overlapped with
   training: both would wait for the same GPU. What can be hidden is loading, which `data.cache_mib` saves.
 - Gradients are sent bucket by bucket during the backward of the last shard, and their sums come back during it too.

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,7 +45,7 @@ PIXEL_TERMS: dict[str, Callable[..., Chosen] | None] = {
 }
 NEEDS = {
     "native": "a C compiler and a CPU",
-    "triton": "triton, gcc or clang, and CUDA",
+    "triton": "triton, gcc or clang, Python.h, and CUDA",
 }
 # Pixels that the boundary head calls an edge this surely get the extra class loss.
 EDGE_CONFIDENCE = 0.8
@@ -119,14 +121,15 @@ def backend(config: LossConfig, device_type: str) -> str:
 
 @cache
 def _triton_builds() -> bool:
-    """Whether Triton is there, and a compiler for the code that starts its kernels; warns where that is missing."""
+    """Whether Triton is there, and what compiles the code that starts its kernels; warns where that is missing."""
     if not find_spec("triton"):
         return False
-    if os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler and Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h").is_file():
         return True
     warnings.warn(
-        "neither gcc nor clang is installed, nor is CC set: on a GPU the loss, resizing and digests are computed by "
-        "torch, which takes more time and memory. Install gcc.",
+        "gcc (or clang, or CC) or Python.h is missing: on a GPU the loss, resizing and digests are computed by "
+        "torch, which takes more time and memory. Install gcc and python3-dev.",
         stacklevel=2,
     )
     return False

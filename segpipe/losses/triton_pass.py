@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """Upsampling and cross-entropy on CUDA by Triton: as fused.Evaluate, in gather form and without atomics.
 
-A program owns a block of PIXELS columns of the output rows between two rows of the logits. It keeps the gradients of
+A program owns a block of `pixels` columns of the output rows between two rows of the logits. It keeps the gradients of
 both rows in registers, at the columns of the target, and writes them to places of its own. The kernel of resizes
 gathers those into the logits, in a fixed order. So the bits repeat.
 """
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 # Names in the kernels: `pixels` columns of the target that a program owns; `padded`, the classes up to the next power
 # of 2. Shapes in docstrings are those of the registers of one program.
-PIXELS = 64  # 16 where there are so many classes that the registers of a program would not hold them
-MOST_CLASSES = 64
+MOST_PIXELS = 64
+REGISTERS = 2048  # logits of a program at most: more would spill (ptxas for sm_90a)
 
 
 @triton.jit
@@ -204,7 +204,8 @@ def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
     logits, rows, columns = head.logits, head.rows, head.columns
     batch, classes, rows_in, cols_in = logits.shape
     height, width = head.target.shape[1:]
-    pixels = PIXELS if classes <= MOST_CLASSES else 16
+    pixels = REGISTERS // triton.next_power_of_2(classes)
+    pixels = min(max(pixels, 8), MOST_PIXELS)
     grid = (batch * rows_in, triton.cdiv(width, pixels))
     starts, down, across = _gathering(rows, columns)
     losses = torch.empty_like(head.target, dtype=torch.float32)

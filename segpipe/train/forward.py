@@ -24,7 +24,11 @@ def autocast(device: torch.device, precision: str) -> Iterator[None]:
     """The context in which the network runs; the loss and all sums stay in fp32."""
     dtype = AUTOCAST.get(precision, torch.bfloat16)
     enabled = precision in AUTOCAST
-    with torch.autocast(device.type, dtype=dtype, enabled=enabled), tf32(precision):
+    # Nothing is cached: a recorded graph must not read what an earlier pass has cast, and eager has the same sums.
+    cast = torch.autocast(
+        device.type, dtype=dtype, enabled=enabled, cache_enabled=False
+    )
+    with cast, tf32(precision):
         yield
 
 
@@ -83,15 +87,8 @@ class GraphedHeads(AllHeads):
         kind = image.device.type
         before = [buffer.clone() for buffer in self.model.buffers()]
         random = torch.random.fork_rng([image.device] if kind == "cuda" else [])
-        # Weights that were cast for an earlier pass must not be read in a replay, so nothing is cached.
-        amp = torch.autocast(
-            kind,
-            torch.get_autocast_dtype(kind),
-            torch.is_autocast_enabled(kind),
-            cache_enabled=False,
-        )
         traced = _Traced(self.model)
-        with random, amp:
+        with random:
             replay = torch.cuda.make_graphed_callables(
                 traced, (image.detach().clone(),), allow_unused_input=True
             )

@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 import time
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import runs
-from benchmarks import gpu, gpu_bits, modes, ops
+from benchmarks import gpu, gpu_bits, gpu_claims, gpu_speed, modes, ops
 from benchmarks.gpu_bench import Bench
 from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
@@ -288,6 +289,35 @@ def test_what_the_table_says_wrongly_is_listed(
     changes: dict[str, Any], wrong: bool
 ) -> None:
     assert bool(ops.misjudged([row(**changes)])) is wrong
+
+
+def test_waits_alone_are_counted() -> None:
+    """The first warning of a process is about the mode itself."""
+
+    def action() -> None:
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    assert gpu_speed._waits(torch.device("cpu"), action) == 1
+
+
+def test_a_claim_sets_the_environment_before_anything_may_start_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    def bench_of(*given: Any) -> Bench:
+        calls.append("bench")
+        raise StopIteration
+
+    monkeypatch.setattr(gpu_claims.gpu, "needs_gpu", lambda: None)
+    monkeypatch.setattr(gpu_claims.gpu, "bench_of", bench_of)
+    monkeypatch.setattr(
+        gpu_claims.flags, "set_environment", lambda: calls.append("environment")
+    )
+    with pytest.raises(StopIteration):
+        gpu_claims.measure(Namespace(repeats=1, claim="G2"))
+    assert calls == ["environment", "bench"]
 
 
 def test_the_cost_of_the_modes_is_told(

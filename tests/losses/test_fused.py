@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -462,23 +463,36 @@ def test_without_a_gradient_nothing_is_differentiated(name: str) -> None:
 
 
 def test_a_missing_compiler_is_named_before_triton_needs_it(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton compiles with gcc or clang what starts a kernel: at the first one, in the first update."""
+    """Triton compiles what starts a kernel, with gcc or clang and Python.h: at the first one, in the first update."""
+    include = tmp_path / "include"
+    monkeypatch.setattr("sysconfig.get_config_var", lambda name: str(include))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("segpipe.losses.total.shutil.which", lambda name: None)
-    _triton_builds.cache_clear()
-    with pytest.warns(UserWarning, match=r"neither gcc nor clang .* Install gcc"):
-        assert backend(LossConfig(), "cuda") == "plain"
-    _triton_builds.cache_clear()
-    monkeypatch.setenv("CC", "nvc")
-    assert backend(LossConfig(), "cuda") == "triton"
+    for made, compiler, found in (
+        (False, "", "plain"),
+        (False, "nvc", "plain"),
+        (True, "", "plain"),
+        (True, "nvc", "triton"),
+    ):
+        include.mkdir(exist_ok=True)
+        (include / "Python.h").touch() if made else None
+        monkeypatch.setenv("CC", compiler)
+        _triton_builds.cache_clear()
+        with (
+            nullcontext()
+            if found == "triton"
+            else pytest.warns(UserWarning, match="Install gcc and python3-dev")
+        ):
+            assert backend(LossConfig(), "cuda") == found
     _triton_builds.cache_clear()
 
 
 def test_auto_takes_what_the_device_has_and_the_rest_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("segpipe.losses.total._triton_builds", lambda: True)
     found = {device: backend(LossConfig(), device) for device in ("cpu", "cuda", "mps")}
     assert found == {"cpu": "native", "cuda": "triton", "mps": "plain"}
     assert backend(LossConfig(name="package.module:Name"), "cuda") == "plain"
