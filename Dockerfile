@@ -11,7 +11,7 @@ ENV DEBIAN_FRONTEND=noninteractive \
 # gcc builds Triton's launchers. Versions follow the release of the base image, which is pinned.
 # hadolint ignore=DL3008
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends gcc libc6-dev make python3 python3-dev python3-venv \
+ && apt-get install --yes --no-install-recommends gcc libc6-dev make python3 python3-dev python3-venv tini \
  && rm -rf /var/lib/apt/lists/*
 
 RUN useradd --create-home --uid 10001 segpipe
@@ -32,5 +32,6 @@ RUN .venv/bin/python -m pip install --no-deps --no-build-isolation --editable . 
 ENV PATH=/opt/segpipe/.venv/bin:$PATH
 
 # docker run --gpus all --shm-size=8g -v DATA:/data:ro -v RUNS:/opt/segpipe/runs IMAGE train data=camvid data.root=/data
-ENTRYPOINT ["segpipe"]
+# As process 1, segpipe would get no SIGTERM outside the steps of a training.
+ENTRYPOINT ["tini", "--", "segpipe"]
 CMD ["--help"]

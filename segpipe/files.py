@@ -24,6 +24,7 @@ ADVICE = {
     errno.ENOSPC: FULL,
     errno.EDQUOT: FULL,
     errno.EROFS: "Its file system is read-only, as after a fault of a disk: see dmesg and mount it writable",
+    errno.EACCES: "This user may not write it: see its owner and permissions (ls -l)",
     errno.EFBIG: "This process may not write a file of this size: raise the limit (ulimit -f)",
     **dict.fromkeys(PASSING, FAULTY),
 }

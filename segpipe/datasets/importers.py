@@ -446,20 +446,18 @@ def _voc_target(path: Path, table: MaskTable, ids: Mapping[str, int]) -> Target:
 
 def _voc_table(path: Path, names: Sequence[str]) -> MaskTable:
     """The colors in CVAT's labelmap.txt, whose lines are `name:r,g,b:parts:actions`, or else the ids of `names`."""
-    if not path.is_file():
-        if not names:
-            raise DataError(
-                f"{path} does not exist, so nothing says what the masks hold. Set names=[...] to the names of the ids "
-                "0, 1, 2, ... If this is Pascal VOC itself, data=voc reads it as it is."
-            )
-        return mask_table_of({"names": [*names], "masks": "ids"}, "voc")
-
-    table: dict[str, Any] = {"names": [], "palette": [], "masks": "colors"}
-    for line in path.read_text().splitlines():
-        if line.strip() and not line.startswith("#"):
-            name, color, *_ = line.split(":")
-            table["names"].append(name.strip())
-            table["palette"].append([*map(int, color.split(","))])
+    table: dict[str, Any] = {"names": [*names], "masks": "ids"}
+    if path.is_file():
+        lines = [each for each in path.read_text().splitlines() if each.strip()]
+        rows = [line.split(":") for line in lines if not line.startswith("#")]
+        colors = [[*map(int, row[1].split(","))] for row in rows]
+        own = [row[0].strip() for row in rows]
+        table = {"names": own, "palette": colors, "masks": "colors"}
+    elif not names:
+        raise DataError(
+            f"{path} does not exist, so nothing says what the masks hold. Set names=[...] to the names of the ids "
+            "0, 1, 2, ... If this is Pascal VOC itself, data=voc reads it as it is."
+        )
     try:
         return mask_table_of(table, "voc")
     except ValueError as error:

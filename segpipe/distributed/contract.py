@@ -200,7 +200,10 @@ def _on(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """The machines of ranks, where there are several."""
     if len(set(hosts)) < 2:
         return ""
-    return f" on {listed(list(dict.fromkeys(hosts[rank] for rank in ranks)), 8)}"
+    names = dict.fromkeys(
+        hosts[rank].rpartition("-")[0] or hosts[rank] for rank in ranks
+    )
+    return f" on {listed(list(names), 8)}"
 
 
 def say(text: str) -> None:

@@ -51,9 +51,7 @@ def check_tasks() -> None:
 
     Raises ConfigError with the command to use.
     """
-    step = "SLURM_STEP_NUM_TASKS"
-    slurm = step if os.environ.get(step) else "SLURM_NTASKS"
-    for name in (slurm, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         tasks = os.environ.get(name, "")
         if tasks.isdecimal() and int(tasks) > 1 and not under_launcher():
             raise ConfigError(

@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from segpipe.distributed import environment
 from segpipe.distributed.contract import MARGIN_S, Contract, watch
 from segpipe.errors import CollectiveError, ConfigError, SegpipeError
-from segpipe.processes import proc_lines
+from segpipe.processes import proc_lines, this_host
 from segpipe.settings.groups import ComputeConfig
 
 T = TypeVar("T")
@@ -187,7 +187,7 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
         timeout=timeout,
         device_id=device if nccl else None,
     )
-    hosts = [card["host"] for card in sorted(cards, key=lambda card: card["rank"])]
+    hosts = [card["machine"] for card in sorted(cards, key=lambda card: card["rank"])]
     contract = watch(store, rank, world_size, timeout_s=config.timeout_s, hosts=hosts)
     group = Group(rank, local_rank, world_size, device, contract=contract)
     subgroups = _subgroups(group, environment.local_world_size(), timeout)
@@ -231,6 +231,7 @@ def meet(
     card: Card = {
         "rank": rank,
         "host": socket.gethostname(),
+        "machine": this_host(),
         "pid": os.getpid(),
         "gpu": gpu,
         "same": {"WORLD_SIZE": world_size, **same},

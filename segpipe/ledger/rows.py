@@ -355,7 +355,7 @@ class LedgerWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Unbuffered: a forked loader process would write a buffer's content a second time.
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            self._file = patiently(path, lambda: os.open(path, flags, 0o644))
+            self._file = patiently(path, lambda: os.open(path, flags, 0o666))
             os.ftruncate(self._file, sound)
         self._append(encode(header))
 

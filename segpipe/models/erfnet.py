@@ -56,7 +56,10 @@ class ERFNet(SegmentationNet):
     def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Main logits (B, num_classes, H, W); what the decoder adds up to multiples of 8 lies beyond the image."""
         logits = self.head(self.decoder(self.encoder(image)))
-        return logits[..., : image.shape[-2], : image.shape[-1]], {}
+        height, width = image.shape[-2:]
+        if logits.shape[-2:] != image.shape[-2:]:
+            logits = logits[..., :height, :width]
+        return logits, {}
 
 
 class ERFDownsampler(nn.Module):

@@ -163,8 +163,8 @@ def _file_keys(encoder: Any) -> Keys:
     children = [name for name, _ in encoder.named_children()]
     if children in (["model"], ["body"]):  # wrapped instead
         return ((rf"^encoder\.{children[0]}\.", ""),)
-    tapped = (name.partition(".")[0] for name in encoder.feature_info.module_name())
-    parts = "|".join(sorted({"stem", *tapped}))
+    taps = [name.split(".") for name in encoder.feature_info.module_name()]
+    parts = "|".join(sorted({"stem", *(tap[0] for tap in taps if len(tap) > 1)}))
     return (r"^encoder\.", ""), (rf"^({parts})_", r"\1.")
 
 

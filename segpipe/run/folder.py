@@ -105,9 +105,11 @@ def _lost_progress(config: Config) -> str:
         return ""
     if (config.run_dir / "result.json").exists():
         return "it has a result.json"
+    entries = read_metrics(config.run_dir / FILE_NAME)
+    with contextlib.suppress(ConfigError):  # as the earlier session had them
+        config = saved_config(config.run_dir)
     checkpoint, train = config.checkpoint, config.train
     every = (checkpoint.every, checkpoint.keep_every, train.validate_every, train.steps)
-    entries = read_metrics(config.run_dir / FILE_NAME)
     reached = max((entry["step"] for entry in entries), default=0)
     is_lost = reached > min(step for step in every if step)
     return f"{FILE_NAME} reaches step {reached}" if is_lost else ""
@@ -252,7 +254,7 @@ class _Lock:
                     ) from None
 
     def _create(self) -> None:
-        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             os.write(file, self._content)
             os.fsync(file)
@@ -336,7 +338,9 @@ def _dead_lock(path: Path) -> bytes | None:
     else:
         job, attempt = environment.job_attempt()
         newer = bool(job) and owner.job == job and list(owner.attempt) < attempt
-        alive = silent_s < SILENT_S and not newer
+        # Slurm has ended the attempt before; torchrun also starts again an attempt that was refused here.
+        requeued = newer and owner.attempt[0] < attempt[0]
+        alive = silent_s < (0 if requeued else 2 * BEAT_S if newer else SILENT_S)
         advice = f"stop it there (if that machine is down: its lock ends {SILENT_S:.0f} s after the last sign of life)"
     if not alive:
         return content

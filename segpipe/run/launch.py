@@ -474,6 +474,8 @@ def work(
     except SegpipeError as error:
         return _report(error, rank=environment.rank())
     except KeyboardInterrupt:
+        if environment.rank() == 0:
+            print("stopped. Continue with run.exists=resume.", file=sys.stderr)
         return Interrupted.exit_code
     except OSError as error:
         if error.errno not in ADVICE:

@@ -165,7 +165,7 @@ class Jobs:
         ]
         try:
             whole = self.check_job(config)
-            if finished(config):
+            if finished(whole):
                 job.code, job.reason = 0, "was finished already"
             if parts not in self.examined:
                 self.examine(whole)

@@ -84,7 +84,7 @@ class Tracker:
         self._path, self._file = path, None
         if path:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            self._file = patiently(path, lambda: os.open(path, flags, 0o644))
+            self._file = patiently(path, lambda: os.open(path, flags, 0o666))
         self._kept = {(entry["step"], entry["kind"]) for entry in kept}
         earlier_s = kept[-1]["time_s"] if kept else 0.0
         self._start = time.monotonic() - earlier_s

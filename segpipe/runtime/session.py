@@ -65,7 +65,7 @@ class Watchdog:
 
 
 class Session:
-    """The loaded ONNX file of an artifact. Raises ArtifactError if it is not the one that the manifest describes."""
+    """The loaded ONNX file of an artifact. Raises ArtifactError if the engine cannot load it."""
 
     def __init__(
         self,

@@ -60,7 +60,9 @@ OPTIONS: dict[str, Any] = {
     **dict.fromkeys((*CONFIG_DIR, *SHOW), ""),
 }
 # Text in Hydra's grammar of sweeps; other text is taken as it was typed, and a comma parts two jobs.
-SWEEP = re.compile(r"""['"]|^(choice|range|interval|glob|shuffle|sort|tag)\(""")
+SWEEP = re.compile(
+    r"""['"]|^(choice|range|interval|glob|shuffle|sort|tag|str|json_str)\("""
+)
 # Below OmegaConf's messages; names only its classes.
 OMEGACONF_LINE = re.compile(r"\s*(full_key: |reference_type=|object_type=)")
 
@@ -167,10 +169,11 @@ def _override(text: str, line: CommandLine) -> str:
     if key not in SETTINGS and key not in GROUPS:
         raise ConfigError(no_setting(key))
     if line.sweeps:
-        entry = SETTINGS.get(key)
+        entry, value = SETTINGS.get(key), value.strip()
         if not entry or not entry.is_text or SWEEP.search(value):
             return text
-        return f"{key}={','.join(map(quoted, value.split(',')))}"
+        parts = re.split(r",(?![^{]*\})", value)  # but not within ${}
+        return f"{key}={','.join(quoted(part.strip()) for part in parts)}"
     if key in GROUPS:
         if value not in (valid := choices(key, line.added)):
             raise ConfigError(

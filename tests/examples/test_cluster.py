@@ -159,7 +159,7 @@ def test_the_script_saves_and_requeues_before_the_time_limit(
     assert script.returncode == 0
     assert "saving, then requeue" in said
     words = (tmp_path / "started").read_text().split()
-    assert options(words)["rdzv-endpoint"] == "node7:29500"
+    assert options(words)["rdzv-endpoint"] == "node7:20042"
     check(compose(overrides(words)), world_size=16)
     assert (tmp_path / "cancelled").read_text() == "--signal=TERM 42\n"
     assert (tmp_path / "requeued").exists() is (

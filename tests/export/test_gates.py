@@ -266,6 +266,17 @@ def test_quality_gate_lets_a_pixel_between_two_classes_fall_to_either(
     assert gate_quality(before, now, ("a", "b")).passed is passed
 
 
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_a_class_of_one_pixel_lends_its_room_to_no_other(precision: str) -> None:
+    names = tuple(f"class_{index}" for index in range(11))
+    right = {(index, index): 100_000 for index in range(10)} | {(10, 10): 1}
+    worse = right | {(k, k): 85_000 for k in range(10)} | {(k, 10): 0 for k in range(1)}
+    worse |= {(k, (k + 1) % 10): 15_000 for k in range(10)}
+    before, now = score(right, 11), score(worse, 11)
+    assert not gate_quality(before, now, names, LIMITS[precision]).passed
+    assert gate_quality(before, before, names, LIMITS[precision]).passed
+
+
 def test_quality_gate_of_a_critical_class() -> None:
     names = ("road", *(f"class_{index}" for index in range(19)))
     right = {(index, index): 100_000 for index in range(20)}

@@ -83,7 +83,14 @@ def test_a_file_of_the_whole_classifier_gives_the_encoder(
 
 
 @pytest.mark.parametrize(
-    "encoder", ["resnetv2_50", "cs3darknet_s", "densenet121", "twins_svt_small"]
+    "encoder",
+    [
+        "resnetv2_50",
+        "cs3darknet_s",
+        "densenet121",
+        "inception_resnet_v2",
+        "twins_svt_small",
+    ],
 )
 def test_tensors_of_an_encoder_have_the_names_of_timms_files(encoder: str) -> None:
     """timm flattens modules of the first three, below a stem too, and wraps the last."""

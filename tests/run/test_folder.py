@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from segpipe.run import folder as lock
 from segpipe.run.folder import clear_folder
 from segpipe.run.tracking import failure
 from segpipe.settings.compose import compose
+from segpipe.settings.config import to_mapping
 from segpipe.train.checkpoint import load
 
 pytestmark = pytest.mark.slow
@@ -163,7 +165,7 @@ def test_rank_0_owns_the_folder_and_the_parent_removes_its_lock_when_it_was_kill
     done = finished(parent)
     assert done.returncode == 9, done.stderr
     assert not (folder / lock.LOCK).exists()
-    code, reason = failure(folder)
+    code, reason, _ = failure(folder)
     assert code == 9
     assert reason.startswith(
         "rank 0 was ended by signal 9 (Killed). The machine's memory may have run out"
@@ -240,6 +242,57 @@ def test_an_owner_on_another_machine_is_judged_by_its_last_touch_not_by_a_clock(
     monkeypatch.undo()
     write_lock(tmp_path, silent_s=lock.SILENT_S + 60)
     assert "taken over from process 77 on far" in taken(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("slurm", "torchrun", "silent_s", "taken_over"),
+    [
+        ("1", "0", 0, True),  # Slurm has ended the attempt before
+        ("0", "1", 0, False),  # torchrun started again what was refused here
+        ("0", "1", 31, True),  # and what lost its machine
+        ("0", "0", 31, False),
+    ],
+)
+def test_a_later_attempt_takes_over_what_is_dead(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    slurm: str,
+    torchrun: str,
+    silent_s: float,
+    taken_over: bool,
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "j")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", slurm)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", torchrun)
+    write_lock(tmp_path, silent_s=silent_s, job="j", attempt=[0, 0])
+    with nullcontext() if taken_over else pytest.raises(ConfigError):
+        assert "taken over" in taken(tmp_path)
+
+
+def test_a_resume_that_saves_more_often_misses_no_checkpoint(tmp_path: Path) -> None:
+    """None was due before step 2000, so none was lost."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    before = compose(settings(folder, "train.steps=9999", "checkpoint.every=2000"))
+    (folder / "config.json").write_text(json.dumps(to_mapping(before)))
+    line = {"step": 7, "kind": "train", "time_s": 1.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    changes = ("train.steps=9999", "checkpoint.every=5", "run.exists=resume")
+    lock.check_folder(compose(settings(folder, *changes)))
+    (folder / "metrics.jsonl").write_text(json.dumps(line | {"step": 2001}) + "\n")
+    with pytest.raises(ConfigError, match="reaches step 2001"):
+        lock.check_folder(compose(settings(folder, *changes)))
+
+
+def test_a_group_that_may_write_may_go_on(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        assert run(tmp_path / "run") == 0
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"rank00.bin", "metrics.jsonl"} <= {path.name for path in files}
+    assert [path.name for path in files if not path.stat().st_mode & 0o020] == []
 
 
 def test_a_pid_that_a_process_of_another_user_has_now_is_dead(
@@ -602,14 +655,19 @@ def test_temporary_files_of_living_processes_and_other_machines_stay(
 @pytest.mark.parametrize(
     ("variables", "refused"),
     [
-        ({"SLURM_NTASKS": "4"}, True),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, True),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, True),
-        ({"PMI_SIZE": "4", "SLURM_NTASKS": "1"}, True),
+        ({"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "1"}, True),
         ({"PMI_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "1"}, False),
         ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, False),
-        ({"SLURM_NTASKS": "1"}, False),
+        ({"SLURM_NTASKS": "4"}, False),  # sbatch runs a script once
         (
-            {"SLURM_NTASKS": "4", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "-"},
+            {
+                "SLURM_STEP_NUM_TASKS": "4",
+                "RANK": "0",
+                "WORLD_SIZE": "1",
+                "MASTER_ADDR": "-",
+            },
             False,
         ),
         ({}, False),
@@ -684,7 +742,7 @@ def test_variables_that_no_launcher_sets_are_refused_in_a_line(
 def test_no_task_of_srun_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     assert run(tmp_path / "run") == 2
     assert "srun --ntasks=1 segpipe train" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

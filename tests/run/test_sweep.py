@@ -211,9 +211,29 @@ def test_the_data_is_examined_with_the_crop_that_it_gives(sweeps: Sweeps) -> Non
 @pytest.mark.parametrize("text", ["2011_09_26", "1e3", "null", r"^(\d+)_", "a b"])
 def test_text_of_a_sweep_is_taken_as_it_was_typed(sweeps: Sweeps, text: str) -> None:
     """Commas part jobs; what Hydra's grammar would make of the rest is of no account."""
-    assert sweeps(f"track.notes={text},other", "run.name=a")[0] == 0
+    assert sweeps(f"track.notes={text}, other", "run.name=a")[0] == 0
     assert [each.track.notes for each in sweeps.examined] == [text, "other"]
     assert len(set(sweeps.started)) == 2
+
+
+def test_what_hydra_computes_in_a_sweep_stays_its_own(sweeps: Sweeps) -> None:
+    name = "run.name=a${seed}-${oc.env:SEGPIPE_TEST_NOBODY_SETS,x}"
+    assert sweeps("seed=1,2", name, "track.notes= choice(b,c)")[0] == 0
+    assert {each.track.notes for each in sweeps.examined} == {"b", "c"}
+    assert all(each.startswith(("a1-x", "a2-x")) for each in sweeps.started)
+
+
+def test_epochs_of_a_finished_run_are_compared_as_steps(sweeps: Sweeps) -> None:
+    changes = (
+        "seed=1",
+        "train.steps=0",
+        "optim.schedule_steps=200",
+        "data.num_train=16",
+    )
+    for epochs, started in (2, 1), (2, 0), (4, 1):
+        more = (*changes, f"train.epochs={epochs}", "run.exists=resume")
+        assert sweeps(*more)[0] == 0
+        assert len(sweeps.started) == started, epochs
 
 
 def test_a_folder_in_use_is_found_before_the_first_job(sweeps: Sweeps) -> None:

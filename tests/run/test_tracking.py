@@ -456,6 +456,7 @@ TAKES = """
     class Draws:
         def on_metrics(self, step, metrics):
             torch.rand(3, generator=torch.Generator())  # its own
+            torch.nn.functional.scaled_dot_product_attention(*torch.ones(3, 1, 1, 4, 4))
             torch.rand(3)
 
     class Exits:

@@ -221,7 +221,11 @@ def gate_quality(
 
     ties = dict(zip(names, _ties(reference.counts), strict=True))
     room = {name: max(limits.class_points, ties[name]) for name in moves}
-    miou_room = max(limits.miou_points, fmean(ties[name] for name in moves))
+    # A class with few pixels lends its room to no other.
+    beyond = fmean(
+        math.copysign(max(abs(move) - ties[name], 0.0), move)
+        for name, move in moves.items()
+    )
     over = [name for name in moves if not size(moves[name]) <= room[name]]
     worst = max(over or moves, key=lambda name: size(moves[name]))
     falling = [
@@ -242,10 +246,10 @@ def gate_quality(
     failure = ""
     if found.invalid_pixels:
         failure = f"quality: {found.invalid_pixels} pixels have an id that is no class"
-    elif not size(gain) <= miou_room:
+    elif not size(beyond) <= limits.miou_points:
         failure = (
             f"quality: mIoU {old_miou:.3f} -> {new_miou:.3f} % moves by {gain:+.3f} points, limit "
-            f"{miou_room:.3g}"
+            f"{limits.miou_points:g}"
         )
     elif over:
         failure = f"quality: IoU of {worst} moves by {moves[worst]:+.3f} points, limit {room[worst]:.3g}"
