@@ -94,7 +94,10 @@ def test_nccl_is_taken_where_no_two_ranks_share_a_gpu(
     """All ranks must take the same, whatever each of them sees. Here one GPU is visible to each."""
     made: list[str] = []
     # In the order of arrival.
-    cards = [{"rank": place, "gpu": gpus[place], "host": "a"} for place in (1, 0, 2)]
+    cards = [
+        {"rank": place, "gpu": gpus[place], "host": "a", "machine": "a-1"}
+        for place in (1, 0, 2)
+    ]
     known = {
         "RANK": rank,
         "WORLD_SIZE": 3,
@@ -157,8 +160,8 @@ def test_instances_of_gpus_meet_over_gloo_unless_nccl_is_told_to_take_them(
     def meet(same: Any, timeout_s: float, gpu: str) -> tuple[Any, Any]:
         other = "b" if gpu != "MIG" else gpu
         cards = [
-            {"rank": 0, "gpu": gpu, "host": "a"},
-            {"rank": 1, "gpu": other, "host": "a"},
+            {"rank": 0, "gpu": gpu, "host": "a", "machine": "a-1"},
+            {"rank": 1, "gpu": other, "host": "a", "machine": "a-1"},
         ]
         return dist.HashStore(), cards
 

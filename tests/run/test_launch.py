@@ -83,23 +83,13 @@ def test_sixteen_processes_compute_the_same_bits(
     assert result(folder)["versions"] == result(alone)["versions"]
 
 
-def test_three_processes_compute_the_same_bits(alone: Path, tmp_path: Path) -> None:
-    """Of 5, 5 and 6 shards. benchmarks/bits.py compares one and several of torchrun at its smoke size, too."""
-    folder = tmp_path / "several"
-    division = ("compute.nproc=3", "data.workers=1")
-    done = command("train.py", *settings(folder, *RECIPE, *division))
-    assert done.returncode == 0, done.stderr
-    assert result(folder)["world_size"] == 3
-    assert outcome(folder) == outcome(alone)
-    assert result(folder)["versions"] == result(alone)["versions"]
-
-
 @pytest.mark.slow
 def test_multirun_makes_two_runs_and_a_table(alone: Path, tmp_path: Path) -> None:
-    """Each in two processes: one has the bits of one process, the other recipe has other bits: the control."""
+    """In processes of 5, 5 and 6 shards: one has the bits of one process, the other recipe has others (the control)."""
     changes = (
         *RECIPE,
-        "compute.nproc=2",
+        "compute.nproc=3",
+        "data.workers=1",
         "optim.clip_norm=1,2",
         "run.name=clip${optim.clip_norm}",
     )
@@ -112,6 +102,8 @@ def test_multirun_makes_two_runs_and_a_table(alone: Path, tmp_path: Path) -> Non
             x for x in table.splitlines() if name in x
         )
     assert "seeds" not in table  # there is one seed only
+    assert result(tmp_path / "clip1.0")["world_size"] == 3
+    assert result(tmp_path / "clip1.0")["versions"] == result(alone)["versions"]
     assert outcome(tmp_path / "clip1.0") == outcome(alone)
     other = outcome(tmp_path / "clip2.0")["weights_digest"]
     assert other != outcome(alone)["weights_digest"]

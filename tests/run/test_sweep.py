@@ -60,6 +60,7 @@ class Sweeps:
 
 
 def write_result(config: Config) -> None:
+    config, _ = launch.with_steps(config)
     score = config.optim.lr + 0.01 * config.seed
     config.run_dir.mkdir(parents=True, exist_ok=True)
     iou = {"road": score + 0.1, "sky": score - 0.1 * config.seed, "lane": None}
