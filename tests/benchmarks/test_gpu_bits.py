@@ -295,7 +295,8 @@ def test_waits_alone_are_counted() -> None:
     """The first warning of a process is about the mode itself."""
 
     def action() -> None:
-        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+        about = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+        warnings.warn(about, stacklevel=1)
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
 
     assert gpu_speed._waits(torch.device("cpu"), action) == 1

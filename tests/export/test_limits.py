@@ -350,7 +350,7 @@ def counted(
 def test_quality_figures_and_limits_are_in_points_of_100(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At a limit a file passes; a trifle below it, it does not."""
+    """At a limit a file passes; one unit in the last place below it, it does not."""
     monkeypatch.setattr(quality, "TIED", 0)  # nearly all of a class of 100 pixels
     names, before = ("road", "car", "sky", "none"), counted([100, 100, 200, 0])
     now = counted(
@@ -374,9 +374,9 @@ def test_quality_figures_and_limits_are_in_points_of_100(
         ("miou_points", fall, []), ("class_points", class_fall, []), ("critical_points", class_fall, ["car", "road"]),
     ):  # fmt: skip
         for both_ways in (True, False):
-            at = replace(loose, both_ways=both_ways, **{setting: value * (1 + 1e-12)})
+            at = replace(loose, both_ways=both_ways, **{setting: value})
             assert gate_quality(before, now, names, at, critical).passed
-            below = replace(at, **{setting: value * (1 - 1e-12)})
+            below = replace(at, **{setting: math.nextafter(value, 0)})
             refused = gate_quality(before, now, names, below, critical)
             assert not refused.passed
             assert refused.message.startswith("G5 quality: ")

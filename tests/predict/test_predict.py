@@ -178,20 +178,23 @@ def test_bad_files_are_named_and_the_rest_is_predicted(
 ) -> None:
     (folder / "broken.png").write_bytes((folder / "one.png").read_bytes()[:400])
     (folder / "empty.jpg").write_bytes(b"")
+    cv2.imwrite(str(folder / "tiny.png"), np.zeros((8, 8, 3), np.uint8))
     (folder / "film.mp4").write_bytes(b"no film")
     out = folder.parent / "out"
     assert start(out, f"run={run}", f"source={folder}") == 2
     told = capsys.readouterr()
     assert [
-        name for name in ("broken.png", "empty.jpg", "film.mp4") if name not in told.err
+        name
+        for name in ("broken.png", "empty.jpg", "tiny.png", "film.mp4")
+        if name not in told.err
     ] == []
     *problems, left_out = told.err.splitlines()
     assert left_out.startswith("files of other types")
-    assert json.loads(told.out)["problems"] == 3
+    assert json.loads(told.out)["problems"] == 4
     assert json.loads(told.out)["images"] == 5
     assert len(record(out)["predictions"]) == 5
     assert record(out)["problems"] == problems
-    assert len(problems) == 3
+    assert len(problems) == 4
     assert not record(out)["complete"]
 
 

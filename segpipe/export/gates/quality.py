@@ -222,9 +222,8 @@ def gate_quality(
     ties = dict(zip(names, _ties(reference.counts), strict=True))
     room = {name: max(limits.class_points, ties[name]) for name in moves}
     # A class with few pixels lends its room to no other.
-    beyond = fmean(
-        math.copysign(max(abs(move) - ties[name], 0.0), move)
-        for name, move in moves.items()
+    beyond = gain - fmean(
+        max(-ties[name], min(move, ties[name])) for name, move in moves.items()
     )
     over = [name for name in moves if not size(moves[name]) <= room[name]]
     worst = max(over or moves, key=lambda name: size(moves[name]))
