@@ -25,14 +25,15 @@ Work = Callable[..., Any]
 def gloo(num_ranks: int, work: Work, *arguments: Any) -> list[Any]:
     """Results of `work(rank, *arguments)` on every rank of a gloo group; `work` is a function of a module.
 
-    The ranks are forked from one fresh process, which imports torch once for all of them.
+    The ranks are forked from one process, which imports torch once for all the groups of a test process.
     """
     return launched(num_ranks, _joined, work, *arguments)
 
 
 def launched(num_ranks: int, work: Work, *arguments: Any) -> list[Any]:
     """As `gloo`, but the ranks find the environment of torchrun and join no group: `work` is a whole run."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["segpipe.train.engine"])
     mine, theirs = context.Pipe()
     driver = context.Process(target=_drive, args=(num_ranks, work, arguments, theirs))
     driver.start()
@@ -52,8 +53,6 @@ def launched(num_ranks: int, work: Work, *arguments: Any) -> list[Any]:
 def _drive(
     num_ranks: int, work: Work, arguments: tuple[Any, ...], pipe: Connection
 ) -> None:
-    import segpipe.train.engine  # noqa: F401 - once for all ranks, as in segpipe's own server of ranks
-
     torch.set_num_threads(1)
     context = mp.get_context("fork")
     pairs = [context.Pipe() for _ in range(num_ranks)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ HELP = ("-h", "--help")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code of a command line, see docs/exit-codes.md; `arguments` are those of the process by default."""
+    gc.set_threshold(10_000)  # of 700, garbage is sought for a seventh of a start
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         if name in HELP or name == "--version":
