@@ -83,6 +83,8 @@ def drawn(number: int) -> list[str]:
     }
     if "optim.lr_scale" in found:
         found["model"] = "fast_scnn"
+    if "loss.label_smoothing" in found:  # which OHEM refuses
+        found["loss.name"] = "cross_entropy"
     return [f"{key}={value}" for key, value in found.items()]
 
 

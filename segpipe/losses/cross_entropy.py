@@ -52,7 +52,7 @@ def class_weights(pixels: Tensor, name: str) -> Tensor:
     """
     frequency = pixels.double() / pixels.sum().clamp_min(1)
     if name == "sqrt":
-        divisor = pixels.clamp_min(1).double().sqrt()
+        divisor = pixels.double().masked_fill(pixels == 0, 1.0).sqrt()
     else:
         offset = float(name.removeprefix("log") or 1.02)
         divisor = torch.log(offset + frequency)

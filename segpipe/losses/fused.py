@@ -72,6 +72,20 @@ class Chosen(NamedTuple):
     factor: Tensor | float = 1.0
 
 
+def without_weights(
+    losses: Tensor, target: Tensor, class_weights: Tensor | None
+) -> Tensor:
+    """Cross-entropies of pixels from those with class weights; 0 for a class of weight 0.
+
+    Shapes: losses float (B, H, W), 0 where the target, uint8 (B, H, W), is ignored; class_weights (C,).
+    """
+    if class_weights is None:
+        return losses
+    ids = torch.where(target == IGNORE_INDEX, 0, target).long()
+    weights = class_weights.to(losses.dtype)[ids]
+    return torch.where(weights > 0, losses / weights, 0.0)
+
+
 class Wanted(NamedTuple):
     """What a pass computes beside the loss of every pixel: sums, and the gradient of the losses' sum.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from segpipe import IGNORE_INDEX
-from segpipe.losses.fused import Chosen
+from segpipe.losses.fused import Chosen, without_weights
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import LossConfig
@@ -21,9 +21,12 @@ def ohem(
 ) -> Chosen:
     """The losses of the hard pixels alone, lifted so that they count as much as all valid ones.
 
-    Shapes: losses float32 (B, H, W), target uint8 (B, H, W).
+    The probability of its class decides whether a pixel is hard, not the weight of that class.
+
+    Shapes: losses float32 (B, H, W), target uint8 (B, H, W), class_weights (C,).
     """
-    kept, ratio = hard_pixels(losses, target != IGNORE_INDEX, config)
+    unweighted = without_weights(losses.detach(), target, class_weights)
+    kept, ratio = hard_pixels(unweighted, target != IGNORE_INDEX, config)
     # Where none is kept, losses are finite.
     return Chosen(losses * kept, kept, ratio)
 

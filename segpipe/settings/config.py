@@ -119,7 +119,7 @@ def from_mapping(values: Values) -> Config:
     config = Config()
     given: dict[str, Any] = {}
     for name, value in values.items():
-        is_group = is_dataclass(vars(config).get(name))
+        is_group = is_dataclass(getattr(config, name, None))
         if is_group and isinstance(value, Mapping):
             given |= {f"{name}.{key}": each for key, each in value.items()}
         else:
@@ -346,6 +346,11 @@ def _network_and_loss(config: Config) -> Iterator[str]:
     for name, part in (("loss", loss), ("data", config.data)):
         if part.args and ":" not in part.name:
             yield f"{name}.args = {part.args}, but {part.name} takes none: only plug-ins (package.module:Name) do."
+    if loss.name == "ohem" and loss.label_smoothing:
+        yield (
+            f"loss.label_smoothing = {loss.label_smoothing}, but loss.name = ohem finds easy pixels by the "
+            f"cross-entropy without smoothing. Set loss.label_smoothing=0, or another loss."
+        )
     own = ":" in loss.name
     if own and loss.label_smoothing:
         yield (

@@ -33,12 +33,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"label_smoothing": 0.1},
     {"stride": 2, "aux_stride": 3},
     {"name": "ohem", "ohem_threshold": 0.3, "ohem_min_kept": 0.2},
-    {
-        "name": "ohem",
-        "ohem_threshold": 0.9,
-        "ohem_min_kept": 0.0,
-        "label_smoothing": 0.2,
-    },
+    {"name": "ohem", "ohem_threshold": 0.9, "ohem_min_kept": 0.0},
     {"dice_weight": 0.7},
     {
         "name": "ohem",
@@ -46,7 +41,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
         "ohem_min_kept": 0.0,
         "dice_weight": 1.0,
     },  # rows of which none is hard
-    {"name": "ohem", "dice_weight": 1.0, "stride": 2, "label_smoothing": 0.05},
+    {"name": "ohem", "dice_weight": 1.0, "stride": 2},
 )
 
 
@@ -81,7 +76,8 @@ def class_reference(
         torch.ones(logits.shape[1]).double() if weights is None else weights.double()
     )
     log_p, smoothing = logits.log_softmax(1), config.label_smoothing
-    on_target = log_p.gather(1, ids[:, None])[:, 0] * scale[ids]
+    plain = log_p.gather(1, ids[:, None])[:, 0]
+    on_target = plain * scale[ids]
     losses = -(1 - smoothing) * on_target - smoothing / len(scale) * (
         log_p * scale.view(1, -1, 1, 1)
     ).sum(1)
@@ -92,9 +88,11 @@ def class_reference(
             math.ceil(config.ohem_min_kept * losses.numel()),
             -math.log(config.ohem_threshold),
         )
-        ordered = losses.detach().flatten().sort(descending=True).values
+        # By the probability of the class, whatever it weighs.
+        hard = torch.where(valid, -plain.detach(), 0.0)
+        ordered = hard.flatten().sort(descending=True).values
         kept = valid & (
-            losses >= (min(cut, float(ordered[fewest - 1])) if fewest else cut)
+            hard >= (min(cut, float(ordered[fewest - 1])) if fewest else cut)
         )
         ratio = float(valid.sum() / kept.sum().clamp_min(1))
     total = losses[kept].sum() * ratio + (

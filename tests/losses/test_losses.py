@@ -152,6 +152,9 @@ def test_square_root_weights_of_classes() -> None:
     torch.testing.assert_close(
         weights / weights[1], torch.tensor([1 / 3, 1, 50, 10**4], dtype=torch.double)
     )
+    # Draws that are balanced have means per image: less than a pixel of a rare class.
+    mean = class_weights(pixels.double() / 10**6, "sqrt").double()
+    torch.testing.assert_close(mean[:3], weights[:3])
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 4])

@@ -450,3 +450,14 @@ def test_every_group_is_a_dataclass_with_defaults() -> None:
     assert {entry.name for entry in fields(Config)} == {
         key.partition(".")[0] for key in ALL
     }
+
+
+def test_hard_pixels_are_not_found_in_smoothed_losses() -> None:
+    """Each would exceed the threshold: `ohem` would be cross-entropy."""
+    smoothed = {"loss": {"name": "ohem", "label_smoothing": 0.1}}
+    with pytest.raises(
+        ConfigError, match="ohem finds easy pixels by the cross-entropy"
+    ):
+        check(from_mapping(smoothed), world_size=1)
+    smoothed["loss"]["name"] = "focal"
+    check(from_mapping(smoothed), world_size=1)
