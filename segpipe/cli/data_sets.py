@@ -12,7 +12,7 @@ import numpy as np
 from segpipe.cli.commands import Given
 from segpipe.data.catalog import table_path
 from segpipe.data.data_set import DataSet
-from segpipe.data.pairs import scan_undivided
+from segpipe.data.pairs import scan, scan_undivided
 from segpipe.data.readers import threaded
 from segpipe.data.samples import file_samples, open_samples, over, sequence
 from segpipe.datasets.division import divide
@@ -89,6 +89,10 @@ def split(given: Given) -> int:
     if faults := found.faults:
         more = f" ({len(faults)} problems in all)" if len(faults) > 1 else ""
         raise DataError(f"{faults[0]}{more}")
+    if any((root / f"test{end}").exists() for end in (".csv", ".txt")):
+        kept = set(scan(data, "test").pairs)
+        found = found._replace(pairs=[p for p in found.pairs if p not in kept])
+        CONSOLE.print(f"{len(kept)} images of the split test are left out.")
     names, pixels = [pair.name for pair in found.pairs], None
     if table_path(data).is_file():
         samples = file_samples(data, found)

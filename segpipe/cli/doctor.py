@@ -19,6 +19,7 @@ from segpipe.data.catalog import PUBLISHED, published, table_path
 from segpipe.data.data_set import DataSet
 from segpipe.data.pairs import Scan, no_split, scan, scan_undivided, split_lists
 from segpipe.data.samples import (
+    bare_names,
     class_pixels,
     file_samples,
     image_sizes,
@@ -63,8 +64,8 @@ def main(given: Given) -> int:
         return 0
     check(config, world_size=1)
     splits = list(dict.fromkeys(["train", data.split]))
-    own = data.name == "folder" and not data.classes and Path(data.root).is_dir()
-    is_new = own and not table_path(data).exists()
+    own = data.name == "folder" and data.root and not data.classes
+    is_new = own and Path(data.root).is_dir() and not table_path(data).exists()
     if is_new and not _offer_table(data, splits, write=given["write"]):
         if given["out"]:
             CONSOLE.print(f"{given['out']} is not written: it needs classes.yaml.")
@@ -149,10 +150,7 @@ def _warnings(config: Config, opened: Mapping[str, DataSet]) -> list[str]:
             )
     if data.name == "synthetic" or len(opened) == 1:
         return warnings
-    first, second = (
-        [samples.name(index) for index in range(len(samples))]
-        for samples in opened.values()
-    )
+    first, second = map(bare_names, opened.values())
     if shared := shared_sequences(first, second, data.sequence):
         counts = [f"{name} ({a} and {b} images)" for name, (a, b) in shared.items()]
         warnings.append(

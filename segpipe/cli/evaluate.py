@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from segpipe.determinism import flags
 from segpipe.distributed.group import Group, choose_device
 from segpipe.errors import ConfigError, DataError
 from segpipe.files import plain
-from segpipe.ledger.inputs import changed_since
+from segpipe.ledger.inputs import changed_since, were_read
 from segpipe.losses.total import backend
 from segpipe.predict.inference import inference, segment
 from segpipe.run.console import ERRORS, iou_table, sequence_table
@@ -78,7 +79,7 @@ def scored(given: Given) -> tuple[Given, list[int]]:
         "step": trained.step,
     }
     where = sequences(samples, config.data.sequence)
-    seen = _seen(trained.config, config)
+    seen = _seen(Path(given["run"]), trained.config, config)
     figures |= scores(found, trained.classes.names, where, seen) | how.described
     changed = changed_since(Path(given["run"]), trained.config.data, config.data)
     notes = [
@@ -97,12 +98,17 @@ def scored(given: Given) -> tuple[Given, list[int]]:
     return figures, found.total.sum(1).tolist()
 
 
-def _seen(trained: Config, config: Config) -> set[str] | None:
-    """Sequences of the run's training images; None if these are not on this machine."""
-    for data in (trained.data, config.data):
-        try:
-            training = open_samples(data, "train", trained.seed)
-            return set(sequences(training, config.data.sequence))
-        except DataError:
-            continue
-    return None
+def _seen(run: Path, trained: Config, config: Config) -> set[str] | None:
+    """Sequences of the run's training images; None where these are not in `data.root`, be it another folder than then.
+
+    Names alone say nothing: those of two data sets are often equal.
+    """
+    try:
+        data = replace(trained.data, root=config.data.root)
+        training = open_samples(data, "train", trained.seed)
+    except DataError:
+        return None
+    moved = config.data.root != trained.data.root
+    if moved and not were_read(run, training):
+        return None
+    return set(sequences(training, config.data.sequence))

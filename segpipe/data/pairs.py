@@ -149,6 +149,12 @@ def scan(data: DataConfig, split: str) -> Scan:
     scans = [_scan(partial(_layout, data, one)) for one in joined(data, split)]
     found = Scan(*(list(chain(*parts)) for parts in zip(*scans, strict=True)))
     found.pairs.sort()
+    twice = [pair.name for pair, times in Counter(found.pairs).items() if times > 1]
+    if twice:
+        found.faults.append(
+            f"data.train_split = {data.train_split}, but {len(twice)} images are in two of these splits: "
+            f"{listed(twice)}. Join splits that share none."
+        )
     return found
 
 

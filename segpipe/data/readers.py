@@ -375,7 +375,7 @@ def _opened(content: bytes) -> tuple[Image.Image | None, Header]:
 
     if scaled:
         raise ValueError(
-            f"is a PNM with another maximum than 255 or 65535, whose values Pillow scales. {WRITE_PNG}"
+            f"is a PNM in text, of 16 bits per color or of another maximum than 255 or 65535. {WRITE_PNG}"
         )
     if pages > 1 and not is_jpeg:  # cameras append previews to a JPEG
         raise ValueError("holds several pages. Write each as a file.")
@@ -468,6 +468,8 @@ def _header(image: Image.Image) -> Header:
 
 
 def _mask_fault(image: Image.Image, layout: str, bits: int) -> str:
+    if image.mode == "1" and image.format == "PPM":
+        return f"the values of a PBM are read as 0 and 255. {WRITE_PNG}"
     if image.format == "WEBP":
         return LOSSY.format("WebP")
     if isinstance(image, TiffImagePlugin.TiffImageFile):

@@ -375,12 +375,18 @@ def frame(name: str) -> tuple[str, int | None]:
     return folder or before or "unnamed", int(numbers[-1][2])
 
 
-def sequences(samples: Samples, pattern: str = "", label: str = "") -> list[str]:
-    """Sequence of each image of a split, by index; `pattern` is `data.sequence`, `label` that of a set of a mixture."""
-    names = (
-        samples.name(index).removeprefix(f"{label}/") for index in range(len(samples))
-    )
-    return [sequence(name, pattern) for name in names]
+def bare_names(samples: DataSet) -> list[str]:
+    """Name of each image of a split, by index, without the label of its set in a mixture."""
+    return [
+        part.samples.name(index).removeprefix(part.label and f"{part.label}/")
+        for part in samples.parts()
+        for index in range(len(part.samples))
+    ]
+
+
+def sequences(samples: DataSet, pattern: str = "") -> list[str]:
+    """Sequence of each image of a split, by index; `pattern` is `data.sequence`."""
+    return [sequence(name, pattern) for name in bare_names(samples)]
 
 
 def image_sizes(samples: DataSet) -> Counter[tuple[int, int]]:

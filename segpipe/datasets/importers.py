@@ -62,12 +62,14 @@ def polygon(points: ArrayLike, size: Size) -> Area:
 
     corners = corners.reshape(-1, 2)
     following = np.roll(corners, -1, axis=0)
-    x, y = corners.T
-    next_x, next_y = following.T
+    # Each edge downwards: rounding is then the same for the shapes on both of its sides.
+    downward = (corners[:, 1] <= following[:, 1])[:, None]
+    x, y = np.where(downward, corners, following).T
+    next_x, next_y = np.where(downward, following, corners).T
     height, width = size
     # Rows that the polygon touches; an edge crosses the middle of a row or does not.
     first = int(np.clip(np.floor(y.min() - 0.5), 0, height))
-    last = int(np.clip(np.ceil(y.max() + 0.5), first, height))
+    last = int(np.clip(np.ceil(next_y.max() + 0.5), first, height))
     middles = np.arange(first, last)[:, None] + 0.5
     crosses = (y <= middles) != (next_y <= middles)
     rows, edges = np.nonzero(crosses)
@@ -178,7 +180,7 @@ def _read_coco(path: Path, source: Path, export: Export) -> None:
                 f"annotation {each.get('id')} of {path} has the category {category}, "
                 "which categories does not list"
             )
-        row = float(each.get("area", 0.0)), label, shape
+        row = float(each.get("area") or 0.0), label, shape
         shapes.setdefault(int(each["image_id"]), []).append(row)
 
     folders, split = _coco_places(path, source)

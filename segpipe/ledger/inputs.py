@@ -22,7 +22,7 @@ from segpipe import plugins
 from segpipe.data.data_set import DataSet, Input
 from segpipe.data.order import COUNTS_NAME, load_counts
 from segpipe.data.readers import threaded
-from segpipe.data.samples import open_samples
+from segpipe.data.samples import main_set, open_samples
 from segpipe.disk import sha256
 from segpipe.errors import DataError, listed
 from segpipe.files import write_atomically
@@ -121,13 +121,13 @@ def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
     run: its folder or a checkpoint in it, trained with the settings `trained`. Of a split or a data set that the run
     did not read, only the files that it has recorded all the same are compared.
     """
-    path = (run if run.is_dir() else run.parent) / INPUTS
-    recorded = read_inputs(path)["data"] if path.is_file() else {"files": {}}
+    recorded = _recorded(run)
     hashes, sizes = recorded["files"], recorded.get("sizes") or {}
     if not (names := hashes.keys() | sizes.keys()):
         return ""
     now = inputs_of([open_samples(data, data.split, 0, packed=False)])
     known = names & now.keys()
+    data, trained = main_set(data), main_set(trained)
     same_set = data.name == trained.name and (known or data.root == trained.root)
     if same_set and data.split in ("train", trained.split):
         root = Path(data.root)
@@ -139,6 +139,21 @@ def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
     if not changed:
         return ""
     return f"the labelled images changed since the run: {listed(changed, 3)}"
+
+
+def were_read(run: Path, samples: DataSet) -> bool:
+    """Whether the run, a folder or a checkpoint in it, read files of these names and sizes."""
+    found = sizes_of(samples.inputs())
+    return found.items() <= (_recorded(run).get("sizes") or {}).items()
+
+
+def _recorded(run: Path) -> dict[str, Any]:
+    """The data in inputs.json of a run, a folder or a checkpoint in it."""
+    path = (run if run.is_dir() else run.parent) / INPUTS
+    found: dict[str, Any] = (
+        read_inputs(path)["data"] if path.is_file() else {"files": {}}
+    )
+    return found
 
 
 def changed_inputs(

@@ -97,7 +97,7 @@ def _repeats(
     data, sets = config.data, samples.parts()
     if data.balance_by == "sequence":
         return repeats_by_sequence(
-            [sequences(part.samples, data.sequence, part.label) for part in sets]
+            [sequences(part.samples, data.sequence) for part in sets]
         )
     if not data.balance:
         return None

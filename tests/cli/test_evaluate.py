@@ -242,3 +242,23 @@ def test_another_data_set_has_not_changed(recorded: Path, tmp_path: Path) -> Non
     assert inputs.changed_since(tmp_path, trained, trained) == "", (
         "the control: a folder that recorded nothing"
     )
+
+
+def test_images_of_another_folder_were_not_seen_for_their_names(
+    held_out: Path, drives: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a folder that was moved, training has seen the same images; of another one with equal names, nobody knows."""
+    moved, other = (
+        shutil.copytree(drives, tmp_path / name) for name in ("moved", "other")
+    )
+    for path in other.glob("train/*.png"):
+        cv2.imwrite(str(path), np.zeros((72, 96, 3), np.uint8))
+    for root, seen in (
+        (moved, {"a": True, "b": False}),
+        (other, {"a": None, "b": None}),
+    ):
+        arguments = (f"run={held_out}", f"data.root={root}", "data.split=train")
+        found, _ = evaluated(capsys, *arguments)
+        of_drives = found["sequences"].items()
+        assert {name: each["in_training"] for name, each in of_drives} == seen
+        assert ("flatter" in found["note"]) == bool(seen["a"])

@@ -246,6 +246,15 @@ def test_a_mask_whose_values_pillow_would_scale_is_refused(tmp_path: Path) -> No
         read_target(load_masks(tmp_path / "classes.yaml"), str(path))
 
 
+def test_a_mask_in_black_and_white_is_refused(tmp_path: Path) -> None:
+    """Its values are read as 0 and 255, those of a PNG of one bit as 0 and 1."""
+    (tmp_path / "classes.yaml").write_text("names: [a, b, c]\n")
+    path = tmp_path / "m.pbm"
+    path.write_bytes(b"P4 8 1\n" + bytes([0b10100000]))
+    with pytest.raises(DataError, match=r"a PBM are read as 0 and 255.*PNG"):
+        read_target(load_masks(tmp_path / "classes.yaml"), str(path))
+
+
 @pytest.mark.parametrize("name", ["1.exr", "1.jxl", "1.tga", "1.png ", "1"])
 def test_pairs_of_kinds_that_nobody_reads_are_named(
     data: DataConfig, name: str

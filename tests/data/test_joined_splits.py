@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from runs import run, write_camvid
+from segpipe.data.pairs import scan
 from segpipe.data.samples import open_samples
 from segpipe.datasets.problems import problems
 from segpipe.errors import ConfigError
@@ -82,3 +83,18 @@ def test_no_split_is_joined_with_itself() -> None:
     data = {"name": "camvid", "root": "x", "train_split": "train+train"}
     with pytest.raises(ConfigError, match="names a split twice"):
         check(from_mapping({"data": data}), world_size=1)
+
+
+def test_an_image_of_two_joined_lists_is_refused(tmp_path: Path) -> None:
+    """It would come twice in each epoch."""
+    written, root = write_camvid(tmp_path / "data", num_train=4), tmp_path / "lists"
+    root.mkdir()
+    for kind, folder in (("images", "train"), ("masks", "trainannot")):
+        (written / folder).rename(root / kind)
+    (root / "train.txt").write_text("frame00\nframe01\n")
+    (root / "trainval.txt").write_text("frame01\nframe02\n")
+    (root / "val.txt").write_text("frame03\n")
+    data = DataConfig(name="folder", root=str(root), train_split="train+trainval")
+    (fault,) = scan(data, "train").faults
+    assert "1 images are in two of these splits: frame01" in fault
+    assert not scan(replace(data, train_split="train+val"), "train").faults

@@ -261,3 +261,63 @@ def test_balanced_sequences_train_the_same_in_any_layout(
     again = (*settings, even, "run.exists=resume", "data.workers=1")
     assert run(folder, *again) == 0
     assert results(folder) == whole
+
+
+def drives(tmp_path: Path, name: str) -> str:
+    """Two drives, with frames of both in each split."""
+    root = tmp_path / name
+    for number, frame in enumerate(("d0_01", "d1_01", "d0_02", "d1_02", "d0_03")):
+        image = np.random.default_rng(number + 10 * len(name)).integers(
+            0, 256, (72, 96, 3), np.uint8
+        )
+        mask = np.full((72, 96), number % 2, np.uint8)
+        for kind, pixels in (("images", image), ("masks", mask)):
+            folder = root / kind / ("train" if number < 2 else "val")
+            folder.mkdir(parents=True, exist_ok=True)
+            cv2.imwrite(str(folder / f"{frame}.png"), pixels)
+    (root / "classes.yaml").write_text("names: [a, b]\npalette: [[0,0,0], [1,1,1]]\n")
+    return str(root)
+
+
+def test_sequences_of_a_mixture_are_those_of_its_sets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its samples have the set's name before their own."""
+    roots = [drives(tmp_path, name) for name in ("ours", "theirs")]
+    mix = f"data.mix=[{{root: {roots[0]}}}, {{root: {roots[1]}}}]"
+    of_start = 'data.sequence="^(d[0-9])"'
+    data = ("data=folder", mix, of_start, "augment.crop_size=[64,64]")
+    folder = tmp_path / "run"
+    balanced = ("data.balance_by=sequence", "train.steps=1", "compute.shards=1")
+    assert run(folder, *data, *balanced) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "sequences that training has seen too (d0, d1)" in said
+    found = json.loads((folder / "result.json").read_text())["sequences"]
+    assert {name: each["in_training"] for name, each in found.items()} == {
+        "d0": True,
+        "d1": True,
+    }
+    assert segpipe(["doctor", *data, "data.workers=0"]) == 0
+    assert "2 sequences in both training and validation" in capsys.readouterr().out
+
+
+def test_the_first_set_of_a_mixture_stands_for_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not the current folder, in which other data may lie."""
+    roots = [drives(tmp_path, name) for name in ("ours", "theirs")]
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    mix = f"data.mix=[{{root: {roots[0]}}}, {{root: {roots[1]}}}]"
+    data = ("data=folder", mix, "augment.crop_size=[64,64]")
+    assert segpipe(["doctor", *data, "data.workers=0", "write=true"]) == 0
+    assert not [*here.iterdir()]
+    folder = tmp_path / "run"
+    assert run(folder, *data, "train.steps=1", "compute.shards=1") == 0
+    for kind in ("images", "masks"):
+        (tmp_path / "ours" / kind / "val" / "d0_02.png").unlink()
+    capsys.readouterr()
+    assert segpipe(["evaluate", f"run={folder}", "data.workers=0"]) == 0
+    note = json.loads(capsys.readouterr().out)["note"]
+    assert "val/d0_02.png is missing" in note

@@ -349,3 +349,17 @@ def test_no_table_is_proposed_for_what_are_no_classes(tmp_path: Path) -> None:
         DataError, match=r"the masks hold colors \(.*0.png\) and ids \(.*1.png\)"
     ):
         proposal(tmp_path, [COLORED, mask_of(0, 1)])
+
+
+def test_images_of_a_test_list_are_in_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = flat(
+        tmp_path, {f"{drive}_{n}": mask_of(n) for drive in "ab" for n in (0, 1)}
+    )
+    (tmp_path / "test.txt").write_text("a_1\n")
+    assert segpipe(["split", root, "val=0.3", "by=image"]) == 0
+    assert "1 images of the split test are left out" in capsys.readouterr().out
+    lists = (tmp_path / f"{split}.txt" for split in ("train", "val"))
+    names = [name for path in lists for name in path.read_text().split()]
+    assert sorted(names) == ["a_0", "b_0", "b_1"]

@@ -461,6 +461,10 @@ def test_outlines_cover_pixel_centres() -> None:
     right = polygon([(9, 0), (9, 6), (0, 6)], size)
     assert not (left & right).any()
     assert (left | right).all(), "neighbours leave no gap"
+    edge = [(3.7, 0), (0.5, 13.5), (2.4, 20)]  # rounds otherwise from its other end
+    left = polygon([(0, 0), *edge, (0, 20)], (20, 6))
+    right = polygon([(6, 20), *edge[::-1], (6, 0)], (20, 6))
+    assert (left ^ right).all()
     assert polygon(rectangle(-5, -5, 50, 50), size).all()
     assert not polygon(rectangle(20, 20, 30, 30), size).any()
     rows, columns = np.indices((40, 40)) + 0.5
