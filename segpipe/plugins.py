@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from segpipe.errors import CheckpointError, ConfigError, did_you_mean
+from segpipe.errors import CheckpointError, ConfigError, did_you_mean, listed
 
 FORM = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 INSTALLED = ("site-packages", "dist-packages")
@@ -30,6 +30,8 @@ STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 RECORDED = ("albumentations", "cv2", "numpy", "segpipe", "torch")  # in each fingerprint
 RUN_FILES = ("last.pt", "best.pt", "step_*.pt", "metrics.jsonl")
 _trusted: set[str] = set()  # import paths, and packages
+# Of import paths that a training of this process named: what was found, and the files behind it.
+_trained: dict[str, tuple[Any, dict[str, str]]] = {}
 
 
 def is_path(name: str) -> bool:
@@ -63,6 +65,22 @@ def load(key: str, path: str) -> Any:
             f"{key} = {path} is {value!r}, but a class or function was needed."
         )
     return value
+
+
+def check_current(key: str, path: str) -> None:
+    """Raise ConfigError where files behind an import path changed since an earlier training of this process.
+
+    It would run what it imported then.
+    """
+    value, now = load(key, path), sources([(key, path)])
+    earlier, then = _trained.get(path, (value, now))
+    changed = sorted({file for file, _ in now.items() ^ then.items()})
+    if changed and earlier is value:
+        raise ConfigError(
+            f"{key} = {path}: {listed(changed)} changed since this process imported it. Start another process, such as "
+            f"by restarting a notebook's kernel."
+        )
+    _trained[path] = value, now
 
 
 def _not_imported(key: str, path: str, error: BaseException) -> str:

@@ -239,3 +239,20 @@ def test_changed_code_is_refused_unless_it_is_named(project: Write) -> None:
         plugins.check_unchanged(KEY, "net:Net", recorded, "last.pt")
     plugins.trust(["net"])
     plugins.check_unchanged(KEY, "net:Net", recorded, "last.pt")
+
+
+def test_code_that_was_edited_since_an_earlier_training_is_refused(
+    project: Write,
+) -> None:
+    """The process would train with the old code, and the run would record the new one."""
+    project("net.py", "from parts import a\ndef make(): return a")
+    project("parts.py", "a = 1")
+    plugins.trust(["net"])
+    plugins.check_current(KEY, "net:make")
+    plugins.check_current(KEY, "net:make")
+    project("parts.py", "a = 20")
+    with pytest.raises(ConfigError, match=r"parts\.py changed since this process"):
+        plugins.check_current(KEY, "net:make")
+    del sys.modules["net"], sys.modules["parts"]  # as a process that starts anew
+    plugins.check_current(KEY, "net:make")
+    assert plugins.load(KEY, "net:make")() == 20

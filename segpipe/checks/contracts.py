@@ -360,8 +360,9 @@ def check_plugins(config: Config) -> None:
 
     Arguments that a signature does not have, and a loss whose shards do not add up.
     """
+    losses._loss.cache_clear()  # its module may have been loaded again
     for key, path in config.import_paths:
-        plugins.load(key, path)
+        plugins.check_current(key, path)
     if config.model.args:
         check_model(config.model.name, config.model.args)
     if is_path(config.loss.name) and (problem := LossContract(config).refusal()):
@@ -435,8 +436,8 @@ class NetworkContract:
 
         `afresh` returns what `passed_afresh` does, in another process.
         """
-        self._is_built()  # again, since forwards moved its statistics
         return refusal(
+            self._is_built,  # again, since forwards moved its statistics
             self._equal_weights,
             self._training_randomness,
             self._eval_randomness,
@@ -462,8 +463,11 @@ class NetworkContract:
         return build_model(model.name, self.num_classes, model.args)
 
     def _is_built(self) -> str:
-        """Build the network that the other questions ask."""
+        """Build the network that the other questions ask, whose gradients are summed in fp32."""
         self.net = self._build()
+        for name, own in self.net.named_parameters():
+            if own.requires_grad and own.dtype != torch.float32:
+                return f"{name} is {own.dtype}, but float32 was needed."
         return ""
 
     def _equal_weights(self) -> str:

@@ -30,7 +30,7 @@ from segpipe.cli.commands import COMMANDS, TRUST, Given
 from segpipe.distributed.environment import local_rank, rank, wait_to_be_ended
 from segpipe.errors import Interrupted, SegpipeError
 from segpipe.files import read_json
-from segpipe.run.launch import check_job, examine, launch, launch_apart
+from segpipe.run.launch import alone, check_job, examine, launch, launch_apart
 from segpipe.run.tracking import failure
 from segpipe.settings.compose import (
     command_line,
@@ -40,7 +40,7 @@ from segpipe.settings.compose import (
     quoted,
     resolve,
 )
-from segpipe.settings.config import SETTINGS, Config, to_mapping
+from segpipe.settings.config import SETTINGS, Config, from_mapping, to_mapping
 
 if TYPE_CHECKING:
     from segpipe.export.verify_report import ExportReport
@@ -80,7 +80,7 @@ def train(settings: Settings = ()) -> RunResult:
 def configuration(settings: Settings = ()) -> Config:
     """The configuration that `train` uses for these settings."""
     if isinstance(settings, Config):
-        return settings
+        return from_mapping(to_mapping(settings))
     if isinstance(settings, Mapping):
         return compose(list(_overrides(settings)))
     return compose([settings] if isinstance(settings, str) else list(settings))
@@ -106,7 +106,8 @@ def load(
     values = keys | {kind: folder, "trust": trust, "source": "-", "out": "-"}
     given = _given("predict", values, settings)
     predict.check(given, has_video=False)
-    found: Predictor = predict.predictor(given)
+    with alone():
+        found: Predictor = predict.predictor(given)
     return found
 
 
@@ -119,7 +120,8 @@ def evaluate(
 ) -> Given:
     """Scores of a run on a split: what `segpipe evaluate` prints, by the same names."""
     given = _given("evaluate", keys | {"run": run, "trust": trust}, settings)
-    return dict(_command("evaluate").scored(given)[0])
+    with alone():
+        return dict(_command("evaluate").scored(given)[0])
 
 
 def export(
@@ -131,7 +133,10 @@ def export(
 ) -> ExportReport:
     """Export a run; the published folder with the result of every gate. Raises ExportMismatch if it fails one."""
     values = keys | {"run": run, "trust": trust}
-    report: ExportReport = _command("export").export(_given("export", values, settings))
+    with alone():
+        report: ExportReport = _command("export").export(
+            _given("export", values, settings)
+        )
     return report
 
 

@@ -104,6 +104,12 @@ def apply(threads: int, mode: str = "elastic") -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs bandwidth
     torch.backends.cudnn.benchmark = not exact
     torch.backends.cudnn.deterministic = exact
+    at: Any = torch.backends
+    for place in (
+        at, at.cuda.matmul, at.cudnn, at.cudnn.conv, at.cudnn.rnn,
+        at.mkldnn, at.mkldnn.matmul, at.mkldnn.conv, at.mkldnn.rnn,
+    ):  # fmt: skip
+        place.fp32_precision = "ieee"  # which also ends a mix of torch's two interfaces
     torch.backends.cuda.matmul.allow_tf32 = not exact
     torch.backends.cudnn.allow_tf32 = not exact
     # Gradients arrive in the thread that calls backward, on a GPU as on a CPU.

@@ -50,6 +50,10 @@ class Predictor:
 
 def _checked(image: Pixels) -> Pixels:
     """The image in memory as torch takes it: one piece, unlike BGR[..., ::-1], and writable, unlike Pillow's."""
+    if not isinstance(image, np.ndarray):
+        raise DataError(
+            f"an image of {type(image).__name__}, but a numpy array was needed."
+        )
     if image.dtype != np.uint8 or image.shape[2:] != (3,):
         raise DataError(
             f"an image of {image.dtype} {image.shape}, but uint8 (height, width, 3) in RGB was needed."

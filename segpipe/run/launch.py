@@ -97,7 +97,6 @@ BYTES_PER_PIXEL = 4  # RGB and class id
 MUCH_PADDING = 0.2  # of the crops
 LONGEST_SOCKET = 107  # bytes of a path, on Linux
 SOCKET_NAME = len("/pymp-12345678/listener-12345678")  # as multiprocessing makes it
-# Two trainings of one process would share torch's switches and generators.
 _ALONE = threading.Lock()
 # Raised on all ranks at once, so that rank 0 alone reports them.
 COMMON_ERRORS = (
@@ -110,12 +109,19 @@ def launch(config: Config) -> int:
 
     Raises SegpipeError when the run is refused before its processes start.
     """
+    with alone():
+        return _launch(config)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Raises ConfigError while another thread of this process trains, whose generators and switches are torch's."""
     if not _ALONE.acquire(blocking=False):
         raise ConfigError(
-            "this process trains already, in another thread. Wait for that run, or start a process for this one."
+            "this process trains already, in another thread. Wait for that run, or start another process."
         )
     try:
-        return _launch(config)
+        yield
     finally:
         _ALONE.release()
 

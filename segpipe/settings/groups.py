@@ -23,7 +23,7 @@ ENOUGH_IMAGES = (
 )
 
 
-@dataclass
+@dataclass(slots=True)
 class RunConfig:
     name: str = setting(
         "run", "run folder below run.root; conf/ sets it to DATA-MODEL-seedN"
@@ -39,7 +39,7 @@ class RunConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class ModelConfig:
     name: str = setting(
         "fast_scnn",
@@ -74,7 +74,7 @@ class ModelConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class DataConfig:
     name: str = setting("synthetic", "data set", choices=DATA_NAMES, plugin=True)
     args: dict[str, Any] = setting(
@@ -192,7 +192,7 @@ class DataConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class AugmentConfig:
     crop_size: Any = setting(
         [192, 384],
@@ -260,7 +260,7 @@ class AugmentConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class LossConfig:
     name: str = setting(
         "cross_entropy",
@@ -356,7 +356,7 @@ class LossConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class OptimConfig:
     name: str = setting("sgd", "optimizer", choices=("sgd", "adamw"))
     lr: float = setting(0.05, "learning rate after the warm-up", low=0, high=3e38)
@@ -387,14 +387,14 @@ class OptimConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class EmaConfig:
     decay: float = setting(
         0.99, "decay of the averaged weights; 0: no averaging", low=0, high=1
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class TrainConfig:
     steps: int = setting(STEPS, "number of updates; 0: left to train.epochs", low=0)
     epochs: int = setting(
@@ -426,7 +426,7 @@ class TrainConfig:
     progress: bool = setting(True, "show progress", free=True)
 
 
-@dataclass
+@dataclass(slots=True)
 class ComputeConfig:
     mode: str = setting(
         "elastic",
@@ -466,7 +466,7 @@ class ComputeConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class CheckpointConfig:
     every: int = setting(
         100, "updates between writes of last.pt; 0: only at the end", low=0
@@ -484,7 +484,7 @@ class CheckpointConfig:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class TrackConfig:
     name: Any = setting(
         "none",
@@ -526,7 +526,7 @@ class TrackConfig:
         return [name for name in names if name != "none"]
 
 
-@dataclass
+@dataclass(slots=True)
 class ExportConfig:
     enabled: bool = setting(True, "export after training")
     formats: list[str] = setting(

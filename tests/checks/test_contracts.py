@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from runs import torch_restored
+from runs import run, torch_restored
 from segpipe import plugins
 from segpipe.checks import contracts
 from segpipe.checks.contracts import (
@@ -53,6 +53,8 @@ NET = """
             self.fault, self.calls = fault, 0
             self.conv = nn.Conv2d(3, num_classes, 3, padding=1)
             self.other = nn.Conv2d(3, num_classes, 3) if fault == "unused" else None
+            if fault == "double":
+                self.conv.bias.data = self.conv.bias.data.double()
             if fault == "weights":
                 self.conv.weight.data = torch.from_numpy(np.random.rand(num_classes, 3, 3, 3)).float()
 
@@ -227,6 +229,11 @@ def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
     ("fault", "clause", "says"),
     [
         ("raises", "is built", r"net.py, line \d+ .*ValueError: no"),
+        (
+            "double",
+            "is built",
+            "net.conv.bias is torch.float64, but float32 was needed",
+        ),
         (
             "weights",
             "equal seeds give equal weights",
@@ -614,3 +621,34 @@ def test_the_command_checks_what_is_named(
         ConfigError, match=r"nothing to check. Name a plug-in with model.name=..."
     ):
         checks.check_plugin({"overrides": ["seed=1"]})
+
+
+def test_what_a_network_sets_when_it_is_made_does_not_last(
+    project: Write, tmp_path: Path
+) -> None:
+    """Processes import and build at other times: one would train with other switches than another."""
+    project(
+        "greedy.py",
+        """
+        import torch
+        from torch import nn
+
+        torch.set_num_threads(2)
+        SEEN = []
+
+        class Net(nn.Conv2d):
+            def __init__(self, num_classes):
+                super().__init__(3, num_classes, 3, padding=1)
+                torch.set_num_threads(2)
+                torch.backends.cudnn.benchmark = True
+
+            def forward(self, x):
+                SEEN.append((torch.get_num_threads(), torch.backends.cudnn.benchmark))
+                return super().forward(x)
+        """,
+    )
+    assert run(tmp_path / "run", "model.name=greedy:Net", "train.steps=1") == 0
+    import greedy  # type: ignore[import-not-found]
+
+    assert greedy.SEEN[-1] == (1, False)
+    assert (2, True) in greedy.SEEN, "the control: as it was made"

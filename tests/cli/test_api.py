@@ -76,7 +76,9 @@ def test_an_error_is_raised_with_its_message(
         segpipe.train([*broken, "run.exists=replace"])  # the same once more
 
 
-def test_a_second_training_of_a_process_is_refused(tmp_path: Path) -> None:
+def test_a_second_training_of_a_process_is_refused(
+    trained: Path, tmp_path: Path
+) -> None:
     """The two would share switches and generators of torch, and each would get other bits."""
     begun, end = threading.Event(), threading.Event()
 
@@ -94,6 +96,8 @@ def test_a_second_training_of_a_process_is_refused(tmp_path: Path) -> None:
                 assert begun.wait(60)
                 with pytest.raises(ConfigError, match="trains already"):
                     segpipe.train(settings(tmp_path / "second"))
+                with pytest.raises(ConfigError, match="trains already"):
+                    segpipe.load(trained)  # which draws initial weights
             finally:
                 end.set()
             assert first.result().miou is not None
@@ -109,6 +113,14 @@ def test_settings_are_given_as_typed_by_name_or_whole() -> None:
     }
     assert configuration(typed) == configuration(named) == compose(typed)
     assert configuration(compose(typed)) == compose(typed)
+    whole = compose(typed)
+    whole.optim.lr, whole.augment.crop_size = np.float64(0.1), (64, 96)  # type: ignore[assignment]
+    whole.compute.nproc = 2  # type: ignore[assignment]
+    found = configuration(whole)
+    assert (type(found.optim.lr), found.augment.crop_size) == (float, [64, 96])
+    assert (found.compute.nproc, whole.compute.nproc) == ("2", 2), "it is a copy"
+    with pytest.raises(AttributeError, match="learning_rate"):
+        whole.optim.learning_rate = 5  # type: ignore[attr-defined]
     assert configuration({"run.name": 'a "b" \\'}).run.name == 'a "b" \\'
     assert configuration({"seed": np.int64(3)}).seed == 3
     crop = configuration({"augment": {"crop_size": np.array([64, 96])}})

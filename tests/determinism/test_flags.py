@@ -336,3 +336,28 @@ def test_gradients_arrive_in_the_thread_that_asks_for_them() -> None:
     with runs.torch_restored(), torch.autograd.set_multithreading_enabled(True):
         flags.apply(torch.get_num_threads())
         assert not torch._C._is_multithreading_enabled()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: torch.set_float32_matmul_precision("medium"),
+        lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+        lambda: setattr(torch.backends.mkldnn.conv, "fp32_precision", "bf16"),
+        lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+    ],
+)
+def test_products_in_fp32_are_exact_whatever_was_set(
+    change: Callable[[], None],
+) -> None:
+    """By either of torch's two interfaces, which raise when they are mixed."""
+    generator = torch.Generator().manual_seed(0)
+    one = torch.randn(64, 64, generator=generator)
+    images, kernels = one.view(1, 4, 32, 32), one.view(-1)[:144].view(4, 4, 3, 3)
+    flags.apply(1)
+    expected = one @ one, torch.conv2d(images, kernels)
+    change()
+    flags.apply(1)
+    found = one @ one, torch.conv2d(images, kernels)
+    assert all(map(torch.equal, expected, found))
+    assert flags.switches()["matmul_tf32"] is flags.switches()["cudnn_tf32"] is False
