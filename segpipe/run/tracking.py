@@ -8,6 +8,7 @@ class of your own. One that fails costs one warning and never a step of training
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import os
@@ -93,22 +94,25 @@ class Tracker:
     def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Append one line {"step", "kind", "time_s", **values}; NaN and infinities become null.
 
-        A line that an earlier session of the run has written is not written again. time_s is the training time of all
-        sessions, without the pauses between them. The line is flushed to the operating system, so it survives a crash
-        of the process.
+        A line that an earlier session of the run has written is not written again. time_s is `seconds`. The line is
+        flushed to the operating system, so it survives a crash of the process.
         """
         assert not RESERVED.keys() & values.keys()
         if (step, kind) in self._kept:
             return
         figures = plain(values)
         if self._path is not None and self._file is not None:
-            elapsed = round(time.monotonic() - self._start, 3)
+            elapsed = round(self.seconds(), 3)
             entry = {"step": step, "kind": kind, "time_s": elapsed, **figures}
             try:
                 append(self._path, self._file, _line(entry))
             except OSError as error:
                 raise not_written(self._path, error) from error
         self.call("on_metrics", step, dict(_scalars(figures, f"{kind}/")))
+
+    def seconds(self) -> float:
+        """Training time of all sessions, with validations and checkpoints, without the pauses between sessions."""
+        return time.monotonic() - self._start
 
     def validated(self, run: Run, found: Validation) -> None:
         """Pass a validation on with pictures, which are predicted here once more."""
@@ -122,7 +126,8 @@ class Tracker:
         """Call the method of all callbacks, in their threads."""
         for called in self._callbacks.values():
             if called.is_alive():  # which did not raise
-                called.calls.put((method, given))
+                # A copy: it may change what it gets, in a thread of its own.
+                called.calls.put((method, copy.deepcopy(given)))
 
     def close(self, exit_code: int = 0) -> None:
         """Close the file, and end the live page; of a run that failed, the other callbacks as well."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
-from segpipe import __version__
+from segpipe import __version__, plugins
 from segpipe.data.samples import CachedSamples, Splits, open_splits, sequences
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import agree_on_step
@@ -25,7 +25,6 @@ from segpipe.ledger import inputs
 from segpipe.ledger.digest import state_digest
 from segpipe.losses.total import backend
 from segpipe.models.preprocess import Preprocess
-from segpipe.plugins import is_path
 from segpipe.settings.config import Config, config_hash
 from segpipe.train import checkpoint, opening
 from segpipe.train.batches import first_batch, loss_weights, shard_stream
@@ -64,6 +63,8 @@ class Log(Protocol):
     def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None: ...
 
     def validated(self, run: Run, found: Validation) -> None: ...
+
+    def seconds(self) -> float: ...  # of all sessions
 
     def close(self, exit_code: int = 0) -> None: ...
 
@@ -138,6 +139,7 @@ class Run:
     clock: Clock = field(default_factory=Clock)
     saved: int | None = None  # step of last.pt, if there is one
     saved_at: float = -math.inf  # time.monotonic() of this session's last one
+    ended: bool = False  # at the step from which it goes on, and is made longer
     log_after: int = 1  # step of the next line of metrics.jsonl
     # Writes one checkpoint at a time, while the updates go on.
     writer: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
@@ -178,8 +180,12 @@ def train(
     Raises ConfigError and DataError before the first step, NumericsError on a loss that is not finite, Interrupted
     after Ctrl-C, when last.pt has been written.
     """
+    for key, path in config.import_paths:
+        plugins.load(key, path)
     flags.apply(config.compute.threads, config.compute.mode)
     run, stream, notes = _open(config, group, open_outputs, splits)
+    # Again: what code of the user sets must not last, as other processes import it at other times.
+    flags.apply(config.compute.threads, config.compute.mode)
     exit_code = 1
     try:
         named = out_of_memory_named(group.rank, group.device, lambda: run.state.step)
@@ -191,8 +197,7 @@ def train(
             stopped_early = _stopped_early(run)
             # After an early stop, this step has its line of the log already.
             final = _validate(run, precision="fp32", log=not stopped_early)
-            if _keep_best(run, final, final=True):
-                _save(run, "last.pt")
+            _keep_best(run, final, final=True)
         result = result_of(run, final, stopped_early=stopped_early)
         result["git"] = git
         if group.is_main:
@@ -252,6 +257,7 @@ def _open(
         view,
         log,
         saved=done if found and not found.note else None,
+        ended=found is not None and found.content["config"]["train"]["steps"] == done,
     )
     about = opening.header(config, group, data.train, data.val, state.model)
     return run, stream, [*state.notes, about, *warnings, *notes]
@@ -269,6 +275,8 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
         StopRequest(outlive_error=run.group.world_size > 1) as stop,
         contextlib.closing(stream),
     ):
+        if run.ended:
+            _keep(run)  # as one run did at this step
         while current.step < config.train.steps and not _stopped_early(run):
             before = time.perf_counter()
             shards = [next(stream) for _ in own]
@@ -387,7 +395,7 @@ def _check(run: Run, step: TrainStep, result: StepResult) -> None:
     precision, name = config.train.precision, config.loss.name
     advice = "Lower optim.lr, or set optim.clip_norm=5"
     advice += "." if precision == "fp32" else " or train.precision=fp32."
-    if is_path(name):
+    if plugins.is_path(name):
         advice += f" `segpipe check-plugin loss.name={name}` tests the loss."
     at_scale = f" at loss scale {scale:g}" if scaler.is_enabled() else ""
     raise NumericsError(
@@ -412,7 +420,7 @@ def _log(run: Run, result: StepResult) -> None:
         **{f"loss_{name}": float(part) for name, part in result.parts.items()},
     }
     if run.config.train.precision == "fp16":
-        values["loss_scale"] = current.scaler.get_scale()
+        values["scale"] = current.scaler.get_scale()
     run.log.log(current.step, "train", values)
     ranks = run.group.gather(sample(run.group.device))
     memory = {name: [figures[name] for figures in ranks] for name in ranks[0]}
@@ -528,9 +536,11 @@ def result_of(run: Run, found: Validation, *, stopped_early: bool) -> dict[str, 
         "best_miou": current.best_miou,
         "steps": current.step,
         "stopped_early": stopped_early,
-        "images_per_second": round(clock.rate() * config.global_batch, 3),
-        "wall_images_per_second": round(clock.wall_rate() * config.global_batch, 3),
-        "train_seconds": round(clock.seconds, 3),
+        # Unknown when a finished run is resumed.
+        "images_per_second": round(clock.rate() * config.global_batch, 3) or None,
+        "wall_images_per_second": round(clock.wall_rate() * config.global_batch, 3)
+        or None,
+        "train_seconds": round(run.log.seconds(), 3),
         "world_size": run.group.world_size,
         "shards": config.compute.shards,
         "global_batch": config.global_batch,

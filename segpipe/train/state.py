@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, listed
 from segpipe.keys import torch_seed
 from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
@@ -26,12 +26,16 @@ if TYPE_CHECKING:
     from segpipe.settings.groups import EmaConfig, OptimConfig
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> str:
+def freeze(
+    model: nn.Module, patterns: Sequence[str], random: Sequence[str] = ()
+) -> str:
     """Stop the training of all parameters whose names match one of the patterns; returns what is frozen, for people.
+
+    random: names of what no file has set.
 
     A frozen parameter has no gradient, so it gets no weight decay and no part in the gradient norm. `frozen_modules`
     are put into eval mode: their BatchNorm uses its statistics and keeps them, and their dropout does nothing. Raises
-    ConfigError for a pattern that matches nothing, and when nothing is left to train.
+    ConfigError for a pattern that matches nothing or what is random, and when nothing is left to train.
     """
     if not patterns:
         return ""
@@ -45,6 +49,12 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> str:
     if len(frozen) == len(parameters):
         raise ConfigError(
             f"model.freeze = {list(patterns)} freezes every parameter: nothing is left to train."
+        )
+
+    if stuck := sorted(frozen.intersection(random)):
+        raise ConfigError(
+            f"model.freeze = {list(patterns)} would keep {listed(stuck, 4)} at random initial values: the file of "
+            f"weights has none that fit. Narrow the patterns."
         )
 
     for name in frozen:
@@ -246,7 +256,8 @@ def build_state(
         model = _with_sync_batchnorm(model, device)
     if config.train.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    notes.append(freeze(model, config.model.freeze))
+    random = [*record["adapted"], *record["fresh"]] if record else []
+    notes.append(freeze(model, config.model.freeze, random))
     scales = config.train.precision == "fp16"
     optimizer = build_optimizer(
         model, config.optim, fused=scales and device.type == "cuda"

@@ -919,3 +919,38 @@ def test_unreachable_wandb_costs_a_warning(
     assert "wandb stopped: " in done.stderr
     assert steps(tmp_path / "street") == [1, 2, 3]
     assert attempts
+
+
+def test_a_tracker_gets_copies(
+    finished: Config, project: Callable[[str, str], None]
+) -> None:
+    """What it changes reaches neither the training nor another tracker."""
+    project(
+        "mine.py",
+        """
+        import json
+        from pathlib import Path
+
+        class Changes:
+            def on_start(self, config, step):
+                self.path = Path(config.run.root, "seen.txt")
+                config.optim.lr = 5.0
+
+            def on_metrics(self, step, metrics):
+                with self.path.open("a") as file:
+                    file.write(json.dumps(metrics))
+                metrics.clear()
+
+        class Other(Changes):
+            pass
+        """,
+    )
+    config = tracked(finished, "mine:Changes", "mine:Other")
+    before = config.optim.lr
+    tracker = open_tracker(config, config.run_dir, 4, rank=0)
+    tracker.log(5, "train", {"loss": 1.5})
+    tracker.close()
+    tracker.end(config, RESULT)
+    assert config.optim.lr == before
+    seen = Path(config.run.root, "seen.txt").read_text()
+    assert seen == 2 * '{"train/loss": 1.5}'

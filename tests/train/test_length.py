@@ -188,3 +188,25 @@ def test_a_disk_that_is_too_small_is_told_before_the_first_step(
         files = 5 if every else 3
         assert f"({files} checkpoints of 13 MiB), but its disk has 3 MiB free" in said
         assert not [*(tmp_path / "run").glob("*.pt")]
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_run_made_longer_stops_where_one_run_does(tmp_path: Path) -> None:
+    """The final validation of the first part is neither counted nor the bar for those that follow."""
+    longer = (*PATIENT[1:], "train.patience=2", "optim.schedule_steps=40")
+    assert run(tmp_path / "whole", *longer, "train.steps=20") == 0
+    folder = tmp_path / "run"
+    assert run(folder, *longer, "train.steps=8") == 0
+    assert run(folder, *longer, "train.steps=20", "run.exists=resume") == 0
+    for key in ("steps", "stopped_early", "best_miou", "weights_digest"):
+        assert result(folder)[key] == result(tmp_path / "whole")[key], key
+
+
+def test_a_finished_run_that_is_resumed_keeps_its_hours(tmp_path: Path) -> None:
+    assert run(tmp_path / "run", "compute.shards=1") == 0
+    before = result(tmp_path / "run")["train_seconds"]
+    assert run(tmp_path / "run", "compute.shards=1", "run.exists=resume") == 0
+    found = result(tmp_path / "run")
+    assert found["train_seconds"] >= metrics(tmp_path / "run")[-1]["time_s"] > 0
+    assert found["train_seconds"] >= before - 1
+    assert found["images_per_second"] is None, "of a session without an update"

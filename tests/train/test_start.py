@@ -377,3 +377,11 @@ def test_a_cpu_that_emulates_bf16_is_told(
     group = Group(0, 0, 1, torch.device("cpu"))
     *_, warnings = opening.state_of(config, group, STREET, None)
     assert told == any("no instruction" in warning for warning in warnings)
+
+
+def test_what_no_file_has_set_is_not_frozen(tensors_file: Path) -> None:
+    """The file has other classes, so those of the class layers would stay random."""
+    settings = config(tensors_file, freeze=["classifier.*", "detail.*"])
+    with pytest.raises(ConfigError, match=r"classifier\.\S+ at random initial values"):
+        build_state(settings, CAMVID, CPU, checkpoint.read_start(settings))
+    build_state(settings, STREET, CPU, checkpoint.read_start(settings))  # the control
