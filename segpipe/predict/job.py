@@ -384,7 +384,8 @@ def film(path: Path, fps: float) -> Iterator[Callable[[Pixels], None]]:
         writer.release()
         with suppress(DataError), _opened(aside) as capture:
             written = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
-        if written != frames:
+        # Ctrl-C during a write leaves a frame more than was counted.
+        if written < frames:
             raise ConfigError(
                 f"{path} would hold {written} of {frames} frames. The disk is full, or OpenCV cannot write this size. "
                 f"Choose another out=, or set overlay=false frames=true."

@@ -311,6 +311,7 @@ def test_diagnostics_tell_the_worst_since_the_last_report() -> None:
     assert health.report(4.5)[:2] == (OK, "waiting for a frame")
     assert health.report(6.0)[:2] == (STALE, "no frame for 2.8 s")
     assert dict(health.report(6.0).values)["TOO_DARK"] == "2", "counts go on"
+    assert health.report(-600.0).level == STALE, "after the clock was set back, too"
 
 
 def test_results_that_wait_for_a_report_hold_no_masks() -> None:

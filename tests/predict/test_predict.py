@@ -491,3 +491,26 @@ def test_altered_folders_and_other_answers_are_refused(
         == 4
     )
     assert not (tmp_path / "o" / "masks").exists()
+
+
+def test_an_interrupt_while_a_frame_is_written_leaves_the_film(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frame is in the file then, but nobody has counted it."""
+
+    class Writer(cv2.VideoWriter):  # type: ignore[misc]
+        number = 0
+
+        def write(self, frame: np.ndarray) -> None:
+            super().write(frame)
+            self.number += 1
+            if self.number == 3:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(cv2, "VideoWriter", Writer)
+    interrupted = pytest.raises(KeyboardInterrupt)
+    with job_module.film(tmp_path / "film.mp4", 10.0) as add, interrupted:
+        for _ in range(4):
+            add(np.zeros((64, 96, 3), np.uint8))
+    capture = cv2.VideoCapture(str(tmp_path / "film.mp4"))
+    assert capture.get(cv2.CAP_PROP_FRAME_COUNT) == 3

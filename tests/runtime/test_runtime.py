@@ -1305,3 +1305,11 @@ def test_no_frame_takes_memory(shared_folder: Path) -> None:
     growth(keep=False)
     assert growth(keep=False) < 4
     assert growth(keep=True) > 50, "the control: kept masks are seen"
+
+
+def test_the_self_test_needs_no_later_numpy_than_is_promised(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """numpy 1.21 has another signature of quantile."""
+    monkeypatch.delattr(np, "quantile")
+    Segmenter.load(folder)

@@ -62,7 +62,7 @@ class Health:
         recent, self._recent = self._recent, []
         reason, self._reason = self._reason, ""
         level, message = _verdict(recent, reason)
-        silent_s = now_s - self._last_s
+        silent_s = abs(now_s - self._last_s)  # a clock can be set back
         if silent_s > self._silent_after_s:
             level, message = STALE, f"no frame for {silent_s:.1f} s"
         times = [result.latency_ms for result in recent]
