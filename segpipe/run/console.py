@@ -150,7 +150,7 @@ def iou_table(summary: Mapping[str, Any], pixels: Sequence[float]) -> Table:
     """
     interval = summary.get("interval_95") or {}
     keys = [key for key in COLUMNS if key in summary]
-    ranges = ["95 % range"] if interval else []
+    ranges = ["95 % range"] if interval.get("miou") else []  # a single image has none
     columns = ["class", "IoU", *ranges, *(COLUMNS[key] for key in keys), "pixels"]
     rows = [
         [
