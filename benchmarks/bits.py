@@ -33,7 +33,8 @@ LAYOUTS = [
     *((workers, how) for workers in (1, 3) for how in ("fork", "forkserver", "spawn")),
 ]
 CONTROLS = (1, 2, 4)  # processes in mode ddp
-DRAWN = 24  # further recipes: RECIPE with EACH of the following drawn at random, each in one process and in 2 or 3
+# Further recipes: RECIPE with EACH of the following drawn at random, in one process without torchrun and in 2 or 3.
+DRAWN: tuple[int, ...] = tuple(range(1, 25))
 EACH = 8
 CHOICES = {
     "model": ("fast_scnn", "ddrnet23_slim", "dabnet", "regseg", "pp_liteseg_t", "stdc1", "bisenetv2", "lraspp"),
@@ -49,9 +50,9 @@ CHOICES = {
     "compute.samples_per_shard": ("3",), "checkpoint.every": ("1",),
 }  # fmt: skip
 SMOKE = {
-    "RECIPE": (*RECIPE, "model=fast_scnn", "train.steps=1", "data.num_train=32",
+    "RECIPE": (*RECIPE, "model=fast_scnn", "train.steps=1", "data.num_train=16",
                "data.num_val=1"),
-    "PROCESSES": (), "UNEVEN": (), "CONTROLS": (), "LAYOUTS": LAYOUTS[:1], "DRAWN": 1,
+    "PROCESSES": (), "UNEVEN": (), "CONTROLS": (), "LAYOUTS": LAYOUTS[:1], "DRAWN": (6,),
 }  # fmt: skip
 
 
@@ -110,7 +111,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     workers, how = LAYOUTS[-1]
     if PROCESSES:
         cases += [Case("synthetic", processes=2, workers=workers, start_method=how)]
-    for number in range(1, 1 + min(DRAWN, given.repeats or DRAWN)):
+    for number in DRAWN[:most]:
         cases += [
             Case("synthetic", shards=4, drawn=number),
             Case(
@@ -160,12 +161,8 @@ def digests(case: Case, folder: Path, camvid: Path | None) -> dict[str, Any]:
             else []
         ),
     ]
-    start = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={case.processes}",
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.processes}"]  # fmt: skip
+    start = [] if case.drawn and case.processes == 1 else launcher
     command = [
         *start,
         "train.py",

@@ -37,7 +37,7 @@ GRACE_S = 60  # beyond compute.timeout_s, until the last process has ended
 SPREAD_S = 4.0  # of the moments of faults, after the run is set up
 DISK, SHARED = "160m", "64m"  # what the run and /dev/shm may fill
 FAULTS_OF_A_RUN = 5  # then it may come to its end
-PROCESSES, WORKERS = (1, 2, 4), (0, 1, 2)
+PROCESSES, WORKERS, LAUNCHERS = (1, 2, 4), (0, 1, 2), ("torchrun", "itself")
 RECIPE = (
     "model=fast_scnn", "data.size=[96,128]", "data.num_train=64", "data.num_val=2", "augment.crop_size=[64,96]",
     "train.steps=60", "train.progress=false", "checkpoint.every=2", "compute.shards=4", "compute.samples_per_shard=2",
@@ -46,7 +46,8 @@ RECIPE = (
 )  # fmt: skip
 KEEPING = ("checkpoint.every=1", "checkpoint.keep_every=1")  # 20 MiB each
 SMOKE = {
-    "FAULTS_OF_A_RUN": 1, "RECIPE": (*RECIPE, "train.steps=6"), "PROCESSES": (1,), "WORKERS": (0,), "SPREAD_S": 0.5,
+    "FAULTS_OF_A_RUN": 1, "RECIPE": (*RECIPE, "train.steps=6", "compute.shards=1"), "PROCESSES": (1,), "WORKERS": (0,),
+    "LAUNCHERS": ("itself",), "SPREAD_S": 0.2,
 }  # fmt: skip
 
 
@@ -284,7 +285,7 @@ def layout_of(chance: random.Random) -> dict[str, Any]:
     return {
         "processes": chance.choice(PROCESSES),
         "workers": chance.choice(WORKERS),
-        "by": chance.choice(("torchrun", "itself")),
+        "by": chance.choice(LAUNCHERS),
     }
 
 

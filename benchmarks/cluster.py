@@ -360,7 +360,7 @@ FAULTS: dict[str, Fault] = {
     for fault in (cut, dead_0, dead_1, killed_0, killed_1, stopped_0, stopped_1)
 }
 CASES = (*FAULTS, "delay", "late", "version")
-SMOKE = {"CASES": ("cut",), "STEPS": 16}
+SMOKE = {"CASES": ("cut",), "FAULT_STEP": 2, "STEPS": 10}
 
 
 def provoke(folder: Path, name: str, wanted: dict[str, Any]) -> dict[str, Any]:

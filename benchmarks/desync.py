@@ -1,4 +1,4 @@
-"""Ways to deadlock or desync 4 ranks of a real training over gloo: each must end, with its cause in words."""
+"""Ways to deadlock or desync the ranks of a real training over gloo: each must end, with its cause in words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rich.console import Console
 from benchmarks import measure as measuring
 
 ROOT = Path(__file__).resolve().parents[1]
-RANK, STEP, TIMEOUT_S = 3, 2, 5
+RANKS, STEP, TIMEOUT_S = 4, 2, 5
 MISMATCH_S = 2.0  # from the call that is wrong to the words, on a machine with a core for each rank
 RECIPE = (
     "model=fast_scnn", "data=synthetic", "data.size=[64,96]", "data.num_train=16", "data.num_val=4", "data.workers=0",
@@ -35,11 +35,11 @@ CALL = r"\(?\S+\.py:\d+"  # where a call was made
 
 @dataclass(frozen=True)
 class Fault:
-    """What rank 3 does at step 2, and what must be said."""
+    """What the last rank does at step 2, and what must be said."""
 
     what: str
     do: Callable[[Any], None]  # given the process group
-    said: str  # pattern of one line
+    said: str  # pattern of one line, in which LAST is the rank at fault
     limit_s: float = MISMATCH_S
     settings: tuple[str, ...] = ()  # besides RECIPE
 
@@ -82,29 +82,30 @@ def _sleeps_in_forward(group: Any) -> None:
     AllHeads.forward = lambda *_: time.sleep(1000)  # type: ignore[method-assign, assignment, return-value]
 
 
-BOTH = rf"collective \d+ is not the same on all ranks.*ranks? 0, 1[, 2]*: \S+.* at {CALL}.*rank 3: \S+.* at {CALL}"
+BOTH = rf"collective \d+ is not the same on all ranks.*ranks? 0[, \d]*: \S+.* at {CALL}.*rank LAST: \S+.* at {CALL}"
 FAULTS = {
     "shape": Fault("a tensor of another shape", _wrong_shape, BOTH),
     "extra": Fault("a barrier that the others do not make", lambda group: group.barrier(), BOTH),
     "order": Fault("a gather before the sum", _swapped, BOTH),
     "skipped": Fault("no part in the reduction of the gradients", _skips, BOTH),
-    "asleep": Fault("does not come", _asleep, r"not reached by rank 3, last seen (?!.*No answer)", TIMEOUT_S + 4.0),
+    "asleep": Fault("does not come", _asleep, r"not reached by rank LAST, last seen (?!.*No answer)", TIMEOUT_S + 4.0),
     "forward": Fault(
         "sleeps in its forward pass, and the others wait inside of torch's DDP", _sleeps_in_forward,
-        rf"backward of DDP at {CALL} __call__, was not reached by rank 3, last seen after",
+        rf"backward of DDP at {CALL} __call__, was not reached by rank LAST, last seen after",
         TIMEOUT_S + 4.0, ("compute.mode=ddp",),
     ),
     "killed": Fault(
         "ended by SIGKILL", _killed,
-        rf"not reached by rank 3, last seen after .* at {CALL} .*No answer from rank 3: ended", TIMEOUT_S + 4.0,
+        rf"not reached by rank LAST, last seen after .* at {CALL} .*No answer from rank LAST: ended", TIMEOUT_S + 4.0,
     ),
     "stopped": Fault(
         "stopped by SIGSTOP, as a debugger or a scheduler does", _stopped,
-        r"not reached by rank 3, .*No answer from rank 3: ended, stopped", TIMEOUT_S + 4.0,
+        r"not reached by rank LAST, .*No answer from rank LAST: ended, stopped", TIMEOUT_S + 4.0,
     ),
-    "raises": Fault("an exception on one rank", _raises, r"^rank 3: ValueError: a planted mistake"),
+    "raises": Fault("an exception on one rank", _raises, r"^rank LAST: ValueError: a planted mistake"),
     "config": Fault(  # whoever came first is the one that the other is held against
-        "another configuration", lambda group: None, r"configuration = \w+ on (?=.*rank 3)rank \d .* but \w+ on rank",
+        "another configuration", lambda group: None,
+        r"configuration = \w+ on (?=.*rank LAST)rank \d .* but \w+ on rank",
     ),
 }  # fmt: skip
 
@@ -116,8 +117,8 @@ def child(name: str, folder: str) -> int:
     from segpipe.run import launch
     from segpipe.settings.compose import compose
 
-    rank = environment.rank()
-    seed = 1 if name == "config" and rank == RANK else 0
+    rank, last = environment.rank(), int(os.environ["WORLD_SIZE"]) - 1
+    seed = 1 if name == "config" and rank == last else 0
     config = compose(
         [
             *RECIPE,
@@ -131,14 +132,14 @@ def child(name: str, folder: str) -> int:
 
     def sums(own: Any, *given: Any, **named: Any) -> Any:
         calls[0] += 1
-        if calls[0] == STEP + 1 and rank == RANK:
+        if calls[0] == STEP + 1 and rank == last:
             _mark(folder)
             FAULTS[name].do(own._group)
         return right(own, *given, **named)
 
     def meets(*given: Any) -> Any:
-        _all_here(folder, rank)
-        if name == "config" and rank == RANK:
+        _all_here(folder, rank, last)
+        if name == "config" and rank == last:
             _mark(folder)
         return meet(*given)
 
@@ -152,10 +153,10 @@ def _mark(folder: str) -> None:
     Path(folder, "fault").write_text(str(time.time()))
 
 
-def _all_here(folder: str, rank: int) -> None:
+def _all_here(folder: str, rank: int, last: int) -> None:
     """Wait until all ranks have imported torch, so that the seconds to a verdict are those of the verdict."""
     Path(folder, f"here{rank}").touch()
-    while len([*Path(folder).glob("here*")]) < 4:
+    while len([*Path(folder).glob("here*")]) <= last:
         time.sleep(0.01)
 
 
@@ -167,8 +168,9 @@ def judge(
 ) -> dict[str, Any]:
     """Whether lines, each with its time, name the fault that began at `begun`, in time; exit code None: it hangs."""
     fault = FAULTS[name]
+    pattern = fault.said.replace("LAST", str(RANKS - 1))
     heard = next(
-        ((when, line.strip()) for when, line in said if re.search(fault.said, line)),
+        ((when, line.strip()) for when, line in said if re.search(pattern, line)),
         None,
     )
     took = round(heard[0] - begun, 2) if heard and begun else None
@@ -196,7 +198,7 @@ def provoke(name: str) -> dict[str, Any]:
             "-m",
             "torch.distributed.run",
             "--standalone",
-            "--nproc-per-node=4",
+            f"--nproc-per-node={RANKS}",
         ]
         process = subprocess.Popen(
             [*command, str(Path(__file__)), name, folder], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
@@ -222,7 +224,7 @@ def provoke(name: str) -> dict[str, Any]:
     return judge(name, said, begun, exit_code)
 
 
-SMOKE = {"FAULTS": {"shape": FAULTS["shape"]}}
+SMOKE = {"FAULTS": {"shape": FAULTS["shape"]}, "RANKS": 2}
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -232,7 +234,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         rows.append(provoke(name))
         Console(stderr=True).print(rows[-1], soft_wrap=True)
     return {
-        "what": f"{' '.join(RECIPE)}; 4 processes, rank {RANK} at fault in step {STEP}",
+        "what": f"{' '.join(RECIPE)}; {RANKS} processes, rank {RANKS - 1} at fault in step {STEP}",
         "machine": measuring.machine(),
         "faults": rows,
         "passed": all(row["passed"] and not row["late"] for row in rows),
