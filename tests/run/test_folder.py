@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -10,13 +11,18 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, redirect_stderr
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.multiprocessing as mp
 
 from runs import (
+    PATIENCE_S,
     ROOT,
     finished,
     metrics,
@@ -25,7 +31,6 @@ from runs import (
     settings,
     start,
     updates,
-    wait_for,
 )
 from segpipe.distributed import environment
 from segpipe.errors import ConfigError
@@ -99,13 +104,46 @@ def taken(folder: Path) -> str:
 # --- jobs
 
 
+class Job:
+    """A training in a process of its own, which a server forks: it has imported torch once for all of them."""
+
+    def __init__(self, folder: Path, *changes: str) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["segpipe.train.engine"])
+        self._said, theirs = context.Pipe()
+        self.process = context.Process(target=_train, args=(folder, changes, theirs))
+        self.process.start()
+        self.pid = self.process.pid
+        theirs.close()
+
+    def wait_for(self, what: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not what():
+            assert self.process.is_alive()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def ended(self) -> tuple[int, str]:
+        """Exit code of the command, and what it wrote to stderr."""
+        assert self._said.poll(PATIENCE_S)
+        found: tuple[int, str] = self._said.recv()
+        self.process.join()
+        return found
+
+
+def _train(folder: Path, changes: tuple[str, ...], said: Connection) -> None:
+    with redirect_stderr(io.StringIO()) as words:
+        code = run(folder, *changes)
+    said.send((code, words.getvalue()))
+
+
 def test_a_second_job_of_one_name_is_refused_and_a_killed_one_is_continued(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, changes = tmp_path / "run", (*LONG, "train.steps=16", "compute.shards=1")
-    first = start("train.py", *settings(folder, *changes))
+    first = Job(folder, *changes)
     try:
-        wait_for(lambda: (folder / "last.pt").exists(), first)
+        first.wait_for(lambda: (folder / "last.pt").exists())
         os.kill(
             first.pid, signal.SIGSTOP
         )  # or it would be done before the others have tried
@@ -124,9 +162,11 @@ def test_a_second_job_of_one_name_is_refused_and_a_killed_one_is_continued(
             )
         steps = len(updates(folder))
         os.kill(first.pid, signal.SIGCONT)
-        wait_for(lambda: len(updates(folder)) > steps, first)
+        first.wait_for(lambda: len(updates(folder)) > steps)
     finally:
-        assert kill(first) == -signal.SIGKILL
+        first.process.kill()
+        first.process.join()
+    assert first.process.exitcode == -signal.SIGKILL
     assert (folder / lock.LOCK).exists()
     assert run(folder, *changes, "run.exists=resume") == 0
     assert f"taken over from process {first.pid} on " in capsys.readouterr().err
@@ -137,15 +177,13 @@ def test_a_second_job_of_one_name_is_refused_and_a_killed_one_is_continued(
 
 def test_two_jobs_that_start_together_have_one_winner(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    jobs = [start("train.py", *settings(folder, f"seed={seed}")) for seed in (1, 2)]
-    done = [finished(job) for job in jobs]
-    assert sorted(job.returncode for job in done) == [0, 2], [
-        job.stderr for job in done
-    ]
-    loser = next(job for job in done if job.returncode)
-    assert "is in use by process" in loser.stderr or "already holds" in loser.stderr
+    jobs = [Job(folder, f"seed={seed}") for seed in (1, 2)]
+    done = [job.ended() for job in jobs]
+    assert sorted(code for code, _ in done) == [0, 2], done
+    (loser,) = (said for code, said in done if code)
+    assert "is in use by process" in loser or "already holds" in loser
     winner = next(
-        seed for seed, job in zip((1, 2), done, strict=True) if not job.returncode
+        seed for seed, (code, _) in zip((1, 2), done, strict=True) if not code
     )
     assert run(tmp_path / "alone", f"seed={winner}") == 0
     assert outcome(folder) == outcome(tmp_path / "alone")
@@ -154,16 +192,27 @@ def test_two_jobs_that_start_together_have_one_winner(tmp_path: Path) -> None:
 def test_rank_0_owns_the_folder_and_the_parent_removes_its_lock_when_it_was_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """This process is the parent; a thread of it looks on, and kills rank 0."""
     folder = tmp_path / "run"
-    parent = start("train.py", *settings(folder, *LONG, "compute.nproc=2"))
-    wait_for(lambda: len(updates(folder)) > 0, parent)
-    owner = json.loads((folder / lock.LOCK).read_text())["pid"]
-    assert owner != parent.pid
-    assert run(folder, "run.exists=replace") == 2
-    assert f"process {owner} on " in capsys.readouterr().err
-    os.kill(owner, signal.SIGKILL)
-    done = finished(parent)
-    assert done.returncode == 9, done.stderr
+
+    def killed() -> int:
+        deadline = time.monotonic() + PATIENCE_S
+        while not updates(folder):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        owner = int(json.loads((folder / lock.LOCK).read_text())["pid"])
+        try:
+            with pytest.raises(ConfigError, match=f"in use by process {owner} on "):
+                taken(folder)
+        finally:
+            os.kill(owner, signal.SIGKILL)
+        return owner
+
+    with ThreadPoolExecutor(1) as pool:
+        owner = pool.submit(killed)
+        code = run(folder, *LONG, "compute.nproc=2", "compute.shards=2")
+        assert owner.result() != os.getpid()
+    assert code == 9, capsys.readouterr().err
     assert not (folder / lock.LOCK).exists()
     code, reason, _ = failure(folder)
     assert code == 9
@@ -451,6 +500,7 @@ STEPPED = (
     "train.log_every=1",
     "checkpoint.every=2",
     "checkpoint.keep_every=3",
+    "compute.shards=1",
 )
 
 
