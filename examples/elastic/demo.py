@@ -50,6 +50,7 @@ class Demo:
     console: Console
     steps: int = 240
     after: int = 15  # steps between two events
+    changes: tuple[str, ...] = ()  # settings besides RECIPE
     port: int = 0
     machines: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     events: list[tuple[str, float]] = field(default_factory=list)
@@ -70,7 +71,6 @@ class Demo:
 
     def _disturbed(self) -> None:
         self._start("A")
-        self._wait("A opens the meeting point", self._is_open)
         self._start("B")
         self._wait(
             "A and B train",
@@ -98,17 +98,13 @@ class Demo:
             lambda: all(each.poll() == 0 for each in self.machines.values()),
         )
 
-    def _is_open(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
-
     def _start(self, name: str) -> None:
-        """A machine's launcher. The first one that is started holds the meeting point."""
+        """A machine's launcher. That of A holds the meeting point."""
         words = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3",
             "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{self.port}", "--rdzv-id=elastic",
-            f"--rdzv-conf={PATIENCE}", "--local-addr=localhost", "-m", "segpipe", "train", *RECIPE,
-            f"train.steps={self.steps}", f"run.root={self.folder}", "run.name=two",
+            f"--rdzv-conf={PATIENCE},is_host={name == 'A'}", "--local-addr=localhost", "-m", "segpipe", "train",
+            *self._settings("two"),
         ]  # fmt: skip
         with (self.folder / f"{name}.log").open("ab") as log:
             self.machines[name] = subprocess.Popen(
@@ -136,20 +132,19 @@ class Demo:
         process.wait()
 
     def _alone(self) -> Callable[[], bool]:
-        words = [
-            sys.executable,
-            "-m",
-            "segpipe",
-            "train",
-            *RECIPE,
-            f"train.steps={self.steps}",
-        ]
-        words += [f"run.root={self.folder}", "run.name=one", "compute.nproc=1"]
+        words = [sys.executable, "-m", "segpipe", "train", *self._settings("one")]
         with (self.folder / "one.log").open("wb") as log:
             process = subprocess.Popen(
                 words, cwd=ROOT, stdout=log, stderr=log, env=self._variables()
             )
         return lambda: process.poll() == 0
+
+    def _settings(self, name: str) -> list[str]:
+        """Of the run `name`."""
+        words = (*RECIPE, *self.changes, f"train.steps={self.steps}")
+        settings = dict(word.split("=", 1) for word in words)
+        settings |= {"run.root": str(self.folder), "run.name": name}
+        return [f"{key}={value}" for key, value in settings.items()]
 
     def _step(self) -> int:
         """Last step that was logged."""
@@ -171,9 +166,10 @@ class Demo:
         """Until `what` is true; notes how long that took. Raises TimeoutError."""
         begun = time.monotonic()
         while not what():
-            if time.monotonic() - begun > PATIENCE_S:
+            over = time.monotonic() - begun > PATIENCE_S
+            if over or self.machines["A"].poll():
                 raise TimeoutError(
-                    f"{event}: not within {PATIENCE_S} s, see the logs in {self.folder}"
+                    f"{event}: not within {PATIENCE_S} s, or A has ended, see the logs in {self.folder}"
                 )
             time.sleep(0.2)
         self.events.append((event, time.monotonic() - begun))

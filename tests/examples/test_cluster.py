@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import yaml
 from rich.console import Console
 
 from examples.elastic.demo import Demo
-from runs import ROOT, result
+from runs import ROOT, result, torch_restored
+from segpipe.cli.main import main as segpipe
 from segpipe.data.loader import PIXEL_BYTES, ROW_BYTES
 from segpipe.settings.compose import compose
 from segpipe.settings.config import check
@@ -221,10 +223,60 @@ def test_the_page_gives_the_formula_of_the_loader() -> None:
     assert f"720x960 are {shared_memory(8, 6, 4, 4, 720, 960) / 2**30:.1f} GiB" in PAGE
 
 
+# Images from a disk that takes its time: a machine needs seconds to come back, in which the other is not to come to the
+# end, nor to do the work of a hundred updates.
+SLOW = """
+import os, time
+from multiprocessing import parent_process
+import numpy as np
+
+
+class Images:
+    classes = ("floor", "crate")
+    palette = ((0, 0, 0), (200, 100, 50))
+
+    def __init__(self, root, split):
+        self.num = {"train": 16, "val": 2}[split]
+
+    def __len__(self):
+        return self.num
+
+    def name(self, index):
+        return str(index)
+
+    def read(self, index):
+        if parent_process():  # a worker of the loader
+            time.sleep(float(os.environ.get("PAUSE", "0")))
+        noise = np.random.Generator(np.random.Philox(index))
+        return noise.integers(0, 256, (64, 96, 3), np.uint8), noise.integers(0, 2, (64, 96), np.uint8)
+"""
+CHANGES = (
+    "data=folder", "data.name=slow:Images", "data.root=.", "augment.crop_size=[64,96]", "checkpoint.every=2",
+)  # fmt: skip
+
+
+class Story(Demo):
+    """The demo, whose undisturbed training runs in this process."""
+
+    def _alone(self) -> Callable[[], bool]:
+        with torch_restored():
+            code = segpipe(
+                ["train", *self._settings("one"), "compute.nproc=1", "data.workers=0"]
+            )
+        return lambda: code == 0
+
+
 def test_a_machine_is_lost_and_comes_back_with_the_bits_of_one_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    project: Callable[[str, str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Two launchers of one host that meet as two machines would, over c10d, with one process each."""
-    demo = Demo(tmp_path / "runs", Console(), steps=100, after=8)
+    project("slow.py", SLOW)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path.cwd()), str(ROOT))))
+    monkeypatch.setenv("PAUSE", "0.3")
+    folder = tmp_path / "runs"
+    demo = Story(folder, Console(), steps=40, after=2, changes=CHANGES)
     assert demo.story(), capsys.readouterr().out
-    assert result(tmp_path / "runs" / "two")["world_size"] == 2
+    assert result(folder / "two")["world_size"] == 2
