@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -95,7 +96,8 @@ def mutation_run(folder: Path, test: str, **options: Any) -> dict[str, Any]:
     )
     given = {"folder": str(folder), "options": {"sample": None, "seed": 0, **options}}
     code = (
-        "import json, sys, pytest; from pathlib import Path; from benchmarks import mutants; mutants.SLOWER = 2;"
+        "import json, sys, pytest; from pathlib import Path; from benchmarks import mutants;"
+        "mutants.SLOWER, mutants.GRACE_S = 2, 1.0;"
         "given = json.loads(sys.argv[1]); folder = Path(given['folder']);"
         "print(json.dumps(mutants.run_module(folder, 'mod.py', ['test_mod.py'], **given['options'])))"
     )
@@ -104,6 +106,7 @@ def mutation_run(folder: Path, test: str, **options: Any) -> dict[str, Any]:
         capture_output=True,
         text=True,
         cwd=ROOT,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
