@@ -27,7 +27,9 @@ from segpipe.errors import ConfigError, DataError
 
 Area = NDArray[np.bool_]
 Size = tuple[int, int]  # (height, width)
-Shape = Callable[[Size], Area]  # its pixels in an image; raises ValueError
+Shape = Callable[
+    [Size], Area
+]  # its pixels in an image; raises ValueError with the rest of a sentence
 BACKGROUND, BACKGROUND_TOO = "background", "_background_"
 IGNORED = ("ignore", "__ignore__", "void")
 SPLIT_NAMES = {
@@ -55,7 +57,6 @@ class Item(NamedTuple):
     name: str  # path below the folder of the split, without suffix
     image: Path
     paint: Paint  # raises DataError
-    size: Size | None = None  # that the labels are for, as far as it is declared
 
 
 @dataclass
@@ -124,21 +125,23 @@ class Export:
         self.drawn |= {BACKGROUND, *(label for label, _ in shapes if label)}
 
         def paint(ids: Mapping[str, int]) -> Target:
+            # Declared sizes are believed only if the image has them: painting takes memory.
+            check_size(image, size)
             target = np.full(size, ids.get(BACKGROUND, IGNORE_INDEX), np.uint8)
             for label, shape in shapes:
-                where, fault = f" an area of {label}" if label else "", shape
-                if not isinstance(shape, str):
-                    try:
-                        target[shape(size)] = ids.get(label, IGNORE_INDEX)
-                        continue
-                    except ValueError as error:
-                        fault = str(error)
-                    except INCOMPLETE as error:
-                        fault = f"cannot be read ({error!r})"
-                raise DataError(f"{image}:{where} {fault}.")
+                where = f" an area of {label}" if label else ""
+                try:
+                    if isinstance(shape, str):
+                        raise ValueError(shape)
+                    target[shape(size)] = ids.get(label, IGNORE_INDEX)
+                except ValueError as error:
+                    raise DataError(f"{image}:{where} {error}.") from None
+                except INCOMPLETE as error:
+                    fault = f"{where} cannot be read ({error!r})."
+                    raise DataError(f"{image}:{fault}") from None
             return target
 
-        self.items.append(Item(split, entry_name(file_name), image, paint, size))
+        self.items.append(Item(split, entry_name(file_name), image, paint))
 
 
 def find_image(folders: Sequence[Path], file_name: str) -> Path:
@@ -176,8 +179,8 @@ def split_name(name: str) -> str:
 def load_json(path: Path, *keys: str) -> dict[str, Any]:
     """Content of a JSON file that has `keys`. Raises DataError for any other file."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        content = files.read_json(path)
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as JSON: {error}.") from None
     for key in keys:
         if not isinstance(content, dict) or key not in content:
@@ -265,11 +268,7 @@ def _put(item: Item, ids: Mapping[str, int], out: Path, copy: bool, times: int) 
             f"{item.image} is of a format that is not read. Convert it to PNG or JPEG."
         )
     try:
-        # Declared sizes are believed only if the image has them: painting takes memory.
-        if item.size is not None:
-            _check_size(item, item.size)
         target = item.paint(ids)
-        _check_size(item, target.shape)
     except DataError as error:
         return str(error)
     image.parent.mkdir(parents=True, exist_ok=True)
@@ -281,10 +280,11 @@ def _put(item: Item, ids: Mapping[str, int], out: Path, copy: bool, times: int) 
     return ""
 
 
-def _check_size(item: Item, size: tuple[int, ...]) -> None:
-    header = read_header(str(item.image))
+def check_size(image: Path, size: tuple[int, ...]) -> None:
+    """Raise DataError unless the labels are for an image of this (height, width)."""
+    header = read_header(str(image))
     if size not in (header[:2], header.upright):
         raise DataError(
-            f"{item.image} is {header.height}x{header.width}, but its labels are for {size[0]}x{size[1]} (height x "
+            f"{image} is {header.height}x{header.width}, but its labels are for {size[0]}x{size[1]} (height x "
             "width). Was the image resized after it was labelled?"
         )

@@ -29,6 +29,7 @@ from segpipe.datasets.exported import (
     Shape,
     Size,
     Target,
+    check_size,
     find_image,
     load_json,
     split_name,
@@ -254,9 +255,11 @@ def labelme(source: Path, names: Sequence[str] = ()) -> Export:
 
     labelme turns photos upright as EXIF says, so the class table gets `exif: apply`.
     """
-    paths = map(Path, files_below(source))
-    labelled = [path for path in paths if path.suffix == ".json"]
-    files = [path for path in labelled if not path.name.startswith(".")]
+    files = [
+        path
+        for path in map(Path, files_below(source))
+        if path.suffix == ".json" and not path.name.startswith(".")
+    ]
     if not files:
         raise DataError(
             f"{source} has no JSON files. Set source to the folder where labelme saved them."
@@ -429,7 +432,7 @@ def voc(source: Path, names: Sequence[str]) -> Export:
             mask = root / "SegmentationClass" / f"{name}.png"
             picture = images.get(name)
             if picture and mask.is_file():
-                paint = partial(_voc_target, mask, table)
+                paint = partial(_voc_target, picture, mask, table)
                 export.items.append(Item(split, name, picture, paint))
             elif name:
                 missing = mask if picture else "image in JPEGImages"
@@ -438,12 +441,16 @@ def voc(source: Path, names: Sequence[str]) -> Export:
     return export
 
 
-def _voc_target(path: Path, table: MaskTable, ids: Mapping[str, int]) -> Target:
+def _voc_target(
+    image: Path, mask: Path, table: MaskTable, ids: Mapping[str, int]
+) -> Target:
     """Train ids of a mask that is drawn in ids or colors of its own table."""
     lut = np.full(256, IGNORE_INDEX, np.uint8)
     names = table.classes.names
     lut[: len(names)] = [ids.get(name, IGNORE_INDEX) for name in names]
-    return lut[read_target(table, str(path))]
+    target = lut[read_target(table, str(mask))]
+    check_size(image, target.shape)
+    return target
 
 
 def _voc_table(path: Path, names: Sequence[str]) -> MaskTable:
