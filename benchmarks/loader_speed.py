@@ -200,7 +200,6 @@ def _delivered(samples: FileSamples, closing: ExitStack) -> Iterator[Any]:
                 samples,
                 Augmenter(_config()),
                 Order(0, NUM, 1, BATCH),
-                seed=0,
                 shards=range(1),
                 steps=range(10**6),
                 workers=WORKERS,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ PIXEL_BYTES = 4  # RGB and class id
 # Of a slot for a whole image: 268 million pixels. Only what an image covers is used.
 WHOLE_BYTES = 2**30
 Pixels = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3), target (H, W)
+# Called in a worker: the augmented sample, and what is compared of it; the last argument: made again.
+AugmentWatched: TypeAlias = "Callable[[Augmenter, Pixels, int, bool], tuple[Crop, Any]]"
 
 
 class ShardBatch(NamedTuple):
@@ -59,8 +61,8 @@ class Repeats(Protocol):
     """Compares watched samples (see order.py) as delivered with the same samples as another process made them."""
 
     @property
-    def augment(self) -> Callable[[Augmenter, Pixels, int, bool], tuple[Crop, Any]]:
-        """Called in a worker: the augmented sample, and what is compared of it; the last argument: made again."""
+    def augment(self) -> AugmentWatched:
+        """Makes a watched sample."""
 
     def hold(self, member: Member, pixels: Pixels, made: Any) -> None:
         """A watched sample is delivered."""
@@ -74,7 +76,6 @@ def train_batches(
     augmenter: Augmenter,
     order: Order,
     *,
-    seed: int,
     shards: range,
     steps: range,
     workers: int,
@@ -98,10 +99,8 @@ def train_batches(
     height, width = augmenter.config.crop_size
     watch = repeats.augment if repeats is not None else None
     stream = deliver(
-        _Shards(samples, augmenter, seed, watch),
-        requests(
-            product(steps, shards), order, seed=seed, every=every, workers=workers
-        ),
+        _Shards(samples, augmenter, order.seed, watch),
+        requests(product(steps, shards), order, every=every, workers=workers),
         Delivery(
             workers,
             start_method,
@@ -213,7 +212,7 @@ class _Shards:
     samples: Samples
     augmenter: Augmenter
     seed: int
-    watch: Callable[[Augmenter, Pixels, int, bool], tuple[Crop, Any]] | None
+    watch: AugmentWatched | None
 
     def make(self, request: Request, take: Take) -> tuple[_Header, Tensor]:
         """The batch that a request names."""

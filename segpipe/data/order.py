@@ -177,8 +177,7 @@ def whole_shares(weights: Sequence[float], total: int) -> list[int]:
     whole = sum(map(Fraction, weights))
     exact = [Fraction(weight) * total / whole for weight in weights]
     found = list(map(int, exact))
-    remainders = [share - int(share) for share in exact]
-    largest_first = sorted(range(len(exact)), key=lambda place: -remainders[place])
+    largest_first = sorted(range(len(exact)), key=lambda at: found[at] - exact[at])
     for place in largest_first[: total - sum(found)]:
         found[place] += 1
 
@@ -225,7 +224,6 @@ def requests(
     places: Iterable[tuple[int, int]],
     order: Order,
     *,
-    seed: int,
     every: int,
     workers: int,
 ) -> Iterator[Request]:
@@ -243,7 +241,7 @@ def requests(
         while (again := _due(repeats, number, workers, most)).members:
             yield again
             number += 1
-        request = _delivery(place, order, seed, every)
+        request = _delivery(place, order, every)
         yield request
         # Not at once: if no other process can make it, other samples must come in between.
         repeats += [
@@ -257,14 +255,15 @@ def requests(
         number += 1
 
 
-def _delivery(place: tuple[int, int], order: Order, seed: int, every: int) -> Request:
+def _delivery(place: tuple[int, int], order: Order, every: int) -> Request:
     """The request for the batch of (step, shard) `place`."""
     members = tuple(order.shard(*place))
-    watched = []
-    for row, (epoch, index) in enumerate(members):
-        if index in chosen(seed, epoch, order.num_samples, every):
-            watched.append(row)
-    return Request(place, members, tuple(watched))
+    watched = tuple(
+        row
+        for row, (epoch, index) in enumerate(members)
+        if index in chosen(order.seed, epoch, order.num_samples, every)
+    )
+    return Request(place, members, watched)
 
 
 def _due(repeats: list[_Repeat], number: int, workers: int, most: int) -> Request:
@@ -334,7 +333,7 @@ def repeat_factors(
     """
     fractions = (present * weights[:, None]).sum(0) / weights.sum()
     factors = np.sqrt(threshold / np.maximum(fractions, np.finfo(float).tiny))
-    return np.asarray(np.maximum(1.0, np.where(present, factors, 1.0).max(axis=1)))
+    return np.where(present, factors, 1.0).max(axis=1, initial=1.0)
 
 
 def repeats_by_class(

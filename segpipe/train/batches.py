@@ -55,7 +55,6 @@ def shard_stream(
         CachedSamples(samples, data.cache_mib) if data.cache_mib else samples,
         Augmenter(config.augment),
         order_of(config, samples, counts),
-        seed=config.seed,
         shards=group.own_shards(compute.shards),
         steps=steps,
         workers=data.workers,

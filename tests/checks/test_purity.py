@@ -355,7 +355,7 @@ def test_torch_has_one_thread_wherever_samples_are_augmented(plant):
 
     def batches(workers: int) -> list[bytes]:
         stream = train_batches(
-            Noise(), augmenter, Order(0, 4, 1, 2), seed=0, shards=range(1), steps=range(2), workers=workers,
+            Noise(), augmenter, Order(0, 4, 1, 2), shards=range(1), steps=range(2), workers=workers,
             start_method="fork", prefetch=1, pin_memory=False,
         )  # fmt: skip
         with closing(stream):

@@ -105,7 +105,6 @@ def test_batches_have_the_same_bits_with_a_cache(workers: int, touch: bool) -> N
             samples,
             Augmenter(config),
             Order(0, 8, 2, 2),
-            seed=0,
             shards=range(2),
             steps=range(6),
             workers=workers,

@@ -162,7 +162,6 @@ def batches(
         samples,
         Augmenter(config),
         order,
-        seed=order.seed,
         shards=shards,
         steps=steps,
         workers=workers,

@@ -74,7 +74,6 @@ def batches(samples: Samples, workers: int, how: str = "fork") -> list[torch.Ten
             samples,
             Augmenter(AugmentConfig(crop_size=[32, 32])),
             Order(7, len(samples), 2, 2),
-            seed=7,
             shards=range(2),
             steps=range(3),
             workers=workers,

@@ -78,7 +78,6 @@ def batches(
         samples or Noise(num=10),
         augmenter,
         ORDER,
-        seed=ORDER.seed,
         shards=range(ORDER.shards),
         steps=steps,
         workers=workers,
@@ -95,7 +94,7 @@ def planned(
     workers: int, every: int, *, steps: int = 40, order: Order = ORDER
 ) -> list[Request]:
     places = [(step, shard) for step in range(steps) for shard in range(order.shards)]
-    return list(requests(places, order, seed=order.seed, every=every, workers=workers))
+    return list(requests(places, order, every=every, workers=workers))
 
 
 # Which samples
@@ -140,7 +139,6 @@ def test_the_choice_is_the_same_for_any_workers_and_ranks() -> None:
         requests(
             [(step, rank) for step in range(40)],
             ORDER,
-            seed=ORDER.seed,
             every=7,
             workers=2,
         )
@@ -452,7 +450,6 @@ def test_a_receiver_may_write_into_its_batches(plant: Plant) -> None:
             Noise(num=10),
             augmenter,
             ORDER,
-            seed=3,
             shards=range(2),
             steps=range(6),
             workers=2,
@@ -548,7 +545,6 @@ def test_it_costs_at_most_half_a_percent_of_the_loaders_time() -> None:
             Noise((360, 480), num=1000),
             Augmenter(AugmentConfig(crop_size=[256, 320], canary=every)),
             order,
-            seed=0,
             shards=range(2),
             steps=range(num_steps),
             workers=0,
