@@ -436,18 +436,10 @@ def missing(folder: Path) -> str:
     while not parent.is_dir():
         parent, absent = parent.parent, parent
     siblings = sorted(path.name for path in parent.iterdir() if path.is_dir())
-    other = near(absent.name, siblings)
-    hint = (
-        f"Nearest: {parent / other}"
-        if other
-        else f"{parent} holds {', '.join(siblings[:8]) or 'no folders'}"
-    )
+    hint = f"{parent} holds {', '.join(siblings[:8]) or 'no folders'}"
+    for other in get_close_matches(absent.name, siblings, 1):
+        hint = f"Nearest: {parent / other}"
     return f"{absent} does not exist. {hint}. Set data.root and the split to existing folders."
-
-
-def near(name: str, choices: Iterable[str], least: float = 0.6) -> str:
-    """The choice most similar to `name`; empty if none is by `least`, of 1."""
-    return next(iter(get_close_matches(name, list(choices), n=1, cutoff=least)), "")
 
 
 STREET = load_masks(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from segpipe import IGNORE_INDEX, plugins
 from segpipe.data.catalog import STREET, ClassTable, MaskTable, mask_table_of
 from segpipe.data.facts import Facts
-from segpipe.data.masks import Content, check_sizes, content_of, read_target
+from segpipe.data.masks import check_sizes, content_of, read_target
 from segpipe.data.pack import Pack, Sample
 from segpipe.data.readers import Progress, read_image, silent
 from segpipe.errors import DataError
@@ -95,14 +95,14 @@ class DataSet(Samples, Protocol):
 
     def counts(self, index: int) -> NDArray[np.int64]:
         """Pixels of each class, int64 (C,); ignored pixels are not counted."""
-        return self.content(index).pixels[:-2]
+        return self.content(index)[:-2]
 
-    def content(self, index: int) -> Content:
-        """What the target holds."""
+    def content(self, index: int) -> NDArray[np.int64]:
+        """Pixels of each class, of ignored ones, and of values that the class table lacks, int64 (C + 2,)."""
         target = self.read(index)[1]
         pixels = np.bincount(target.ravel(), minlength=IGNORE_INDEX + 1)
         counts = pixels[: self.classes.num_classes]
-        return Content(np.append(counts, [pixels[IGNORE_INDEX], 0]))
+        return np.append(counts, [pixels[IGNORE_INDEX], 0])
 
     def countable(self) -> list[int]:
         """Indices of the samples that tell the frequencies of classes at a bounded cost, in their order."""
@@ -152,7 +152,7 @@ class FileSamples(DataSet):
 
     def inputs(self) -> dict[str, Input]:
         paths = [path for pair in self.pairs for path in pair[1:]]
-        return {self._below(path): path for path in (*self.sources, *paths)}
+        return {self.facts.below(path): path for path in (*self.sources, *paths)}
 
     def check_pack(self) -> None:
         """Raise DataError for packed pixels that are not those of the files. Each start draws others to compare."""
@@ -166,13 +166,6 @@ class FileSamples(DataSet):
                     f"{self.pack.folder} holds other pixels of {pair.name} than {pair.image} and its mask. Delete "
                     "the pack, then build it again with `segpipe pack`."
                 )
-
-    def _below(self, path: str) -> str:
-        """The path below the root."""
-        below = f"{self.facts.root.rstrip('/')}/"
-        if path.startswith(below):  # relpath takes 20 times as long
-            return path[len(below) :]
-        return os.path.relpath(path, below)
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -200,12 +193,12 @@ class FileSamples(DataSet):
         return header.height, header.width
 
     def counts(self, index: int) -> NDArray[np.int64]:
-        pixels = self.content(index).pixels
+        pixels = self.content(index)
         if pixels[-1]:  # raises, and names the first pixel
             read_target(self.table, self.pairs[index].mask)
         return pixels[:-2]
 
-    def content(self, index: int) -> Content:
+    def content(self, index: int) -> NDArray[np.int64]:
         return content_of(self.table, *self.facts.mask(self.pairs[index].mask))
 
     def countable(self) -> list[int]:

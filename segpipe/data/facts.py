@@ -34,7 +34,7 @@ from segpipe.data.readers import (
     values_of,
 )
 from segpipe.errors import CheckpointError
-from segpipe.files import sha256_of, write_atomically
+from segpipe.files import read_json, sha256_of, write_atomically
 
 CACHE = ".segpipe-cache/facts"  # no reader of a data set looks into hidden folders
 # Raise the number when a reader returns something else; so may new decoders.
@@ -115,7 +115,7 @@ class Facts:
 
     def forget(self, path: str) -> None:
         """Drop what was learned of a file."""
-        self._learned.pop(self._key(path), None)
+        self._learned.pop(self.below(path), None)
 
     def keep(self) -> None:
         """Write what was learned; of a folder that cannot be written, nothing is kept."""
@@ -136,7 +136,7 @@ class Facts:
         """What is known of the file as it is now."""
         if self._files is None:
             self._files = self._load()
-        key = self._key(path)
+        key = self.below(path)
         known = self._learned.get(key)
         if known is None:
             if key not in self._files:
@@ -150,13 +150,16 @@ class Facts:
         state = state_of(path)
         known = read(state)
         if time.time_ns() - max(state[1:]) > SETTLED_NS:
-            self._learned[self._key(path)] = known
+            self._learned[self.below(path)] = known
             self._news = True
         return known
 
-    def _key(self, path: str) -> str:
-        """Below the folder, so that a data set can be moved with its facts."""
-        return path.removeprefix(f"{self.root}/")
+    def below(self, path: str) -> str:
+        """The path from the folder: of what is kept by it, a data set can be moved with its facts."""
+        folder = f"{self.root.rstrip('/')}/"
+        if path.startswith(folder):  # relpath takes 20 times as long
+            return path[len(folder) :]
+        return os.path.relpath(path, folder)
 
     def _places(self) -> Iterator[Path]:
         yield Path(self.root) / CACHE
@@ -169,7 +172,7 @@ class Facts:
         """The facts that were kept; none if there is no file, or it is torn or of another format."""
         for path in self._places():
             with suppress(OSError, ValueError):
-                written_as, files = json.loads(path.read_bytes())
+                written_as, files = read_json(path)
                 if written_as == FORMAT:
                     return dict(files)
         return {}

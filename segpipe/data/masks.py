@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import dist
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
@@ -39,13 +39,6 @@ from segpipe.errors import DataError
 
 if TYPE_CHECKING:
     from segpipe.data.pairs import Pair
-
-
-class Content(NamedTuple):
-    """What a target holds, before the class table may refuse it."""
-
-    pixels: NDArray[np.int64]  # of each class, of ignored ones, of unknown values
-    kind: str = ""  # of the mask file, such as "grey, 8 bits"
 
 
 def kind_of(table: MaskTable, header: Header) -> str:
@@ -85,14 +78,18 @@ def target_of(table: MaskTable, mask: RawMask, path: str) -> NDArray[np.uint8]:
     check_kind(table, mask.header, path)
     if table.kind == "colors":
         return _target_of_colors(table, _rgba(mask, path), path)
-    ids = mask.ids if mask.ids is not None else _equal_channels(table, mask.rgba, path)
+    ids = mask.pixels
+    if mask.is_colored:
+        ids = _equal_channels(table, ids, path)
     if mask.palette is not None and table.first and table.colors:
         _check_palette(table, mask.palette, ids, path)
     return table.classes.target(ids, path)
 
 
-def content_of(table: MaskTable, header: Header, values: MaskValues) -> Content:
-    """What a mask file holds, where the table may lack some of its values."""
+def content_of(
+    table: MaskTable, header: Header, values: MaskValues
+) -> NDArray[np.int64]:
+    """Pixels of each class in a mask file, of ignored ones, and of values that the table lacks, int64 (C + 2,)."""
     pixels = np.zeros(table.classes.num_classes + 2, np.int64)
     file = header.layout, header.bits, values.kind, values.opaque
     for number, count in values.pixels.items():
@@ -101,20 +98,20 @@ def content_of(table: MaskTable, header: Header, values: MaskValues) -> Content:
             table.places[key] = _place(table, header, values, number)
         pixels[table.places[key]] += count
 
-    return Content(pixels, f"{header.layout}, {header.bits} bits")
+    return pixels
 
 
 def _place(table: MaskTable, header: Header, values: MaskValues, number: int) -> int:
-    """Index in the pixels of a `Content` at which those of this value are counted."""
+    """Index in what `content_of` returns at which the pixels of this value are counted."""
     if values.kind == "colors":
         alpha = OPAQUE << 24 if values.opaque else 0
         rgba = np.array([[[number | alpha]]], "<u4")
-        mask = RawMask(header, None, rgba.view(np.uint8))
+        mask = RawMask(header, rgba.view(np.uint8))
     else:
         palette = None
         if color := values.palette.get(number):
             palette = np.full((number + 1, 4), color, np.uint8)
-        mask = RawMask(header, np.array([[number]], np.uint16), palette=palette)
+        mask = RawMask(header, np.array([[number]], np.uint16), palette)
     try:
         train = int(target_of(table, mask, "")[0, 0])
     except DataError:
@@ -124,17 +121,16 @@ def _place(table: MaskTable, header: Header, values: MaskValues, number: int) ->
 
 def _rgba(mask: RawMask, path: str) -> NDArray[np.uint8]:
     """Color of each pixel, RGBA uint8 (H, W, 4)."""
-    if mask.ids is None:
-        assert mask.rgba is not None
-        return mask.rgba
+    if mask.is_colored:
+        return mask.pixels
     if mask.palette is not None:
-        return mask.palette[mask.ids]
+        return np.asarray(mask.palette[mask.pixels])
     if mask.header.bits != 8:
         raise DataError(
             f"{path} is grey with {mask.header.bits} bits, but masks = colors needs 8. Set `masks: ids`."
         )
 
-    return np.asarray(cv2.cvtColor(mask.ids, cv2.COLOR_GRAY2RGBA), np.uint8)
+    return np.asarray(cv2.cvtColor(mask.pixels, cv2.COLOR_GRAY2RGBA), np.uint8)
 
 
 def _check_palette(
@@ -143,16 +139,14 @@ def _check_palette(
     """Raise DataError where an index means one class as an id and another one by its color."""
     for index in count_ids(ids):
         red, green, blue, _ = palette[index].tolist()
-        by_color = table.colors.get((red, green, blue))
-        by_id = table.classes.train_ids.get(index)
-        if None in (by_color, by_id) or by_id in (by_color, IGNORE_INDEX):
-            continue
-        raise DataError(
-            f"{path}: index {index} of its palette is id {index}, "
-            f"{_name(table, by_id)}, but its color {(red, green, blue)} is that of "
-            f"{_name(table, by_color)}. Set `masks: ids` in classes.yaml if the "
-            "indices count, or `masks: colors` if the colors do."
-        )
+        by_id = table.classes.train_ids.get(index, IGNORE_INDEX)
+        by_color = table.colors.get((red, green, blue), by_id)
+        if by_id not in (by_color, IGNORE_INDEX):
+            raise DataError(
+                f"{path}: index {index} of its palette is id {index}, {_name(table, by_id)}, but its color "
+                f"{(red, green, blue)} is that of {_name(table, by_color)}. Set `masks: ids` in classes.yaml if the "
+                "indices count, or `masks: colors` if the colors do."
+            )
 
 
 def _check_opaque(alpha: NDArray[np.uint8], path: str) -> None:
@@ -166,10 +160,9 @@ def _check_opaque(alpha: NDArray[np.uint8], path: str) -> None:
 
 
 def _equal_channels(
-    table: MaskTable, pixels: NDArray[np.uint8] | None, path: str
+    table: MaskTable, pixels: NDArray[np.uint8], path: str
 ) -> NDArray[np.uint8]:
     """Ids of an RGBA picture whose three colors are the same in each pixel."""
-    assert pixels is not None
     _check_opaque(pixels[..., 3], path)
     red, green, blue = (pixels[..., channel] for channel in range(3))
     differ = (red != green) | (red != blue)
@@ -228,9 +221,9 @@ def _unknown_color(
     )
 
 
-def _name(table: MaskTable, train: int | None) -> str:
+def _name(table: MaskTable, train: int) -> str:
     """The class in messages."""
-    return "ignore" if train in (IGNORE_INDEX, None) else table.classes.names[train]
+    return "ignore" if train == IGNORE_INDEX else table.classes.names[train]
 
 
 def check_sizes(pair: Pair, image: Sequence[int], mask: Sequence[int]) -> None:

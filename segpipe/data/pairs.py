@@ -27,12 +27,13 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from segpipe.data.catalog import PUBLISHED, PublishedSet, missing, near, published
+from segpipe.data.catalog import PUBLISHED, PublishedSet, missing, published
 from segpipe.errors import DataError, listed
 from segpipe.files import files_below
 
@@ -514,7 +515,7 @@ def split_lists(root: Path) -> list[str]:
 def _divided(folder: Path, split: str) -> bool:
     """Whether a folder is named like a split; others, a folder per drive say, divide nothing."""
     names = [path.name.lower() for path in folder.iterdir() if path.is_dir()]
-    return any(name in SPLITS for name in names) or bool(near(split, names))
+    return bool({*SPLITS}.intersection(names) or get_close_matches(split, names))
 
 
 def _named(data: DataConfig, behind: str, split: str) -> FolderLayout:

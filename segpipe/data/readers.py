@@ -107,12 +107,17 @@ def anything(header: Header) -> None:
 
 
 class RawMask(NamedTuple):
-    """Pixels of a mask file as they are stored: either `ids` or `rgba` is None."""
+    """Pixels of a mask file as they are stored."""
 
     header: Header
-    ids: Pixels | None  # grey values or palette indices (H, W)
-    rgba: NDArray[np.uint8] | None = None  # colors of the pixels, uint8 (H, W, 4)
+    # Ids: grey values or palette indices, uint8 or uint16 (H, W). Or colors: RGBA, uint8 (H, W, 4).
+    pixels: NDArray[Any]
     palette: NDArray[np.uint8] | None = None  # colors of the indices, uint8 (n, 4)
+
+    @property
+    def is_colored(self) -> bool:
+        """Whether the pixels are colors."""
+        return self.pixels.ndim == 3
 
 
 def state_of(path: str) -> State:
@@ -238,7 +243,7 @@ def mask_of(content: bytes, path: str, check: Check = anything) -> RawMask:
             image = Image.open(io.BytesIO(content), formats=("PNG",))
         pixels = _stored(image)
         if pixels.ndim == 3:
-            return RawMask(header, None, np.array(image.convert("RGBA")))
+            return RawMask(header, np.array(image.convert("RGBA")))
         if header.layout == "grey":
             if header.bits < 8:  # Pillow stretches the values to 0 to 255
                 pixels = pixels // np.uint8(255 // (2**header.bits - 1))
@@ -251,7 +256,7 @@ def mask_of(content: bytes, path: str, check: Check = anything) -> RawMask:
                 f"is damaged: its palette has {len(palette)} colors, its pixels use "
                 "more. Write it again."
             )
-        return RawMask(header, pixels, palette=palette)
+        return RawMask(header, pixels, palette)
 
 
 class MaskValues(NamedTuple):
@@ -282,12 +287,11 @@ class MaskValues(NamedTuple):
 
 def values_of(mask: RawMask) -> MaskValues:
     """What a mask holds."""
-    if mask.ids is None:
-        assert mask.rgba is not None
-        opaque = bool((mask.rgba[..., 3] == OPAQUE).all())
-        return MaskValues("colors", _count_colors(mask.rgba), {}, opaque)
+    if mask.is_colored:
+        opaque = bool((mask.pixels[..., 3] == OPAQUE).all())
+        return MaskValues("colors", _count_colors(mask.pixels), {}, opaque)
 
-    pixels = count_ids(mask.ids)
+    pixels = count_ids(mask.pixels)
     palette = {}
     if mask.palette is not None:
         palette = {index: mask.palette[index].tolist() for index in pixels}
@@ -582,9 +586,13 @@ def jpeg_damage(path: str) -> str:
 
 
 def threaded(
-    work: Callable[[T], R], items: Iterable[T], progress: Progress = silent
+    work: Callable[[T], R],
+    items: Iterable[T],
+    progress: Progress = silent,
+    *,
+    allowed: bool = True,
 ) -> list[R]:
-    """Results of `work` in the order of `items`, computed by threads where items take longer than SMALL_S.
+    """Results of `work` in the order of `items`, by threads if they are `allowed` and items take longer than SMALL_S.
 
     Decoders work outside Python's lock. No thread outlives the call: while one ends, it frees OpenCV's thread-local
     memory under a lock, and a loader process forked at that moment would inherit the lock locked, and hang.
@@ -598,9 +606,10 @@ def threaded(
         part = [work(item) for item in given[len(results) : len(results) + size]]
         results += part
         progress(len(results), len(given))
-        if time.thread_time() - begun > SMALL_S * len(part):
+        if time.thread_time() - begun <= SMALL_S * len(part):
+            size = CHUNK
+        elif allowed:
             break
-        size = CHUNK
 
     left = range(len(results), len(given), CHUNK)
     if not left:

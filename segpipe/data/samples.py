@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import ClassTable, mask_table, near, table_path
+from segpipe.data.catalog import ClassTable, mask_table, table_path
 from segpipe.data.data_set import (
     DataSet,
     FileSamples,
@@ -301,7 +302,8 @@ def _shared_ids(
     lost = [name for name in own.names if name not in known]
     if lost:
         proposed = [
-            f"{name}: {near(name, shared.names, 0.7) or IGNORE}" for name in lost
+            f"{name}: {[*get_close_matches(name, shared.names, 1, 0.7), IGNORE][0]}"
+            for name in lost
         ]
         raise DataError(
             f"{part.key} ({part.label}) has classes that the shared table {shared.name} lacks: {', '.join(lost)}. Map "
@@ -401,14 +403,7 @@ def over(
     progress: Progress = silent,
 ) -> list[R]:
     """What `work` makes of each index, by threads if the samples allow it; what it found out about files is kept."""
-    if samples.thread_safe():
-        found = threaded(work, indices, progress)
-    else:
-        found = []
-        for index in indices:
-            found.append(work(index))
-            progress(len(found), len(indices))
-
+    found = threaded(work, indices, progress, allowed=samples.thread_safe())
     keep_facts(samples)
     return found
 
@@ -482,7 +477,7 @@ def _single_class(samples: DataSet, train: int) -> str:
     """Message about training images whose masks hold one class only."""
     names = samples.classes.names
     hint = ""
-    if len(names) == 2 and samples.content(0).pixels[-2]:
+    if len(names) == 2 and samples.content(0)[-2]:
         hint = f" If 255 is a class: `ids: {{0: {names[0]}, 255: {names[1]}}}` and `ignore: []` in classes.yaml."
 
     return (

@@ -41,7 +41,6 @@ from segpipe.errors import DataError, listed
 
 if TYPE_CHECKING:
     from segpipe.data.data_set import DataSet, FileSamples
-    from segpipe.data.masks import Content
     from segpipe.data.pairs import Pair
     from segpipe.settings.groups import DataConfig
 
@@ -167,7 +166,7 @@ def _checked(
                 own(header)
             elif is_mask:
                 header, values = facts.mask(path, own)
-                if content_of(table, header, values).pixels[-1]:
+                if content_of(table, header, values)[-1]:
                     read_target(table, path)  # raises, and names the first pixel
             else:
                 header = facts.image(path, own)
@@ -203,7 +202,8 @@ def _grouped(errors: Iterable[DataError]) -> Iterator[str]:
 def missing_labels(split: str, samples: DataSet) -> Iterator[str]:
     """Warnings about images without a labelled pixel, classes that no image has, and a few black-and-white masks."""
     indices = samples.countable()
-    counts = np.array(over(samples, samples.counts, indices))
+    content = np.array(over(samples, samples.content, indices))
+    counts, ignored = content[:, :-2], content[:, -2]
     empty = np.flatnonzero(counts.sum(1) == 0)
     if empty.size:
         yield (
@@ -211,7 +211,6 @@ def missing_labels(split: str, samples: DataSet) -> Iterator[str]:
             f"{samples.name(indices[empty[0]])}: check their masks, and which ids the class table ignores."
         )
 
-    ignored = np.array([samples.content(index).pixels[-2] for index in indices])
     binary = (np.count_nonzero(counts, axis=1) == 1) & (ignored > 0)
     if 0 < binary.sum() <= RARE * len(indices) and not ignored[~binary].any():
         yield (
@@ -237,15 +236,14 @@ def shared_files(first: DataSet, second: DataSet) -> list[tuple[str, str]]:
 
     Reads only files whose sizes occur in both, and whose SHA-256 is not known.
     """
-    sides = []
-    for samples in (first, second):
-        sides.append(
-            {
-                pair.image: (os.stat(pair.image).st_size, files.facts)
-                for files in samples.file_sets()
-                for pair in files.pairs
-            }
-        )
+    sides = [
+        {
+            pair.image: (os.stat(pair.image).st_size, files.facts)
+            for files in samples.file_sets()
+            for pair in files.pairs
+        }
+        for samples in (first, second)
+    ]
     common = set.intersection(*({size for size, _ in side.values()} for side in sides))
     one, two = (
         [
@@ -271,11 +269,10 @@ def check_overlap(train: DataSet, val: DataSet, split: str) -> None:
 
 
 class CensusRow(NamedTuple):
-    """One sample: its place in the split, its name, what its target holds."""
+    """One sample: its place in the split, and what its target holds, as `DataSet.content` says it."""
 
     place: int
-    name: str
-    content: Content
+    content: NDArray[np.int64]
     size: tuple[int, int]
 
 
@@ -290,7 +287,7 @@ class Census(NamedTuple):
     def table(self) -> NDArray[np.int64]:
         """Pixels of each class, of ignored ones, and of values that the class table does not have, int64 (n, C + 2)."""
         shape = (len(self.rows), self.samples.classes.num_classes + 2)
-        return np.array([row.content.pixels for row in self.rows]).reshape(shape)
+        return np.array([row.content for row in self.rows]).reshape(shape)
 
 
 def take(split: str, samples: DataSet, progress: Progress = silent) -> Census:
@@ -302,8 +299,7 @@ def take(split: str, samples: DataSet, progress: Progress = silent) -> Census:
     def examine(index: int) -> CensusRow | None:
         """The row of a sample; None for one that cannot be read."""
         with suppress(DataError):
-            content, size = samples.content(index), samples.size(index)
-            return CensusRow(index, samples.name(index), content, size)
+            return CensusRow(index, samples.content(index), samples.size(index))
         return None
 
     rows = over(samples, examine, samples.countable(), progress)
