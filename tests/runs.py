@@ -20,8 +20,7 @@ from numpy.random import Generator
 
 from benchmarks.measure import kill_with_children
 from segpipe.cli.main import main as segpipe
-from segpipe.data import scenes
-from segpipe.data.pack import Sample
+from segpipe.data import Sample, scenes
 from segpipe.data.scenes import paint_scene
 from segpipe.run import report
 from segpipe.run.pages import Points, chart

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX, plugins
+from segpipe.data import Float64, Size, Uint8
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.keys import generator
 from segpipe.models.preprocess import COLOR_UNIT
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from segpipe.settings.groups import AugmentConfig
 
 KEY = "augment.extra"
-Uint8 = NDArray[np.uint8]
 # Called with a transform's name and its input image and target.
 Look = Callable[[str, Uint8, Uint8], None]
 Transform: TypeAlias = A.BasicTransform | A.BaseCompose
@@ -110,7 +110,7 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
     """
 
     def __init__(
-        self, crop_size: tuple[int, int], scale: tuple[float, float], rare: float = 0.0
+        self, crop_size: Size, scale: tuple[float, float], rare: float = 0.0
     ) -> None:
         super().__init__(p=1.0)
         self.crop_size, self.scale, self.rare = crop_size, scale, rare
@@ -190,7 +190,7 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
         return np.asarray(padded)
 
 
-def _resized(part: Uint8, size: tuple[int, int], how: int) -> Uint8:
+def _resized(part: Uint8, size: Size, how: int) -> Uint8:
     """`part` at (height, width) `size`. Colors go through four channels, which OpenCV resizes in half the time of
     three; its exact resampling treats each channel alone, so that the bytes are the same."""
     if part.ndim == 2:
@@ -278,12 +278,12 @@ class ColorMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
         }
         return {"matrix": color_matrix(**changes)}
 
-    def apply(self, img: Uint8, matrix: NDArray[np.float64], **_: Any) -> Uint8:
+    def apply(self, img: Uint8, matrix: Float64, **_: Any) -> Uint8:
         """The image in its new colors."""
         return np.asarray(cv2.transform(img, matrix), np.uint8)
 
     def apply_to_color(
-        self, color: NDArray[np.int32], matrix: NDArray[np.float64], **_: Any
+        self, color: NDArray[np.int32], matrix: Float64, **_: Any
     ) -> NDArray[np.int32]:
         """The map in steps of 1/COLOR_UNIT, int32 (3, 4), for the device."""
         # As OpenCV rounds it.
@@ -292,7 +292,7 @@ class ColorMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
 
 def color_matrix(
     brightness: float, contrast: float, saturation: float, hue: float
-) -> NDArray[np.float64]:
+) -> Float64:
     """Affine map (3, 4) of RGB values 0 to 255; the identity for zeros. Hue in turns, the rest relative."""
     angle = 2 * math.pi * hue
     cos, sin = math.cos(angle), math.sin(angle)

@@ -34,6 +34,7 @@ import yaml
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
+from segpipe.data import Pixels, Uint8
 from segpipe.errors import DataError, did_you_mean, listed
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class ClassTable:
         return len(self.names)
 
     @cached_property
-    def lut(self) -> NDArray[np.uint8]:
+    def lut(self) -> Uint8:
         """Train id per raw id of 16 bits, uint8 (65536,); ids that are not `known` map to ignore."""
         lut = np.full(LARGEST_ID + 1, IGNORE_INDEX, np.uint8)
         lut[list(self.train_ids)] = list(self.train_ids.values())
@@ -76,9 +77,7 @@ class ClassTable:
         known[list(self.train_ids)] = True
         return known
 
-    def target(
-        self, mask: NDArray[np.uint8] | NDArray[np.uint16], where: object
-    ) -> NDArray[np.uint8]:
+    def target(self, mask: Pixels, where: object) -> Uint8:
         """Train ids uint8 (H, W) of raw ids. Raises DataError naming the file `where` for ids that are not `known`."""
         if mask.dtype == np.uint16:
             if self.known[mask].all():
@@ -90,9 +89,7 @@ class ClassTable:
 
         raise self._unknown(mask, where)
 
-    def _unknown(
-        self, mask: NDArray[np.uint8] | NDArray[np.uint16], where: object
-    ) -> DataError:
+    def _unknown(self, mask: Pixels, where: object) -> DataError:
         """The error for a mask with ids that are not `known`."""
         counts = np.bincount(mask.ravel(), minlength=LARGEST_ID + 1) * ~self.known
         found = np.flatnonzero(counts).tolist()
@@ -133,7 +130,7 @@ class MaskTable:
     )
 
     @cached_property
-    def color_keys(self) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
+    def color_keys(self) -> tuple[NDArray[np.uint32], Uint8]:
         """The colors as numbers, RGBA in little endian, uint32 (n,) in rising order, and their train ids."""
         rgba = np.array([[*color, 255] for color in self.colors], np.uint8)
         keys = rgba.view("<u4").ravel()

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX, plugins
+from segpipe.data import Int64, Sample, Size, Uint8
 from segpipe.data.catalog import STREET, ClassTable, MaskTable, mask_table_of
 from segpipe.data.facts import Facts
 from segpipe.data.masks import check_sizes, content_of, read_target
-from segpipe.data.pack import Pack, Sample
+from segpipe.data.pack import Pack
 from segpipe.data.readers import Progress, read_image, silent
 from segpipe.errors import DataError
 from segpipe.keys import generator, sample_key
@@ -47,9 +47,7 @@ class SubSet(NamedTuple):
     samples: DataSet
     weight: float
     key: str = ""  # data.mix[n]
-    ids: NDArray[np.uint8] = np.arange(
-        256, dtype=np.uint8
-    )  # shared id per own train id
+    ids: Uint8 = np.arange(256, dtype=np.uint8)  # shared id per own train id
 
 
 class Samples(Protocol):
@@ -88,16 +86,16 @@ class DataSet(Samples, Protocol):
         """What the samples are made from, by its name in inputs.json: the path below the root of the data set."""
         return {}
 
-    def size(self, index: int) -> tuple[int, int]:
+    def size(self, index: int) -> Size:
         """(height, width) of a sample."""
         height, width = self.read(index)[1].shape
         return height, width
 
-    def counts(self, index: int) -> NDArray[np.int64]:
+    def counts(self, index: int) -> Int64:
         """Pixels of each class, int64 (C,); ignored pixels are not counted."""
         return self.content(index)[:-2]
 
-    def content(self, index: int) -> NDArray[np.int64]:
+    def content(self, index: int) -> Int64:
         """Pixels of each class, of ignored ones, and of values that the class table lacks, int64 (C + 2,)."""
         target = self.read(index)[1]
         pixels = np.bincount(target.ravel(), minlength=IGNORE_INDEX + 1)
@@ -187,18 +185,18 @@ class FileSamples(DataSet):
             check_sizes(pair, image.shape[:2], target.shape)
         return image, target
 
-    def size(self, index: int) -> tuple[int, int]:
+    def size(self, index: int) -> Size:
         """Of the mask, which is that of the image when it is upright. Reads a header at most."""
         header = self.facts.header(self.pairs[index].mask)
         return header.height, header.width
 
-    def counts(self, index: int) -> NDArray[np.int64]:
+    def counts(self, index: int) -> Int64:
         pixels = self.content(index)
         if pixels[-1]:  # raises, and names the first pixel
             read_target(self.table, self.pairs[index].mask)
         return pixels[:-2]
 
-    def content(self, index: int) -> NDArray[np.int64]:
+    def content(self, index: int) -> Int64:
         return content_of(self.table, *self.facts.mask(self.pairs[index].mask))
 
     def countable(self) -> list[int]:
@@ -212,7 +210,7 @@ class SyntheticSamples(DataSet):
     seed: int
     split: str
     num: int
-    scene_size: tuple[int, int]  # (height, width) in pixels
+    scene_size: Size  # (height, width) in pixels
     classes: ClassTable = STREET
 
     def __len__(self) -> int:
@@ -229,7 +227,7 @@ class SyntheticSamples(DataSet):
         key = sample_key(self.seed, 0, index, f"scene/{self.split}")
         return paint_scene(generator(key), self.scene_size)
 
-    def size(self, index: int) -> tuple[int, int]:
+    def size(self, index: int) -> Size:
         return self.scene_size
 
     def problems(
@@ -282,11 +280,11 @@ class MixedSamples(DataSet):
         image, target = one.samples.read(own)
         return image, np.asarray(cv2.LUT(target, one.ids), np.uint8)
 
-    def size(self, index: int) -> tuple[int, int]:
+    def size(self, index: int) -> Size:
         one, own = self.place(index)
         return one.samples.size(own)
 
-    def counts(self, index: int) -> NDArray[np.int64]:
+    def counts(self, index: int) -> Int64:
         one, own = self.place(index)
         counts = one.samples.counts(own)
         shared = np.zeros(IGNORE_INDEX + 1, np.int64)
@@ -346,7 +344,7 @@ class PluginSamples(DataSet):
         # Never memory of the user's object, which may be filled again while a cache keeps it.
         return image.copy(), target.copy()
 
-    def size(self, index: int) -> tuple[int, int]:
+    def size(self, index: int) -> Size:
         if not hasattr(self.source, "size"):
             return super().size(index)
         height, width = self.source.size(index)

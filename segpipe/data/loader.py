@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from segpipe.data import Sample, Uint8
 from segpipe.data.order import Member, Order, Request, requests
 from segpipe.data.ring import Delivery, deliver
 from segpipe.keys import sample_key
@@ -33,9 +32,8 @@ ROW_BYTES = ID_BYTES + COLOR_BYTES  # of a sample beside its pixels
 PIXEL_BYTES = 4  # RGB and class id
 # Of a slot for a whole image: 268 million pixels. Only what an image covers is used.
 WHOLE_BYTES = 2**30
-Pixels = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3), target (H, W)
 # Called in a worker: the augmented sample, and what is compared of it; the last argument: made again.
-AugmentWatched: TypeAlias = "Callable[[Augmenter, Pixels, int, bool], tuple[Crop, Any]]"
+AugmentWatched: TypeAlias = "Callable[[Augmenter, Sample, int, bool], tuple[Crop, Any]]"
 
 
 class ShardBatch(NamedTuple):
@@ -50,7 +48,7 @@ class ShardBatch(NamedTuple):
     # int32 (b, 3, 4): what the device still has to apply, see models/preprocess.py.
     color: Tensor | None = None
 
-    def finished(self) -> NDArray[np.uint8]:
+    def finished(self) -> Uint8:
         """Images (b, H, W, 3) as the network sees them, after color."""
         if self.color is None:
             return self.image.numpy()
@@ -64,10 +62,10 @@ class Repeats(Protocol):
     def augment(self) -> AugmentWatched:
         """Makes a watched sample."""
 
-    def hold(self, member: Member, pixels: Pixels, made: Any) -> None:
+    def hold(self, member: Member, pixels: Sample, made: Any) -> None:
         """A watched sample is delivered."""
 
-    def compare(self, member: Member, pixels: Pixels, made: Any) -> None:
+    def compare(self, member: Member, pixels: Sample, made: Any) -> None:
         """It was made again; raises when it is another."""
 
 

@@ -22,12 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
+from segpipe.data import Int64, Pixels, Uint8
 from segpipe.data.catalog import MaskTable
 from segpipe.data.readers import (
     OPAQUE,
     Header,
     MaskValues,
-    Pixels,
     RawMask,
     count_ids,
     packed,
@@ -68,12 +68,12 @@ def check_kind(table: MaskTable, header: Header, path: str) -> None:
         )
 
 
-def read_target(table: MaskTable, path: str) -> NDArray[np.uint8]:
+def read_target(table: MaskTable, path: str) -> Uint8:
     """Train ids of a mask file, uint8 (H, W). Raises DataError for a file or pixel that the table cannot explain."""
     return target_of(table, read_mask(path), path)
 
 
-def target_of(table: MaskTable, mask: RawMask, path: str) -> NDArray[np.uint8]:
+def target_of(table: MaskTable, mask: RawMask, path: str) -> Uint8:
     """The same for pixels that were read; `path` is for messages."""
     check_kind(table, mask.header, path)
     if table.kind == "colors":
@@ -86,9 +86,7 @@ def target_of(table: MaskTable, mask: RawMask, path: str) -> NDArray[np.uint8]:
     return table.classes.target(ids, path)
 
 
-def content_of(
-    table: MaskTable, header: Header, values: MaskValues
-) -> NDArray[np.int64]:
+def content_of(table: MaskTable, header: Header, values: MaskValues) -> Int64:
     """Pixels of each class in a mask file, of ignored ones, and of values that the table lacks, int64 (C + 2,)."""
     pixels = np.zeros(table.classes.num_classes + 2, np.int64)
     file = header.layout, header.bits, values.kind, values.opaque
@@ -119,7 +117,7 @@ def _place(table: MaskTable, header: Header, values: MaskValues, number: int) ->
     return -2 if train == IGNORE_INDEX else train
 
 
-def _rgba(mask: RawMask, path: str) -> NDArray[np.uint8]:
+def _rgba(mask: RawMask, path: str) -> Uint8:
     """Color of each pixel, RGBA uint8 (H, W, 4)."""
     if mask.is_colored:
         return mask.pixels
@@ -133,9 +131,7 @@ def _rgba(mask: RawMask, path: str) -> NDArray[np.uint8]:
     return np.asarray(cv2.cvtColor(mask.pixels, cv2.COLOR_GRAY2RGBA), np.uint8)
 
 
-def _check_palette(
-    table: MaskTable, palette: NDArray[np.uint8], ids: Pixels, path: str
-) -> None:
+def _check_palette(table: MaskTable, palette: Uint8, ids: Pixels, path: str) -> None:
     """Raise DataError where an index means one class as an id and another one by its color."""
     for index in count_ids(ids):
         red, green, blue, _ = palette[index].tolist()
@@ -149,7 +145,7 @@ def _check_palette(
             )
 
 
-def _check_opaque(alpha: NDArray[np.uint8], path: str) -> None:
+def _check_opaque(alpha: Uint8, path: str) -> None:
     """Raise DataError for a mask with transparent pixels."""
     if alpha.min(initial=OPAQUE) < OPAQUE:
         row, column = np.argwhere(alpha < OPAQUE)[0]
@@ -159,9 +155,7 @@ def _check_opaque(alpha: NDArray[np.uint8], path: str) -> None:
         )
 
 
-def _equal_channels(
-    table: MaskTable, pixels: NDArray[np.uint8], path: str
-) -> NDArray[np.uint8]:
+def _equal_channels(table: MaskTable, pixels: Uint8, path: str) -> Uint8:
     """Ids of an RGBA picture whose three colors are the same in each pixel."""
     _check_opaque(pixels[..., 3], path)
     red, green, blue = (pixels[..., channel] for channel in range(3))
@@ -182,9 +176,7 @@ def _equal_channels(
     return np.ascontiguousarray(red)
 
 
-def _target_of_colors(
-    table: MaskTable, pixels: NDArray[np.uint8], path: str
-) -> NDArray[np.uint8]:
+def _target_of_colors(table: MaskTable, pixels: Uint8, path: str) -> Uint8:
     """Train ids of an RGBA picture. Maps the start of each run of equal pixels, which are few in a mask."""
     _check_opaque(pixels[..., 3], path)
     keys, trains = table.color_keys
@@ -199,7 +191,7 @@ def _target_of_colors(
 
 
 def _unknown_color(
-    table: MaskTable, pixels: NDArray[np.uint8], unknown: NDArray[np.bool_], path: str
+    table: MaskTable, pixels: Uint8, unknown: NDArray[np.bool_], path: str
 ) -> str:
     """Message about the first color that the class table does not have."""
     row, column = np.argwhere(unknown)[0]

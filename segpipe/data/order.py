@@ -27,11 +27,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from segpipe.data import Float64, Int64
 from segpipe.errors import ConfigError, DataError
 from segpipe.files import write_atomically
 from segpipe.keys import generator, sample_key
 
-Int64 = NDArray[np.int64]
 # Repeats are whole multiples of 1 / UNIT; passes of up to 47 million samples are then exact in int64.
 UNIT = 2**12
 
@@ -76,14 +76,14 @@ class Order:
     samples_per_shard: int
     positions: Draws | None = None
 
-    def sample(self, position: int) -> tuple[int, int]:
+    def sample(self, position: int) -> Member:
         """Epoch and sample index at `position`, counted from 0."""
         if self.positions is not None:
             return self.positions.sample(position)
         epoch, place = divmod(position, self.num_samples)
         return epoch, int(permutation(self.seed, epoch, self.num_samples)[place])
 
-    def shard(self, step: int, shard: int) -> list[tuple[int, int]]:
+    def shard(self, step: int, shard: int) -> list[Member]:
         """(epoch, index) of the samples of logical shard `shard` in `step`."""
         first = (step * self.shards + shard) * self.samples_per_shard
         return [self.sample(first + j) for j in range(self.samples_per_shard)]
@@ -96,9 +96,7 @@ class Passes:
     sample, at least 1, float64 (n,).
     """
 
-    def __init__(
-        self, seed: int, number: int, first: int, repeats: NDArray[np.float64]
-    ) -> None:
+    def __init__(self, seed: int, number: int, first: int, repeats: Float64) -> None:
         self.seed, self.first = seed, first
         self._lane = number + 1  # in the keys; 0 is the order of an epoch
         self._repeats = np.round(repeats * UNIT).astype(np.int64)
@@ -108,7 +106,7 @@ class Passes:
         self._copies = -(-int(self._repeats.max()) * self.length // self._total)
         self._pass = lru_cache(maxsize=2)(self._make)
 
-    def draw(self, number: int) -> tuple[int, int]:
+    def draw(self, number: int) -> Member:
         """Epoch and index of draw `number`, counted from 0.
 
         The epoch counts the visits to a sample with its repeats, so no two draws of a run share (epoch, index), and
@@ -152,7 +150,7 @@ class Draws:
         self.length = sum(self.numbers)  # samples of an epoch
         self._epoch = lru_cache(maxsize=2)(self._make)
 
-    def sample(self, position: int) -> tuple[int, int]:
+    def sample(self, position: int) -> Member:
         """Epoch, as `Passes.draw` counts it, and index at `position`, counted from 0."""
         epoch, place = divmod(position, self.length)
         kinds, ranks = self._epoch(epoch)
@@ -290,8 +288,8 @@ def _due(repeats: list[_Repeat], number: int, workers: int, most: int) -> Reques
 class PixelCounts:
     """Pixels of each class in samples, int64 (n, C), and their indices, int64 (n,)."""
 
-    pixels: NDArray[np.int64]
-    indices: NDArray[np.int64]
+    pixels: Int64
+    indices: Int64
 
     def save(self, path: Path) -> None:
         """Write them. Raises CheckpointError when the disk is full."""
@@ -323,8 +321,8 @@ def merged_counts(parts: Sequence[PixelCounts]) -> PixelCounts:
 
 
 def repeat_factors(
-    present: NDArray[np.bool_], threshold: float, weights: NDArray[np.float64]
-) -> NDArray[np.float64]:
+    present: NDArray[np.bool_], threshold: float, weights: Float64
+) -> Float64:
     """How many times each sample comes in a pass: max over its classes of max(1, sqrt(threshold / f)).
 
     f is the fraction of the samples that hold the class, each counted with its weight.
@@ -333,12 +331,10 @@ def repeat_factors(
     """
     fractions = (present * weights[:, None]).sum(0) / weights.sum()
     factors = np.sqrt(threshold / np.maximum(fractions, np.finfo(float).tiny))
-    return np.where(present, factors, 1.0).max(axis=1, initial=1.0)
+    return np.asarray(np.where(present, factors, 1.0).max(axis=1, initial=1.0))
 
 
-def repeats_by_class(
-    threshold: float, sets: Sets, counts: PixelCounts
-) -> NDArray[np.float64]:
+def repeats_by_class(threshold: float, sets: Sets, counts: PixelCounts) -> Float64:
     """Repeats of each sample under data.balance, float64 (n,)."""
     sizes = [size for size, _ in sets]
     weights = np.repeat(_shares(sets) / sizes, sizes)
@@ -347,7 +343,7 @@ def repeats_by_class(
 
 def repeats_by_sequence(
     sequences: Sequence[Sequence[str]],
-) -> NDArray[np.float64]:
+) -> Float64:
     """Repeats of each sample with which every sequence of a data set comes equally often, float64 (n,).
 
     sequences: that of each sample, for each data set of a mixture. Raises ConfigError when no set has two.
@@ -367,7 +363,7 @@ def repeats_by_sequence(
     )
 
 
-def draws(repeats: NDArray[np.float64] | None, sets: Sets, seed: int) -> Draws | None:
+def draws(repeats: Float64 | None, sets: Sets, seed: int) -> Draws | None:
     """The order of balanced or mixed samples; None when each is taken once per epoch.
 
     repeats: of each sample; None: all alike. Raises ConfigError when a data set of a mixture would get less than one
@@ -387,8 +383,8 @@ def draws(repeats: NDArray[np.float64] | None, sets: Sets, seed: int) -> Draws |
 
 
 def pixels_seen(
-    repeats: NDArray[np.float64] | None, sets: Sets, counts: PixelCounts
-) -> NDArray[np.int64] | NDArray[np.float64]:
+    repeats: Float64 | None, sets: Sets, counts: PixelCounts
+) -> Int64 | Float64:
     """Pixels of each class as training meets them, (C,): with the shares of a mixture and with repeats.
 
     Exact counts where every sample comes once per epoch, else their mean over the samples.
@@ -401,11 +397,11 @@ def pixels_seen(
     weights = (
         factors * (_shares(sets) / np.bincount(number, factors, len(sets)))[number]
     )
-    total: NDArray[np.float64] = (counts.pixels * weights[:, None]).sum(0)
+    total: Float64 = (counts.pixels * weights[:, None]).sum(0)
     return total
 
 
-def _shares(sets: Sets) -> NDArray[np.float64]:
+def _shares(sets: Sets) -> Float64:
     """Share of each data set in the samples of an epoch, float64 (sets,)."""
     weights = np.array([weight for _, weight in sets])
     return np.asarray(weights / weights.sum())

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cv2
 import numpy as np
 import PIL
-from numpy.typing import NDArray
 
+from segpipe.data import Sample, Uint8
 from segpipe.data.readers import State, state_of
 from segpipe.disk import sha256
 from segpipe.errors import DataError
@@ -45,9 +45,6 @@ MOST_MAPS = 40_000
 PAGE_BYTES = 4096  # an entry takes some 400
 # The pack is read-only, or somebody removed it: samples are read from their files.
 GIVE_UP = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
-Sample = tuple[
-    NDArray[np.uint8], NDArray[np.uint8]
-]  # image (H, W, 3) RGB, target (H, W) of train ids
 
 
 class PackEntry(NamedTuple):
@@ -123,7 +120,7 @@ class Pack:
         text = "\0".join([FORMAT, self.table, *paths])
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
-    def _mapped(self, key: str) -> NDArray[np.uint8] | None:
+    def _mapped(self, key: str) -> Uint8 | None:
         """All bytes of a file; None if there is none that can be read."""
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # all of it will be hashed
         try:
@@ -135,7 +132,7 @@ class Pack:
             return np.empty(0, np.uint8)
         return np.frombuffer(content, np.uint8)
 
-    def _checked(self, key: str, pair: Pair, content: NDArray[np.uint8]) -> Sample:
+    def _checked(self, key: str, pair: Pair, content: Uint8) -> Sample:
         """The sample in a file of the pack. Raises ValueError where it must not be used."""
         damaged = ValueError(f"{self.folder}: {pair.name} is damaged")
         pixels = content[PAGE_BYTES:]

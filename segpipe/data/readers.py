@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, TiffImagePlugin
 
+from segpipe.data import Int64, Pixels, Size, Uint8
 from segpipe.disk import PASSING, patiently
 from segpipe.errors import DataError
 
@@ -63,7 +64,6 @@ CHUNK = 32  # items that a thread takes at a time: a task costs 50 us, a small m
 # Of processor time, which does not grow with other work on the machine. 20,000 pairs of 48x64 take 2.5 s in one thread,
 # and 4.7 s (5.9 of processor time) in two.
 SMALL_S = 0.001
-Pixels = NDArray[np.uint8] | NDArray[np.uint16]
 Value = int | tuple[int, int, int]  # an id or a color in a mask
 # Size, time of change of the content, and of the inode: cp -p, touch and archives set the
 # first time, nothing sets the second.
@@ -92,7 +92,7 @@ class Header(NamedTuple):
     mask_fault: str = ""  # why it cannot be a mask; empty if it can
 
     @property
-    def upright(self) -> tuple[int, int]:
+    def upright(self) -> Size:
         """(height, width) after the orientation is applied."""
         if self.orientation >= 5:
             return self.width, self.height
@@ -112,7 +112,7 @@ class RawMask(NamedTuple):
     header: Header
     # Ids: grey values or palette indices, uint8 or uint16 (H, W). Or colors: RGBA, uint8 (H, W, 4).
     pixels: NDArray[Any]
-    palette: NDArray[np.uint8] | None = None  # colors of the indices, uint8 (n, 4)
+    palette: Uint8 | None = None  # colors of the indices, uint8 (n, 4)
 
     @property
     def is_colored(self) -> bool:
@@ -167,9 +167,7 @@ def read_header(path: str) -> Header:
         return _opened(read_file(path))[1]
 
 
-def read_image(
-    path: str, *, exif: str = "ignore", size: Sequence[int] = ()
-) -> NDArray[np.uint8]:
+def read_image(path: str, *, exif: str = "ignore", size: Sequence[int] = ()) -> Uint8:
     """RGB pixels, uint8 (H, W, 3): grey is repeated, alpha dropped, and of 16 bits the upper 8 are kept.
 
     `exif` says what becomes of an EXIF orientation: "apply", "ignore", or "" for what
@@ -186,7 +184,7 @@ def image_of(
     *,
     exif: str = "ignore",
     size: Sequence[int] = (),
-) -> tuple[Header, NDArray[np.uint8]]:
+) -> tuple[Header, Uint8]:
     """Header and pixels of an image file with this content; `check` may refuse the header before it is decoded."""
     with _named(path):
         image, header = _opened(content)
@@ -306,7 +304,7 @@ def count_ids(ids: Pixels) -> dict[int, int]:
     return dict(zip(present.tolist(), counts[present].tolist(), strict=True))
 
 
-def _count_colors(rgba: NDArray[np.uint8]) -> dict[int, int]:
+def _count_colors(rgba: Uint8) -> dict[int, int]:
     """Pixels of each color. Sorts the starts of runs of equal pixels only, which are few in a mask."""
     numbers = packed(rgba) & 0xFFFFFF
     starts, lengths = runs(numbers)
@@ -315,12 +313,12 @@ def _count_colors(rgba: NDArray[np.uint8]) -> dict[int, int]:
     return dict(zip(colors.tolist(), counts.tolist(), strict=True))
 
 
-def packed(rgba: NDArray[np.uint8]) -> NDArray[np.uint32]:
+def packed(rgba: Uint8) -> NDArray[np.uint32]:
     """RGBA (..., 4) as one number per pixel, uint32 (n,)."""
     return np.ascontiguousarray(rgba).view("<u4").ravel()
 
 
-def runs(values: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def runs(values: NDArray[Any]) -> tuple[Int64, Int64]:
     """Where each run of equal values starts, and its length."""
     changes = np.flatnonzero(values[1:] != values[:-1]) + 1
     starts = np.append(0, changes)
@@ -526,7 +524,7 @@ def _stored(image: Image.Image) -> NDArray[Any]:
     return pixels.astype(np.uint8) * np.uint8(255 if image.mode == "1" else 1)
 
 
-def _rgb(image: Image.Image) -> NDArray[np.uint8]:
+def _rgb(image: Image.Image) -> Uint8:
     """Colors uint8 (H, W, 3): grey is repeated, alpha dropped, of 16 bits the upper 8."""
     pixels = _stored(image)
     if image.mode in WIDE:

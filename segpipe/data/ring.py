@@ -37,9 +37,9 @@ from typing import Any, NamedTuple, Protocol
 import cv2
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from segpipe.data import Uint8
 from segpipe.errors import DataError, SegpipeError
 from segpipe.native import one_thread
 
@@ -127,7 +127,7 @@ class SharedBlock:
     def _map(self) -> None:
         self.bytes = np.frombuffer(mmap.mmap(self._fd, self._size), np.uint8)
 
-    def slot(self, number: int) -> NDArray[np.uint8]:
+    def slot(self, number: int) -> Uint8:
         """Memory of a slot."""
         return self.bytes[number * self.slot_bytes :][: self.slot_bytes]
 

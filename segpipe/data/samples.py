@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
+from segpipe.data import Int64, Sample, Size, Uint8
 from segpipe.data.catalog import ClassTable, mask_table, table_path
 from segpipe.data.data_set import (
     DataSet,
@@ -33,7 +33,7 @@ from segpipe.data.data_set import (
 )
 from segpipe.data.facts import facts_of
 from segpipe.data.masks import settled
-from segpipe.data.pack import Sample, open_pack
+from segpipe.data.pack import open_pack
 from segpipe.data.pairs import Scan, scan
 from segpipe.data.readers import Progress, R, silent, threaded
 from segpipe.errors import DataError
@@ -88,9 +88,7 @@ class CachedSamples:
             return self._kept[index]
         return self.keep(index, *self.samples.read(index))
 
-    def keep(
-        self, index: int, image: NDArray[np.uint8], target: NDArray[np.uint8]
-    ) -> Sample:
+    def keep(self, index: int, image: Uint8, target: Uint8) -> Sample:
         """The sample, which is kept if it fits."""
         size = self._bytes + image.nbytes + target.nbytes
         if size <= self.budget_mib * 2**20:
@@ -276,9 +274,7 @@ def _open_mixture(data: DataConfig, split: str, seed: int) -> DataSet:
     return MixedSamples(shared, tuple(sets))
 
 
-def _shared_ids(
-    part: DataPart, own: ClassTable, shared: ClassTable
-) -> NDArray[np.uint8]:
+def _shared_ids(part: DataPart, own: ClassTable, shared: ClassTable) -> Uint8:
     """Train id of the shared table for each train id of a set, uint8 (256,); 255 stays.
 
     Classes of one name are one class. Raises DataError for classes that are neither shared nor in the map, and for
@@ -391,7 +387,7 @@ def sequences(samples: DataSet, pattern: str = "") -> list[str]:
     return [sequence(name, pattern) for name in bare_names(samples)]
 
 
-def image_sizes(samples: DataSet) -> Counter[tuple[int, int]]:
+def image_sizes(samples: DataSet) -> Counter[Size]:
     """Number of images of each (height, width) in a split."""
     return Counter(samples.size(index) for index in range(len(samples)))
 
@@ -414,7 +410,7 @@ def keep_facts(samples: DataSet) -> None:
         files.facts.keep()
 
 
-def class_pixels(samples: DataSet) -> NDArray[np.int64]:
+def class_pixels(samples: DataSet) -> Int64:
     """Pixels of each train id over a split, int64 (C,); ignored pixels are not counted.
 
     Reads every mask of a split that lies in files, and at most 64 samples of another set.

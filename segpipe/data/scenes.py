@@ -17,10 +17,9 @@ import cv2
 import numpy as np
 import yaml
 from numpy.random import Generator
-from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float64]
+from segpipe.data import Float64, Sample, Size, Uint8
+
 Vector = tuple[float, float, float]
 Face = tuple[Vector, Vector, Vector]  # a corner, and the edges that start there
 
@@ -28,18 +27,18 @@ TABLES = yaml.safe_load(Path(__file__).with_name("scenes.yaml").read_text())
 CLASSES = tuple(TABLES["paints"])
 NEAR, FAR = 1.2, 150.0  # metres; nothing nearer is painted, and the ground ends there
 GRAIN = 24  # grey levels between the darkest and the brightest noise
-OUTLINES: dict[str, Floats] = {
+OUTLINES: dict[str, Float64] = {
     name: np.array([point.split(",") for point in text.split()], np.float64) / 100
     for name, text in TABLES["outlines"].items()
 }
 
 
-def _colors(text: str) -> Floats:
+def _colors(text: str) -> Float64:
     """Colors (N, 3) from hexadecimal ones."""
     return np.array([[*bytes.fromhex(color)] for color in text.split()], np.float64)
 
 
-def _paints() -> dict[str, Floats]:
+def _paints() -> dict[str, Float64]:
     """Paints (N, 4) by name: red, green, blue, class id."""
     found = {}
     for label, paints in enumerate(TABLES["paints"].values()):
@@ -75,13 +74,13 @@ class Thing(NamedTuple):
     ahead: float
     height: float
     length: float
-    paint: Floats
+    paint: Float64
 
 
 class Canvas:
     """Image and target in one array `pixels`, uint8 (H, W, 4): red, green, blue, class id."""
 
-    def __init__(self, size: tuple[int, int], rng: Generator) -> None:
+    def __init__(self, size: Size, rng: Generator) -> None:
         rows, columns = size
         colors, self.visibility = TABLES["lights"][rng.integers(len(TABLES["lights"]))]
         self.zenith, self.haze, tint = _colors(colors)
@@ -95,9 +94,11 @@ class Canvas:
         self.side = view["side"]
         self.heading = view["heading"]
         self.bend = view["bend"]
-        self._waiting: list[tuple[Face, Floats, Floats, float]] = []
+        self._waiting: list[tuple[Face, Float64, Float64, float]] = []
 
-    def fill(self, face: Face, shares: Floats, paint: Floats, gain: float = 1) -> None:
+    def fill(
+        self, face: Face, shares: Float64, paint: Float64, gain: float = 1
+    ) -> None:
         """Paint polygons (N, K, 2), given as shares of a face, when `flush` is called."""
         self._waiting.append((face, shares, paint, gain))
 
@@ -142,20 +143,20 @@ class Canvas:
 
 
 @cache
-def grid(name: str, columns: int, rows: int) -> Floats:
+def grid(name: str, columns: int, rows: int) -> Float64:
     """An outline in each cell of a grid, as shares (N, K, 2) of the whole."""
     cells = np.indices((columns, rows)).reshape(2, -1).T[:, None]
     return np.asarray((cells + OUTLINES[name]) / (columns, rows))
 
 
-def pick(rng: Generator, name: str) -> Floats:
+def pick(rng: Generator, name: str) -> Float64:
     """One of the paints of that name, a little brighter or darker."""
-    paint: Floats = PAINTS[name][rng.integers(len(PAINTS[name]))].copy()
+    paint: Float64 = PAINTS[name][rng.integers(len(PAINTS[name]))].copy()
     paint[:3] *= rng.uniform(0.88, 1.12)
     return paint
 
 
-def paint_scene(rng: Generator, size: tuple[int, int]) -> tuple[Bytes, Bytes]:
+def paint_scene(rng: Generator, size: Size) -> Sample:
     """Image uint8 (H, W, 3) RGB and target uint8 (H, W) of the scene that `rng` draws."""
     canvas, kerb = Canvas(size, rng), rng.uniform(5.2, 6.2)
     down = np.linspace(0, 1, int(canvas.row) + 8)[:, None, None]
@@ -181,7 +182,7 @@ def paint_ground(canvas: Canvas, kerb: float, rng: Generator) -> None:
     (stone,), (white,) = PAINTS["kerb"], PAINTS["line"]
 
     def strip(
-        left: float, right: float, near: float, far: float, paint: Floats
+        left: float, right: float, near: float, far: float, paint: Float64
     ) -> None:
         ahead = 1 / np.linspace(1 / max(near, NEAR), 1 / max(far, NEAR), 12)
         sides = np.repeat([0.0, 1.0], 12)
@@ -221,7 +222,7 @@ def line_up(kind: Kind, sign: int, kerb: float, rng: Generator) -> list[Thing]:
     return things
 
 
-def expose(pixels: Bytes, rng: Generator) -> tuple[Bytes, Bytes]:
+def expose(pixels: Uint8, rng: Generator) -> Sample:
     """What the camera records: lens, texture and noise."""
     image = cv2.GaussianBlur(pixels[..., :3], (3, 3), 0.7)
     noise = rng.integers(0, GRAIN, image.shape, np.uint8)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from math import ceil
 
 import numpy as np
-from numpy.typing import NDArray
 
+from segpipe.data import Float64, Int64
 from segpipe.data.samples import frame, sequence
 from segpipe.errors import DataError
 from segpipe.keys import generator, sample_key
@@ -28,7 +28,7 @@ def divide(
     by: str,
     seed: int,
     pattern: str = "",
-    pixels: NDArray[np.int64] | None = None,
+    pixels: Int64 | None = None,
 ) -> list[bool]:
     """Whether each image is for validation, a function of the arguments alone.
 
@@ -62,7 +62,7 @@ def divide(
     return [place in chosen for place in places.tolist()]
 
 
-def _nearest_to(weights: NDArray[np.float64], val: float, seed: int) -> set[int]:
+def _nearest_to(weights: Float64, val: float, seed: int) -> set[int]:
     """Rows whose share of each column is nearest to `val`: the first column counts as much as all others together.
 
     A class that one side would lack counts 1 more, more than any share can.

@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX, files
+from segpipe.data import Size, Uint8
 from segpipe.data.catalog import Color, distinct_colors
 from segpipe.data.pairs import SUFFIXES
 from segpipe.data.readers import Progress, read_header, silent, threaded
 from segpipe.errors import ConfigError, DataError
 
 Area = NDArray[np.bool_]
-Size = tuple[int, int]  # (height, width)
 Shape = Callable[
     [Size], Area
 ]  # its pixels in an image; raises ValueError with the rest of a sentence
@@ -46,8 +46,7 @@ INCOMPLETE = (
     RecursionError,
     cv2.error,
 )
-Target = NDArray[np.uint8]
-Paint = Callable[[Mapping[str, int]], Target]  # from the train id of each label
+Paint = Callable[[Mapping[str, int]], Uint8]  # from the train id of each label
 
 
 class Item(NamedTuple):
@@ -124,7 +123,7 @@ class Export:
         """
         self.drawn |= {BACKGROUND, *(label for label, _ in shapes if label)}
 
-        def paint(ids: Mapping[str, int]) -> Target:
+        def paint(ids: Mapping[str, int]) -> Uint8:
             # Declared sizes are believed only if the image has them: painting takes memory.
             check_size(image, size)
             target = np.full(size, ids.get(BACKGROUND, IGNORE_INDEX), np.uint8)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from segpipe import IGNORE_INDEX
+from segpipe.data import Size, Uint8
 from segpipe.data.catalog import MaskTable, mask_table_of
 from segpipe.data.masks import read_target
 from segpipe.data.pairs import SUFFIXES
@@ -27,8 +28,6 @@ from segpipe.datasets.exported import (
     Export,
     Item,
     Shape,
-    Size,
-    Target,
     check_size,
     find_image,
     load_json,
@@ -443,7 +442,7 @@ def voc(source: Path, names: Sequence[str]) -> Export:
 
 def _voc_target(
     image: Path, mask: Path, table: MaskTable, ids: Mapping[str, int]
-) -> Target:
+) -> Uint8:
     """Train ids of a mask that is drawn in ids or colors of its own table."""
     lut = np.full(256, IGNORE_INDEX, np.uint8)
     names = table.classes.names

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from segpipe.data import Int64, Size
 from segpipe.data.masks import (
     check_kind,
     check_sizes,
@@ -272,8 +272,8 @@ class CensusRow(NamedTuple):
     """One sample: its place in the split, and what its target holds, as `DataSet.content` says it."""
 
     place: int
-    content: NDArray[np.int64]
-    size: tuple[int, int]
+    content: Int64
+    size: Size
 
 
 class Census(NamedTuple):
@@ -284,7 +284,7 @@ class Census(NamedTuple):
     rows: list[CensusRow]
 
     @property
-    def table(self) -> NDArray[np.int64]:
+    def table(self) -> Int64:
         """Pixels of each class, of ignored ones, and of values that the class table does not have, int64 (n, C + 2)."""
         shape = (len(self.rows), self.samples.classes.num_classes + 2)
         return np.array([row.content for row in self.rows]).reshape(shape)

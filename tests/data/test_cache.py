@@ -7,13 +7,12 @@ import pytest
 import torch
 from tables import CAMVID
 
-from segpipe.data import ring
+from segpipe.data import Sample, ring
 from segpipe.data.augment import Augmenter
 from segpipe.data.catalog import ClassTable
 from segpipe.data.data_set import Samples
 from segpipe.data.loader import eval_images, train_batches
 from segpipe.data.order import Order
-from segpipe.data.pack import Sample
 from segpipe.data.samples import CachedSamples, open_samples
 from segpipe.settings.groups import AugmentConfig, DataConfig
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from segpipe.cli.data_sets import pack
+from segpipe.data import Sample
 from segpipe.data import pack as pack_module
 from segpipe.data.data_set import FileSamples
-from segpipe.data.pack import AUTO, Pack, Sample
+from segpipe.data.pack import AUTO, Pack
 from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError, DataError
 from segpipe.run.report import predictor

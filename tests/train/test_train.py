@@ -39,9 +39,9 @@ from runs import (
 from segpipe import files
 from segpipe.cli import evaluate as evaluating
 from segpipe.cli.main import main as segpipe
+from segpipe.data import Sample
 from segpipe.data.catalog import STREET, ClassTable
 from segpipe.data.data_set import Samples, SyntheticSamples
-from segpipe.data.pack import Sample
 from segpipe.data.samples import open_samples
 from segpipe.distributed.agreement import agree_on_step
 from segpipe.errors import CheckpointError
