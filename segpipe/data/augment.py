@@ -18,7 +18,7 @@ import math
 import os
 import random
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -110,16 +110,17 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
     """
 
     def __init__(
-        self, crop_size: Size, scale: tuple[float, float], rare: float = 0.0
+        self, crop_size: Sequence[int], scale: Sequence[float], rare: float = 0.0
     ) -> None:
         super().__init__(p=1.0)
-        self.crop_size, self.scale, self.rare = crop_size, scale, rare
+        self.crop_size, self.scale, self.rare = tuple(crop_size), scale, rare
 
     def get_params_dependent_on_data(
         self, params: dict[str, Any], data: dict[str, Any]
     ) -> dict[str, Any]:
         """Parts of the source and of the crop that show the same, as slices of rows and columns."""
-        factor = log_uniform(*self.scale, self.py_random)
+        low, high = self.scale
+        factor = log_uniform(low, high, self.py_random)
         draws = self.py_random.random(), self.py_random.random()
         kept = self._rare_pixel(data) or (None, None)
         axes = zip(params["shape"], self.crop_size, draws, kept, strict=False)
@@ -346,9 +347,8 @@ def builder(name: str) -> Builder:
     if plugins.is_path(name):
         return partial(_made, plugins.load(KEY, name), name)
     if name not in TRANSFORMS:
-        valid = list(TRANSFORMS)
         raise ConfigError(
-            f"{KEY} = {name!r} is not one of {', '.join(valid)}.{nearest(name, valid)}"
+            f"{KEY} = {name!r} is not one of {', '.join(TRANSFORMS)}.{nearest(name, TRANSFORMS)}"
         )
     return partial(_made, TRANSFORMS[name], name)
 
@@ -372,10 +372,8 @@ def _steps(config: AugmentConfig) -> list[tuple[str, Builder]]:
 
     Transforms of strength zero are left out.
     """
-    height, width = config.crop_size
-    smallest, largest = config.scale
     found: list[Builder] = [
-        partial(ScaleCrop, (height, width), (smallest, largest), config.rare_crop)
+        partial(ScaleCrop, config.crop_size, config.scale, config.rare_crop)
     ]
     if config.flip:
         found.append(partial(A.HorizontalFlip, p=config.flip))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -203,8 +202,7 @@ def _views(
     )
 
 
-@dataclass(frozen=True)
-class _Shards:
+class _Shards(NamedTuple):
     """Augmented shard batches."""
 
     samples: Samples
@@ -245,8 +243,7 @@ class _Shards:
         return f"sample {', '.join(named)}"
 
 
-@dataclass(frozen=True)
-class _Images:
+class _Images(NamedTuple):
     """Whole images of a data set."""
 
     samples: Samples

@@ -267,11 +267,11 @@ def _delivery(place: tuple[int, int], order: Order, every: int) -> Request:
 def _due(repeats: list[_Repeat], number: int, workers: int, most: int) -> Request:
     """At most `most` repeats that request `number` makes; those that are then done leave `repeats`."""
     turn = number % workers
-    due = [repeat for repeat in repeats if repeat.due <= number]
-    if workers > 1:
-        due = [repeat for repeat in due if turn not in repeat.made_by]
-
-    ready = due[:most]
+    ready = [
+        repeat
+        for repeat in repeats
+        if repeat.due <= number and (workers == 1 or turn not in repeat.made_by)
+    ][:most]
     for repeat in ready:
         repeat.left -= 1
         repeat.due = number + 2 * workers
@@ -284,8 +284,7 @@ def _due(repeats: list[_Repeat], number: int, workers: int, most: int) -> Reques
     return Request(None, members, tuple(range(len(members))))
 
 
-@dataclass(frozen=True)
-class PixelCounts:
+class PixelCounts(NamedTuple):
     """Pixels of each class in samples, int64 (n, C), and their indices, int64 (n,)."""
 
     pixels: Int64
@@ -355,10 +354,11 @@ def repeats_by_sequence(
             f"data.balance_by = sequence, but all training images are of one sequence, {name}. Set data.sequence to a "
             "regular expression that finds it in their names, or data.balance_by=class."
         )
-    return np.concatenate(
+    return np.array(
         [
-            [max(of_set.values()) / of_set[name] for name in names]
+            max(of_set.values()) / of_set[name]
             for names, of_set in zip(sequences, counts, strict=True)
+            for name in names
         ]
     )
 

@@ -26,7 +26,6 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context, reduction
 from multiprocessing.connection import Connection, wait
@@ -66,8 +65,7 @@ class Items(Protocol):
         """The samples of an item, for messages."""
 
 
-@dataclass(frozen=True)
-class Delivery:
+class Delivery(NamedTuple):
     """How items come from loader processes."""
 
     workers: int
@@ -221,7 +219,11 @@ class Ring:
             while self._asked:
                 yield self._next()
         finally:
-            self._end()
+            # A worker holds nothing that another one needs: it is killed wherever it is.
+            _kill(self._processes)
+            for pipe in self._pipes:
+                pipe.close()
+            self._block.close()
 
     def _start(self) -> None:
         context = get_context(self._how.start_method)
@@ -272,7 +274,7 @@ class Ring:
             raise answer
         header, size = answer
         data = self._slots.tensor(asked.slot, size)
-        if not len(self._slots):
+        if not self._slots:
             data = data.clone()
         self._ask()
         return header, data
@@ -289,13 +291,6 @@ class Ring:
         for worker, sentinel in enumerate(sentinels):
             if sentinel in ready:
                 raise self._death(worker)
-
-    def _end(self) -> None:
-        """A worker holds nothing that another one needs: it is killed wherever it is."""
-        _kill(self._processes)
-        for pipe in self._pipes:
-            pipe.close()
-        self._block.close()
 
     def _label(self, worker: int) -> str:
         """The samples that a worker is at: of the first item that it has not sent."""
