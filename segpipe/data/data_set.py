@@ -181,8 +181,7 @@ class FileSamples(DataSet):
         pair = self.pairs[index]
         target = read_target(self.table, pair.mask)
         image = read_image(pair.image, exif=self.table.exif, size=target.shape)
-        if image.shape[:2] != target.shape:
-            check_sizes(pair, image.shape[:2], target.shape)
+        check_sizes(pair, image.shape[:2], target.shape)
         return image, target
 
     def size(self, index: int) -> Size:
@@ -292,11 +291,11 @@ class MixedSamples(DataSet):
         return shared[: self.classes.num_classes]
 
     def countable(self) -> list[int]:
-        found: list[int] = []
-        for end, one in zip(self.ends, self.sets, strict=True):
-            first = end - len(one.samples)
-            found += [first + index for index in one.samples.countable()]
-        return found
+        return [
+            end - len(one.samples) + index
+            for end, one in zip(self.ends, self.sets, strict=True)
+            for index in one.samples.countable()
+        ]
 
     def parts(self) -> list[SubSet]:
         return [
@@ -411,8 +410,7 @@ def open_plugin(data: DataConfig, split: str) -> PluginSamples:
         )
     if not len(source):
         raise DataError(f"data.name = {path}: split {split} has no sample.")
-    table = _table(source, path)
-    return PluginSamples(source, table, path, split, data.root or ".")
+    return PluginSamples(source, _table(source, path), path, split, data.root or ".")
 
 
 def _table(source: Any, path: str) -> ClassTable:

@@ -155,7 +155,10 @@ class Facts:
         return known
 
     def below(self, path: str) -> str:
-        """The path from the folder: of what is kept by it, a data set can be moved with its facts."""
+        """The path from the folder.
+
+        What is kept by it stays true where a data set is moved.
+        """
         folder = f"{self.root.rstrip('/')}/"
         if path.startswith(folder):  # relpath takes 20 times as long
             return path[len(folder) :]

@@ -184,9 +184,8 @@ def open_pack(data: DataConfig, table: MaskTable) -> Pack | None:
     """The pack of this data set, made if there is none; None without `data.pack`."""
     if data.pack == "off":
         return None
-    folder = data.pack
-    if folder == "auto":
-        folder = f"{data.root}/{AUTO}"
+
+    folder = f"{data.root}/{AUTO}" if data.pack == "auto" else data.pack
     ids = sorted(table.classes.train_ids.items())
     colors = sorted(table.colors.items())
     return Pack(folder, repr((ids, table.kind, colors, table.exif)))

@@ -53,21 +53,24 @@ MASK_FOLDERS = (
     "gtFine",
     "SegmentationClass",
 )
-SUFFIXES = (
+LOSSLESS = (
     ".png",
-    ".jpg",
-    ".jpeg",
-    ".jpe",
-    ".jfif",
     ".bmp",
     ".tif",
     ".tiff",
-    ".webp",
     ".ppm",
     ".pgm",
     ".pbm",
     ".pnm",
 )
+LOSSY = (  # no mask, if there is another
+    ".jpg",
+    ".jpeg",
+    ".jpe",
+    ".jfif",
+    ".webp",
+)
+SUFFIXES = (*LOSSLESS, *LOSSY)
 SPLITS = (
     "train",
     "val",
@@ -99,7 +102,6 @@ MASK_ENDINGS = (
     "-mask",
     "-label",
 )
-LOSSY = (".jpg", ".jpeg", ".jpe", ".jfif", ".webp")  # no mask, if there is another
 # What lies beside pictures and is none, by suffix, or by name where there is no suffix.
 COMPANIONS = (
     *(".json", ".xml", ".txt", ".csv", ".md", ".yaml", ".yml", ".html", ".pdf", ".log"),
@@ -107,7 +109,6 @@ COMPANIONS = (
     *("readme", "license", "licence", "copying", "notice", "makefile", "md5sums"),
 )
 MOST_UNREAD = 0.05  # share of the files of a folder that may be of unknown formats
-LOSSLESS = tuple(suffix for suffix in SUFFIXES if suffix not in LOSSY)
 Files = dict[str, str]  # pictures by their relative path without suffix
 
 
@@ -146,8 +147,9 @@ class Scan(NamedTuple):
 
 
 def scan(data: DataConfig, split: str) -> Scan:
-    """Pairs of a split, sorted by name, and messages about the other files."""
-    scans = [_scan(partial(_layout, data, one)) for one in joined(data, split)]
+    """Pairs of a split, sorted by name, and messages about the other files; "train" are those of data.train_split."""
+    joined = data.train_split if split == "train" else split
+    scans = [_scan(partial(_layout, data, one)) for one in joined.split("+")]
     found = Scan(*(list(chain(*parts)) for parts in zip(*scans, strict=True)))
     found.pairs.sort()
     twice = [pair.name for pair, times in Counter(found.pairs).items() if times > 1]
@@ -157,11 +159,6 @@ def scan(data: DataConfig, split: str) -> Scan:
             f"{listed(twice)}. Join splits that share none."
         )
     return found
-
-
-def joined(data: DataConfig, split: str) -> list[str]:
-    """The splits that a split consists of: those of data.train_split for "train"."""
-    return (data.train_split if split == "train" else split).split("+")
 
 
 def scan_undivided(data: DataConfig) -> Scan:
@@ -545,10 +542,7 @@ def _synonyms(root: Path) -> FolderLayout:
             )
         places.append(Place(root / (present or [kind])[0]))
     images, masks = places
-    if images.folder.is_dir() or masks.folder.is_dir() or not _has_pictures(root):
-        return FolderLayout(images, masks)
-    return FolderLayout(Place(root), Place(root))
-
-
-def _has_pictures(folder: Path) -> bool:
-    return any(path.suffix.lower() in SUFFIXES for path in folder.glob("*"))
+    apart = images.folder.is_dir() or masks.folder.is_dir()
+    if not apart and any(path.suffix.lower() in SUFFIXES for path in root.glob("*")):
+        return FolderLayout(Place(root), Place(root))
+    return FolderLayout(images, masks)

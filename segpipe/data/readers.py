@@ -488,9 +488,6 @@ def _mask_fault(image: Image.Image, layout: str, bits: int) -> str:
 
 def _exif_orientation(block: bytes) -> int:
     """Orientation that EXIF data names, 1 to 8; 1 if it names none or is damaged."""
-    if not block:
-        return 1
-
     exif = Image.Exif()
     try:
         exif.load(block)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -98,8 +99,7 @@ class CachedSamples:
         return image, target
 
 
-@dataclass(frozen=True)
-class DataPart:
+class DataPart(NamedTuple):
     """One data set: how to open it, and its place in a mixture."""
 
     data: DataConfig  # without a mixture
@@ -208,14 +208,13 @@ def open_readable(
         return open_samples(data, split, seed), []
     except DataError as error:
         faults = [str(error)]
-    try:
-        if data.mix or data.name not in FILE_SETS or not mask_table(data):
-            return None, faults
-        found = scan(data, split)
-        samples = file_samples(data, found) if found.pairs else None
-        return samples, found.faults or faults
-    except DataError:
-        return None, faults
+    with suppress(DataError):
+        if data.name in FILE_SETS and not data.mix and mask_table(data):
+            found = scan(data, split)
+            samples = file_samples(data, found) if found.pairs else None
+            return samples, found.faults or faults
+
+    return None, faults
 
 
 def _open(data: DataConfig, split: str, seed: int) -> DataSet:
@@ -310,7 +309,8 @@ def _shared_ids(part: DataPart, own: ClassTable, shared: ClassTable) -> Uint8:
     lut = np.full(256, IGNORE_INDEX, np.uint8)
     for train, name in enumerate(own.names):
         wanted = given.get(name, name)
-        lut[train] = IGNORE_INDEX if wanted == IGNORE else shared.names.index(wanted)
+        if wanted != IGNORE:
+            lut[train] = shared.names.index(wanted)
 
     return lut
 
