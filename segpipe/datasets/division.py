@@ -111,11 +111,9 @@ def shared_sequences(
 ) -> dict[str, tuple[int, int]]:
     """Number of training and validation images of each sequence that is in both; `pattern` is `data.sequence`."""
 
-    def counted(names: Sequence[str]) -> Counter[str]:
-        """Images of each sequence."""
-        bare = [name.partition(COPY)[0] for name in names]
-        return Counter(sequence(name, pattern) for name in bare)
-
-    first, second = counted(train), counted(val)
+    first, second = (
+        Counter(sequence(name.partition(COPY)[0], pattern) for name in names)
+        for names in (train, val)
+    )
     both = sorted(first.keys() & second.keys())
     return {name: (first[name], second[name]) for name in both}

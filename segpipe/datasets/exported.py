@@ -23,7 +23,7 @@ from segpipe import IGNORE_INDEX, files
 from segpipe.data import Size, Uint8
 from segpipe.data.catalog import Color, distinct_colors
 from segpipe.data.pairs import SUFFIXES
-from segpipe.data.readers import Progress, read_header, silent, threaded
+from segpipe.data.readers import Progress, read_header, threaded
 from segpipe.errors import ConfigError, DataError
 
 Area = NDArray[np.bool_]
@@ -199,7 +199,7 @@ def write_import(
     *,
     copy: bool,
     skip: bool,
-    progress: Progress = silent,
+    progress: Progress,
 ) -> list[str]:
     """Write masks, links to the images (or copies) and classes.yaml; returns what could not be imported.
 

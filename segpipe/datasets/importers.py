@@ -127,9 +127,7 @@ def coco_counts(text: str) -> list[int]:
     return counts
 
 
-def _pasted(
-    make: Callable[[], Area], part: Size, left: int, top: int, size: Size
-) -> Area:
+def _pasted(shape: Shape, part: Size, left: int, top: int, size: Size) -> Area:
     """The pixels of a mask of part of the image. Raises ValueError for one outside, before it takes memory."""
     height, width = part
     if min(left, top) < 0 or top + height > size[0] or left + width > size[1]:
@@ -137,11 +135,11 @@ def _pasted(
             f"has a mask of {height}x{width} at row {top}, column {left}, outside the image"
         )
     area = np.zeros(size, np.bool_)
-    area[top : top + height, left : left + width] = make()
+    area[top : top + height, left : left + width] = shape(part)
     return area
 
 
-def coco(source: Path, names: Sequence[str] = ()) -> Export:
+def coco(source: Path, names: Sequence[str]) -> Export:
     """Labels of a JSON file beside or above its images, or of a folder with annotations/ or a JSON file per split.
 
     Larger areas are painted first, so that what lies on something else stays visible.
@@ -249,7 +247,7 @@ def _coco_area(segmentation: Any, size: Size) -> Area:
     return covered
 
 
-def labelme(source: Path, names: Sequence[str] = ()) -> Export:
+def labelme(source: Path, names: Sequence[str]) -> Export:
     """Labels of a folder of JSON files with their images, subfolders included; later shapes cover earlier ones.
 
     labelme turns photos upright as EXIF says, so the class table gets `exif: apply`.
@@ -317,10 +315,10 @@ def _png(text: str, left: int, top: int, size: Size) -> Area:
         raise ValueError("has a mask that is not a PNG")
 
     height, width = part.shape
-    return _pasted(lambda: part > 0, (height, width), left, top, size)
+    return _pasted(lambda _: part > 0, (height, width), left, top, size)
 
 
-def cvat(source: Path, names: Sequence[str] = ()) -> Export:
+def cvat(source: Path, names: Sequence[str]) -> Export:
     """Labels of annotations.xml with its images beside it or in images/; a higher z_order covers a lower one."""
     path = source if source.is_file() else source / "annotations.xml"
     try:
@@ -382,11 +380,10 @@ def _cvat_shape(element: ElementTree.Element) -> tuple[str, Shape | str]:
         corners = rectangle(*numbers("xtl", "ytl", "xbr", "ybr"))
         return label, partial(polygon, corners)
     if kind == "mask":
-        sides = map(int, numbers("height", "width", "left", "top"))
-        height, width, left, top = sides
+        height, width, left, top = map(int, numbers("height", "width", "left", "top"))
         counts = list(map(int, element.attrib["rle"].split(",")))
         part = height, width
-        return label, partial(_pasted, partial(runs, counts, part), part, left, top)
+        return label, partial(_pasted, partial(runs, counts), part, left, top)
 
     return "", f"a {kind} of {label} is not read. Draw a polygon"
 

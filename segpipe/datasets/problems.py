@@ -103,9 +103,8 @@ def _errors(
         yield from _file_errors(data, files, progress)
 
     if not samples.file_sets():
-        number = total = len(samples)
-        if data.verify != "full":
-            number = min(total, SOME)
+        total = len(samples)
+        number = total if data.verify == "full" else min(total, SOME)
         chosen = [place * total // number for place in range(number)]
         yield from map(DataError, samples.problems(chosen, progress))
 
@@ -231,8 +230,8 @@ def missing_labels(split: str, samples: DataSet) -> Iterator[str]:
         )
 
 
-def shared_files(first: DataSet, second: DataSet) -> list[tuple[str, str]]:
-    """Pairs of image files of equal bytes, one of each data set.
+def check_overlap(train: DataSet, val: DataSet, split: str) -> None:
+    """Raise DataError if images of validation are training images too, where both lie in files.
 
     Reads only files whose sizes occur in both, and whose SHA-256 is not known.
     """
@@ -242,7 +241,7 @@ def shared_files(first: DataSet, second: DataSet) -> list[tuple[str, str]]:
             for files in samples.file_sets()
             for pair in files.pairs
         }
-        for samples in (first, second)
+        for samples in (train, val)
     ]
     common = set.intersection(*({size for size, _ in side.values()} for side in sides))
     one, two = (
@@ -254,12 +253,7 @@ def shared_files(first: DataSet, second: DataSet) -> list[tuple[str, str]]:
         for side in sides
     )
     others = dict(one)
-    return [(others[digest], path) for digest, path in two if digest in others]
-
-
-def check_overlap(train: DataSet, val: DataSet, split: str) -> None:
-    """Raise DataError if images of validation are training images too, where both lie in files."""
-    found = shared_files(train, val)
+    found = [(others[digest], path) for digest, path in two if digest in others]
     if found:
         raise DataError(
             f"{len(found)} of the images of split {split} are training images, byte for byte (the first: "
@@ -290,7 +284,7 @@ class Census(NamedTuple):
         return np.array([row.content for row in self.rows]).reshape(shape)
 
 
-def take(split: str, samples: DataSet, progress: Progress = silent) -> Census:
+def take(split: str, samples: DataSet, progress: Progress) -> Census:
     """The census of a split: of all files, and of some samples of any other data set.
 
     A file that cannot be read is left out: problems.py reports it.
