@@ -7,7 +7,6 @@ that the next start reads what changed. A fault is never kept: its file is read 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -168,7 +167,7 @@ class Facts:
         yield Path(self.root) / CACHE
         with suppress(RuntimeError):  # no home
             folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            name = hashlib.sha256(os.path.abspath(self.root).encode()).hexdigest()
+            name = sha256_of(os.path.abspath(self.root).encode())
             yield folder / "segpipe" / f"facts-{name[:16]}"
 
     def _load(self) -> dict[str, list[Any]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from segpipe.data import Sample, Uint8
-from segpipe.data.order import Member, Order, Request, requests
+from segpipe.data.order import Member, Order, Request, StepShard, requests
 from segpipe.data.ring import Delivery, deliver
 from segpipe.keys import sample_key
 from segpipe.models.preprocess import colored
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 ID_BYTES = 16  # of a sample: epoch and index, int64
 COLOR_BYTES = 48  # of a sample: int32 (3, 4)
-ROW_BYTES = ID_BYTES + COLOR_BYTES  # of a sample beside its pixels
-PIXEL_BYTES = 4  # RGB and class id
 # Of a slot for a whole image: 268 million pixels. Only what an image covers is used.
 WHOLE_BYTES = 2**30
 # Called in a worker: the augmented sample, and what is compared of it; the last argument: made again.
@@ -101,7 +99,7 @@ def train_batches(
         Delivery(
             workers,
             start_method,
-            slot_bytes=_num_bytes((order.samples_per_shard, height, width)),
+            slot_bytes=sum(part_bytes((order.samples_per_shard, height, width))),
             # Of two steps, the second may be asked for before the first is dropped; this function keeps one, too.
             spare=2 * len(shards) + 1,
             prefetch=prefetch,
@@ -175,30 +173,28 @@ class _Header(NamedTuple):
     """What a worker sends beside the pixels."""
 
     shape: tuple[int, int, int]  # samples, height, width
-    place: tuple[int, int] | None = None  # (step, shard) of a shard batch, see Request
+    place: StepShard | None = None  # of a shard batch, see Request
     # Rows of watched samples, and what is compared of them.
     made: tuple[tuple[int, Any], ...] = ()
 
 
-def _num_bytes(shape: tuple[int, int, int]) -> int:
-    """Bytes of an item of (samples, height, width)."""
+def part_bytes(shape: tuple[int, int, int]) -> list[int]:
+    """Bytes of ids, colors, images and targets of an item of (samples, height, width), as they lie in memory."""
     num, height, width = shape
-    return num * (ROW_BYTES + height * width * PIXEL_BYTES)
+    pixels = num * height * width
+    return [ID_BYTES * num, COLOR_BYTES * num, 3 * pixels, pixels]
 
 
 def _views(
     data: Tensor, shape: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Image (b, H, W, 3), target (b, H, W), ids int64 (2, b), color int32 (b, 3, 4) in flat memory."""
-    num, height, width = shape
-    pixels = num * height * width
-    sizes = [ID_BYTES * num, COLOR_BYTES * num, 3 * pixels, pixels]
-    ids, color, image, target = torch.split(data, sizes)
+    ids, color, image, target = torch.split(data, part_bytes(shape))
     return (
-        image.view(num, height, width, 3),
-        target.view(num, height, width),
-        ids.view(torch.int64).view(2, num),
-        color.view(torch.int32).view(num, 3, 4),
+        image.view(*shape, 3),
+        target.view(shape),
+        ids.view(torch.int64).view(2, shape[0]),
+        color.view(torch.int32).view(shape[0], 3, 4),
     )
 
 
@@ -214,7 +210,7 @@ class _Shards(NamedTuple):
         """The batch that a request names."""
         height, width = self.augmenter.config.crop_size
         shape = (len(request.members), height, width)
-        data = take(_num_bytes(shape))
+        data = take(sum(part_bytes(shape)))
         image, target, ids, color = (part.numpy() for part in _views(data, shape))
         made = []
         for row, (epoch, index) in enumerate(request.members):
@@ -252,7 +248,7 @@ class _Images(NamedTuple):
         """The image of this index with its target."""
         image, target = self.samples.read(index)
         shape = (1, *target.shape)
-        data = take(_num_bytes(shape))
+        data = take(sum(part_bytes(shape)))
         views = _views(data, shape)
         views[0].numpy()[0] = image
         views[1].numpy()[0] = target

@@ -38,6 +38,7 @@ UNIT = 2**12
 # One would find a transform that is impure in 1 % of its calls within 200,000 samples with p = 0.98; two, with 0.997.
 REPEATS = 2
 Member = tuple[int, int]  # epoch and index of a sample
+StepShard = tuple[int, int]  # step and shard of a batch
 # Of each data set of a mixture, number of samples and weight.
 Sets = Sequence[tuple[int, float]]
 COUNTS_NAME = "pixels.npz"  # in the run folder
@@ -192,8 +193,8 @@ def whole_shares(weights: Sequence[float], total: int) -> list[int]:
 class Request(NamedTuple):
     """What a loader process makes at a time."""
 
-    # (step, shard) of a batch to deliver; None: samples that were delivered before.
-    place: tuple[int, int] | None
+    # Of a batch to deliver; None: samples that were delivered before.
+    place: StepShard | None
     members: tuple[Member, ...]
     watched: tuple[int, ...] = ()  # rows of `members` that are compared
 
@@ -219,7 +220,7 @@ class _Repeat:
 
 
 def requests(
-    places: Iterable[tuple[int, int]],
+    places: Iterable[StepShard],
     order: Order,
     *,
     every: int,
@@ -253,8 +254,8 @@ def requests(
         number += 1
 
 
-def _delivery(place: tuple[int, int], order: Order, every: int) -> Request:
-    """The request for the batch of (step, shard) `place`."""
+def _delivery(place: StepShard, order: Order, every: int) -> Request:
+    """The request for the batch at `place`."""
     members = tuple(order.shard(*place))
     watched = tuple(
         row

@@ -19,7 +19,7 @@ from rich.console import Console
 from examples.elastic.demo import Demo
 from runs import ROOT, result, torch_restored
 from segpipe.cli.main import main as segpipe
-from segpipe.data.loader import PIXEL_BYTES, ROW_BYTES
+from segpipe.data.loader import part_bytes
 from segpipe.settings.compose import compose
 from segpipe.settings.config import check
 
@@ -209,13 +209,7 @@ def test_the_job_for_kubernetes_fits_together() -> None:
 def shared_memory(
     processes: int, workers: int, prefetch: int, samples: int, height: int, width: int
 ) -> int:
-    return (
-        processes
-        * workers
-        * prefetch
-        * samples
-        * (height * width * PIXEL_BYTES + ROW_BYTES)
-    )
+    return processes * workers * prefetch * sum(part_bytes((samples, height, width)))
 
 
 def test_the_page_gives_the_formula_of_the_loader() -> None:
