@@ -147,7 +147,7 @@ class Scan(NamedTuple):
 
 
 def scan(data: DataConfig, split: str) -> Scan:
-    """Pairs of a split, sorted by name, and messages about the other files; "train" are those of data.train_split."""
+    """Pairs of a split, sorted by name, and messages about the other files; "train" is all of data.train_split."""
     joined = data.train_split if split == "train" else split
     scans = [_scan(partial(_layout, data, one)) for one in joined.split("+")]
     found = Scan(*(list(chain(*parts)) for parts in zip(*scans, strict=True)))

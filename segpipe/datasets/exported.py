@@ -27,9 +27,8 @@ from segpipe.data.readers import Progress, read_header, threaded
 from segpipe.errors import ConfigError, DataError
 
 Area = NDArray[np.bool_]
-Shape = Callable[
-    [Size], Area
-]  # its pixels in an image; raises ValueError with the rest of a sentence
+# Its pixels in an image; raises ValueError with the rest of a sentence.
+Shape = Callable[[Size], Area]
 BACKGROUND, BACKGROUND_TOO = "background", "_background_"
 IGNORED = ("ignore", "__ignore__", "void")
 SPLIT_NAMES = {
@@ -136,8 +135,9 @@ class Export:
                 except ValueError as error:
                     raise DataError(f"{image}:{where} {error}.") from None
                 except INCOMPLETE as error:
-                    fault = f"{where} cannot be read ({error!r})."
-                    raise DataError(f"{image}:{fault}") from None
+                    raise DataError(
+                        f"{image}:{where} cannot be read ({error!r})."
+                    ) from None
             return target
 
         self.items.append(Item(split, entry_name(file_name), image, paint))

@@ -13,9 +13,9 @@ import pytest
 from runs import TINY, torch_restored
 from segpipe.cli import checks
 from segpipe.cli.main import main as segpipe
+from segpipe.data import Sample
 from segpipe.data.catalog import STREET, ClassTable
 from segpipe.data.data_set import DataSet
-from segpipe.data.loader import Pixels
 from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError
 from segpipe.run.launch import check_crop, check_workers, with_crop
@@ -36,7 +36,7 @@ class Nested(DataSet):
     def name(self, index: int) -> str:
         return str(index)
 
-    def read(self, index: int) -> Pixels:
+    def read(self, index: int) -> Sample:
         return np.zeros((64, 96, 3), np.uint8), np.zeros((64, 96), np.uint8)
 
 
