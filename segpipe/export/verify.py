@@ -17,7 +17,6 @@ from segpipe.export.artifact.manifest import (
     converters,
     described,
     differences,
-    parse_manifest,
     schema_problems,
 )
 from segpipe.export.artifact.place import sums_problems
@@ -35,7 +34,7 @@ from segpipe.export.verify_report import (
     refusal,
 )
 from segpipe.native import one_thread
-from segpipe.runtime.artifact import MANIFEST, read_sums
+from segpipe.runtime.artifact import MANIFEST, parse_manifest, read_sums
 
 if TYPE_CHECKING:
     from segpipe.train.checkpoint import TrainedNetwork
@@ -57,7 +56,7 @@ def read_manifest(folder: Path) -> Manifest:
     manifest: Manifest = {}
     if not problems:
         try:
-            manifest = parse_manifest((folder / MANIFEST).read_text())
+            manifest = parse_manifest((folder / MANIFEST).read_bytes())
             problems = schema_problems(manifest)
             if not problems:
                 missing = manifest["files"].keys() - read_sums(folder).keys()

@@ -23,7 +23,7 @@ from segpipe.files import files_below, plain, read_json, to_json
 from segpipe.predict.outputs import VIDEOS, Input, Outputs, put, unwritable
 
 if TYPE_CHECKING:
-    from segpipe.predict.predictor import Pixels
+    from segpipe.runtime.frames import Pixels
 
 FORMAT = "segpipe-predictions/4"
 SUMMARY = "predictions.json"
@@ -267,8 +267,22 @@ class PredictJob:
     def _enter(
         self, source: Input, size: Sequence[int], counts: Any, **more: Any
     ) -> None:
-        digest, pixels = self._digests[source.place], counts.tolist()
-        entry = self._outputs.entry(source, digest, size, pixels, **more)
+        """Note what predictions.json says of a finished source. counts: pixels of each class, an array."""
+        outputs, pixels = self._outputs, counts.tolist()
+        entry = {
+            "source": source.place,
+            "source_sha256": self._digests[source.place],
+            "height": size[0],
+            "width": size[1],
+            "pixels": pixels,
+            **more,
+            "share": outputs.shares(pixels),
+        }
+        if outputs.frames or not source.is_video:
+            entry["mask"] = outputs.mask(source).relative_to(outputs.out).as_posix()
+        if outputs.overlay:
+            overlay = outputs.picture(source)
+            entry["overlay"] = overlay.relative_to(outputs.out).as_posix()
         self.entries[source.place] = entry
 
     def _summarize(self) -> None:

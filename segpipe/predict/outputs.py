@@ -16,12 +16,12 @@ from segpipe import files
 from segpipe.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from segpipe.predict.predictor import Pixels, Predictor
+    from segpipe.predict.predictor import Predictor
+    from segpipe.runtime.frames import Pixels
 
 VIDEOS = (
-    *(".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm"),
-    *(".mpg", ".mpeg", ".mjpeg", ".ts", ".wmv"),
-)
+    ".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".mjpeg", ".ts", ".wmv",
+)  # fmt: skip
 JPEG_LIMIT = 65500  # pixels along a side
 Palette = Sequence[tuple[int, int, int]]
 
@@ -100,30 +100,6 @@ class Outputs:
         named = zip(self.predictor.names, pixels, strict=True)
         return {name: count / total for name, count in named}
 
-    def entry(
-        self,
-        source: Input,
-        sha256: str,
-        size: Sequence[int],
-        pixels: Sequence[int],
-        **more: Any,
-    ) -> dict[str, Any]:
-        """What predictions.json says of a finished source. size: height and width; pixels: of each class."""
-        entry = {
-            "source": source.place,
-            "source_sha256": sha256,
-            "height": size[0],
-            "width": size[1],
-            "pixels": pixels,
-            **more,
-            "share": self.shares(pixels),
-        }
-        if self.frames or not source.is_video:
-            entry["mask"] = self.mask(source).relative_to(self.out).as_posix()
-        if self.overlay:
-            entry["overlay"] = self.picture(source).relative_to(self.out).as_posix()
-        return entry
-
 
 def _save(path: Path, picture: Image.Image, kind: str, **how: Any) -> None:
     buffer = io.BytesIO()
@@ -148,11 +124,11 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def blend(
-    image: NDArray[np.uint8],
-    ids: NDArray[np.uint8],
+    image: Pixels,
+    ids: Pixels,
     palette: Palette,
     opacity: float = 0.65,
-) -> NDArray[np.uint8]:
+) -> Pixels:
     """`image` blended with the colors of its classes. Ids beyond the palette, such as 255, get a dark diagonal hatch.
 
     Shapes: image uint8 (H, W, 3) RGB, ids uint8 (H, W) -> uint8 (H, W, 3).

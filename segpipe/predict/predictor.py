@@ -23,13 +23,12 @@ from segpipe.errors import (
 from segpipe.predict.inference import SMALLEST, Inference, answers
 from segpipe.runtime.artifact import MANIFEST, ArtifactError, read_artifact
 from segpipe.runtime.engines import EngineError
-from segpipe.runtime.frames import enlarged
+from segpipe.runtime.frames import Pixels, enlarged
 from segpipe.runtime.session import Session
 
 if TYPE_CHECKING:
     from segpipe.train.checkpoint import TrainedNetwork
 
-Pixels = NDArray[np.uint8]
 Answer = tuple[Pixels, NDArray[np.float32]]  # ids (H, W), their probability (H, W)
 
 

@@ -19,16 +19,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+
+try:
+    from PIL import Image
+except ImportError:
+    Image = None  # type: ignore[assignment]
 
 from .artifact import ArtifactError
 from .engines import ENGINES
-from .frames import Status
+from .frames import Pixels, Status
 from .segmenter import Segmenter
 
 _WARM_UP = 10  # frames that are not timed
 ARRAY = ".npy"  # all other pictures need Pillow
-Image = NDArray[np.uint8]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -162,7 +165,7 @@ def _bench(given: argparse.Namespace) -> int:
     return 0 if statuses.keys() <= {Status.OK} else 1
 
 
-def read_image(path: Path) -> Image:
+def read_image(path: Path) -> Pixels:
     """Image as stored: uint8 (H, W, 3) RGB from a picture, any array from .npy. Raises ValueError with the path."""
     try:
         if path.suffix.lower() == ARRAY:
@@ -175,12 +178,10 @@ def read_image(path: Path) -> Image:
         ) from None
 
 
-def _decoded(path: Path) -> Image:
-    try:
-        from PIL import Image as pillow  # noqa: N813
-    except ImportError:
-        raise ValueError(f"only {ARRAY} is read without Pillow") from None
-    with pillow.open(path) as picture:
+def _decoded(path: Path) -> Pixels:
+    if Image is None:
+        raise ValueError(f"only {ARRAY} is read without Pillow")
+    with Image.open(path) as picture:
         if picture.mode.startswith(("I", "F")):  # convert() would clip them to white
             raise ValueError(f"mode {picture.mode}, but 8 bits per channel were needed")
         return np.asarray(picture.convert("RGB"))
@@ -188,21 +189,16 @@ def _decoded(path: Path) -> Image:
 
 def picture_path(stem: Path) -> Path:
     """A PNG where Pillow is installed, else an .npy."""
-    try:
-        import PIL  # noqa: F401
-    except ImportError:
-        return stem.with_name(f"{stem.name}{ARRAY}")
-    return stem.with_name(f"{stem.name}.png")
+    suffix = ".png" if Image else ARRAY
+    return stem.with_name(f"{stem.name}{suffix}")
 
 
-def write_picture(path: Path, picture: Image) -> None:
+def write_picture(path: Path, picture: Pixels) -> None:
     """Write a path of `picture_path`."""
     if path.suffix == ARRAY:
         np.save(path, picture)
-        return
-    from PIL import Image as pillow  # noqa: N813
-
-    pillow.fromarray(picture).save(path)
+    else:
+        Image.fromarray(picture).save(path)
 
 
 if __name__ == "__main__":

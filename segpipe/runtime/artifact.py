@@ -11,13 +11,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from .frames import FrameLimits, Pixels
 
 FORMAT = "segpipe-export/3"
 PROFILE, VERIFIED = "robot", "verified"
 SUMS = "SHA256SUMS"
 MANIFEST = "manifest.json"
 MANIFEST_KEY = "segpipe"  # in an ONNX file's metadata_props: a copy of the manifest
+OUTPUTS = ["mask", "confidence"]
 EXPORT_AGAIN = "Copy the whole folder again, or export again."
 Shape = tuple[int, ...]
 # Levels by which kernels of other versions and processors round a confidence differently: between onnxruntime 1.31 and
@@ -53,9 +55,9 @@ class SelfTestError(ArtifactError):
 class Golden:
     """Frames with the trained network's answers: uint8 (n, H, W, 3), (n, H, W), (n, h, w)."""
 
-    image: NDArray[np.uint8]
-    mask: NDArray[np.uint8]
-    confidence: NDArray[np.uint8]
+    image: Pixels
+    mask: Pixels
+    confidence: Pixels
     image_agreement: float  # smallest fraction of equal mask pixels that passes
     confidence_levels: int  # largest difference of confidence that passes
     confidence_share: float  # share of the cells for which that holds
@@ -79,6 +81,8 @@ class Artifact:
     model: bytes
     frame: Shape  # of an image (H, W, 3)
     answers: list[Shape]  # of mask and confidence
+    num_classes: int
+    limits: FrameLimits
     golden: Golden
     model_id: str
     requires: dict[str, str]  # the oldest version of an engine
@@ -111,7 +115,7 @@ def read_artifact(folder: Path | str, *, precision: str = "fp32") -> Artifact:
         read_file(folder, name, sums)
     path = folder / MANIFEST
     try:
-        manifest = json.loads(read_file(folder, MANIFEST, sums))
+        manifest = parse_manifest(read_file(folder, MANIFEST, sums))
     except (ValueError, RecursionError) as error:
         raise _altered(f"{path} is not JSON ({error}).") from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
@@ -125,6 +129,18 @@ def read_artifact(folder: Path | str, *, precision: str = "fp32") -> Artifact:
         raise _altered(
             f"{path} does not follow {FORMAT} ({type(error).__name__}: {error})."
         ) from error
+
+
+def parse_manifest(text: bytes) -> Any:
+    """The JSON value of `text`. Raises ValueError for invalid JSON, and for NaN and infinity.
+
+    Python's parser accepts NaN, and a NaN limit would pass every comparison written as `value > limit`.
+    """
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not a JSON number")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def _altered(text: str) -> ArtifactError:
@@ -165,6 +181,8 @@ def _artifact(
         model=read_file(folder, name, sums),
         frame=frame,
         answers=answers,
+        num_classes=len(manifest["classes"]),
+        limits=FrameLimits(manifest["frame_limits"]),
         golden=_golden(folder, manifest, [frame, *answers], sums, files[name]),
         model_id=f"{manifest['model']}-{precision}-{sums[name][:12]}",
         requires=dict(manifest.get("requires", {})),
@@ -246,7 +264,7 @@ def _golden(
             ) from None
     shapes_found = [array.shape[1:] for array in arrays.values()]
     num_frames = {len(array) for array in arrays.values()}
-    if names != ["mask", "confidence"] or shapes_found != needed or len(num_frames) > 1:
+    if names != OUTPUTS or shapes_found != needed or len(num_frames) > 1:
         raise _altered(
             f"{folder}/golden holds {shapes_found} for {names}, but {needed} was needed."
         )

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import onnxruntime
-from numpy.typing import NDArray
+
+from .frames import Pixels
 
 _CPU = ("CPUExecutionProvider",)
 BF16 = "openvino_bf16"
 _FATAL = 4  # log severity: errors are raised, and a run that a deadline ends is one
-Bytes = NDArray[np.uint8]
-Run = Callable[[Bytes], list[Bytes]]
+Run = Callable[[Pixels], list[Pixels]]
 
 
 class EngineError(ValueError):
@@ -99,8 +99,8 @@ class OnnxRuntime:
         options = onnxruntime.RunOptions()
         options.log_severity_level = _FATAL
 
-        def run(batch: Bytes) -> list[Bytes]:
-            found: list[Bytes] = self.inner.run(outputs, {self._input: batch}, options)
+        def run(batch: Pixels) -> list[Pixels]:
+            found: list[Pixels] = self.inner.run(outputs, {self._input: batch}, options)
             return found
 
         return run, lambda: setattr(options, "terminate", True)
@@ -148,7 +148,7 @@ class OpenVino:
     def prepare(self, outputs: list[str]) -> tuple[Run, Callable[[], None]]:
         """As in `Engine`."""
 
-        def run(batch: Bytes) -> list[Bytes]:
+        def run(batch: Pixels) -> list[Pixels]:
             inputs = {0: np.ascontiguousarray(batch)}
             found = self._request.infer(inputs, share_inputs=True)
             return [found[name] for name in outputs]

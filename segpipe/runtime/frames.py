@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+Pixels = NDArray[np.uint8]
 NO_ANSWER = 255  # mask value where there is no answer; no class has this id
 DARK_LEVEL = 8  # a pixel is dark if no channel is above
 BRIGHT_LEVEL = 247  # a pixel is bright if no channel is below
@@ -36,11 +37,7 @@ class Status(str, Enum):  # noqa: UP042, enum.StrEnum came with Python 3.11
     DEADLINE = "DEADLINE"  # no answer in time
     ERROR = "ERROR"  # anything else
 
-    def __str__(self) -> str:
-        return str(self.value)
-
-    def __format__(self, spec: str) -> str:  # without it, Python 3.10 and 3.12 differ
-        return format(str(self.value), spec)
+    __str__ = str.__str__  # as in StrEnum: the name alone, in messages too
 
 
 class Refused(Exception):
@@ -59,8 +56,8 @@ class Result(NamedTuple):
     """
 
     status: Status
-    mask: NDArray[np.uint8]
-    confidence: NDArray[np.uint8]
+    mask: Pixels
+    confidence: Pixels
     latency_ms: float
     model_id: str
 
@@ -77,7 +74,7 @@ QUANTITIES: dict[str, tuple[Status, Status]] = {
 }
 
 
-def look_at(image: NDArray[np.uint8]) -> tuple[dict[str, float], NDArray[np.float64]]:
+def look_at(image: Pixels) -> tuple[dict[str, float], NDArray[np.float64]]:
     """Quantities of an image uint8 (H, W, 3) without `upright`, and what makes the difference between up and down.
 
     mean: level of all channels. dark_share, bright_share: of pixels. flat_share: of pixels that equal their right
@@ -118,7 +115,7 @@ def look_at(image: NDArray[np.uint8]) -> tuple[dict[str, float], NDArray[np.floa
     return quantities, np.concatenate(opposite)
 
 
-def _planes(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _planes(pixels: Pixels) -> Pixels:
     # numpy compares neighbors in memory many times faster than every third byte.
     return np.ascontiguousarray(np.moveaxis(pixels, -1, 0))
 
@@ -134,16 +131,13 @@ class FrameLimits:
     """Ranges in which the quantities of a frame are answered; the export derives them from training images."""
 
     def __init__(self, entry: Mapping[str, Any]) -> None:
-        """Reads `frame_limits` of the manifest. Raises ValueError for one that is no number, such as NaN."""
-        names = (*QUANTITIES, "upright_weights")
-        self._ranges = {name: np.array(entry[name], np.float64) for name in names}
-        for name, numbers in self._ranges.items():
-            if not np.isfinite(numbers).all():
-                raise ValueError(
-                    f"frame_limits.{name} = {numbers}, but finite numbers were needed"
-                )
+        """Reads `frame_limits` of the manifest."""
+        self._ranges = {
+            name: np.array(entry[name], np.float64)
+            for name in (*QUANTITIES, "upright_weights")
+        }
 
-    def check(self, image: NDArray[np.uint8]) -> None:
+    def check(self, image: Pixels) -> None:
         """Raises Refused for an image (H, W, 3) outside a range."""
         found, profile = look_at(image)
         found["upright"] = float(profile @ self._ranges["upright_weights"])
@@ -159,10 +153,10 @@ class RepeatCounter:
     """Counts frames in a row that were there before. Sensor noise never repeats; the buffers of a hung driver do."""
 
     def __init__(self) -> None:
-        self._kept: deque[NDArray[np.uint8]] = deque(maxlen=_BUFFERS)
+        self._kept: deque[Pixels] = deque(maxlen=_BUFFERS)
         self._count = 0
 
-    def count(self, image: NDArray[np.uint8]) -> int:
+    def count(self, image: Pixels) -> int:
         """Number of frames up to this one (H, W, 3) that equal one of the four different frames before them."""
         # Noise makes a few rows differ; only where they do not, all are compared: cheaper than any checksum.
         if any(

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .artifact import Artifact, ArtifactError, read_artifact
+from .artifact import Artifact, read_artifact
 from .frames import (
     NO_ANSWER,
-    FrameLimits,
+    Pixels,
     Refused,
     RepeatCounter,
     Result,
@@ -28,7 +27,6 @@ from .frames import (
 from .session import Session
 
 _WARMUP = 3  # onnxruntime plans its memory in the first runs
-Masks = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 
 @dataclass(eq=False)
@@ -47,8 +45,6 @@ class Segmenter:
     last_error: str = ""  # why the last frame without an answer has none
 
     def __post_init__(self) -> None:
-        self._num_classes = len(self.artifact.manifest["classes"])
-        self._limits = FrameLimits(self.artifact.manifest["frame_limits"])
         self._repeats = RepeatCounter()
         self._stamps = StampCheck()
         self._lock = threading.Lock()
@@ -95,21 +91,16 @@ class Segmenter:
         session.self_test()
         for _ in range(_WARMUP):
             session.run(artifact.golden.image[0])
-        try:
-            return cls(
-                artifact,
-                session,
-                deadline_ms=deadline_ms,
-                max_age_s=max_age_s,
-                frozen_after=frozen_after,
-                clock=clock,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArtifactError(
-                f"the manifest in {artifact.folder} is incomplete: {error!r}."
-            ) from error
+        return cls(
+            artifact,
+            session,
+            deadline_ms=deadline_ms,
+            max_age_s=max_age_s,
+            frozen_after=frozen_after,
+            clock=clock,
+        )
 
-    def infer(self, image: NDArray[np.uint8], stamp: float | None = None) -> Result:
+    def infer(self, image: Pixels, stamp: float | None = None) -> Result:
         """Answer to a frame uint8 (H, W, 3) RGB; never raises because of a frame.
 
         stamp: when the frame was taken, in seconds of `clock`; None skips the check for STALE. latency_ms counts from
@@ -139,16 +130,16 @@ class Segmenter:
         return Result(status, mask, confidence, 0.0, self.artifact.model_id)
 
     def _answer(
-        self, image: NDArray[np.uint8], stamp: float | None, due: float
-    ) -> Masks:
+        self, image: Pixels, stamp: float | None, due: float
+    ) -> tuple[Pixels, Pixels]:
         """Mask and confidence. Raises Refused, or whatever the engine raises."""
         with self._turn(due):
             self._check(image, stamp)
             mask, confidence = self.session.run(image, due)
         highest = int(mask.max())
-        if highest >= self._num_classes:
+        if highest >= self.artifact.num_classes:
             raise ValueError(
-                f"mask holds id {highest}, but there are {self._num_classes} classes"
+                f"mask holds id {highest}, but there are {self.artifact.num_classes} classes"
             )
         if time.perf_counter() > due:
             why = f"the answer came after deadline_ms = {self.deadline_ms}"
@@ -173,7 +164,7 @@ class Segmenter:
         finally:
             self._lock.release()
 
-    def _check(self, image: NDArray[np.uint8], stamp: float | None) -> None:
+    def _check(self, image: Pixels, stamp: float | None) -> None:
         """Raise Refused for a frame that the network does not get to see."""
         # What the mask of a masked array hides is no pixel.
         if not isinstance(image, np.ndarray) or isinstance(image, np.ma.MaskedArray):
@@ -195,7 +186,7 @@ class Segmenter:
                 "not before that of an earlier frame"
             )
             raise Refused(Status.STALE, why)
-        self._limits.check(image)
+        self.artifact.limits.check(image)
         if self.frozen_after and repeated >= self.frozen_after:
             why = f"{repeated} frames in a row equal one of the last different ones"
             raise Refused(Status.FROZEN, why)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 
-from .artifact import Artifact, ArtifactError, SelfTestError
-from .engines import BF16, ENGINES, Bytes, Engine, EngineError
-from .frames import Refused, Status
+from .artifact import OUTPUTS, Artifact, ArtifactError, SelfTestError
+from .engines import BF16, ENGINES, Engine, EngineError
+from .frames import Pixels, Refused, Status
 
 
 class Watchdog:
@@ -30,7 +31,7 @@ class Watchdog:
         )
         self.thread.start()
 
-    @contextlib.contextmanager
+    @contextmanager
     def ending(self, end: Callable[[], None], due: float) -> Iterator[None]:
         """Context in which `end` is called at `due`, a time of time.perf_counter."""
         with self._condition:
@@ -78,7 +79,6 @@ class Session:
         self._artifact = artifact
         golden = artifact.golden
         self._golden = golden.in_bf16() if engine == BF16 else golden
-        self._watchdog: Watchdog | None = None
         if engine not in ENGINES:
             raise EngineError(
                 f"engine = {engine}, but it must be one of {', '.join(ENGINES)}."
@@ -94,10 +94,8 @@ class Session:
             raise ArtifactError(
                 f"{engine} cannot load the ONNX file in {artifact.folder} ({type(error).__name__}: {error})."
             ) from error
-        outputs = artifact.manifest["io"]["outputs"]
-        self._outputs = [str(entry["name"]) for entry in outputs]
 
-    def run(self, image: Bytes, due: float = math.inf) -> tuple[Bytes, Bytes]:
+    def run(self, image: Pixels, due: float = math.inf) -> tuple[Pixels, Pixels]:
         """Mask (H, W) and confidence (h, w) of a frame uint8 (H, W, 3), in newly allocated memory.
 
         Raises Refused when they are not ready at `due`, a time of time.perf_counter; the session stays usable.
@@ -106,9 +104,9 @@ class Session:
         if time.perf_counter() >= due:
             why = "the deadline had passed before the run"
             raise Refused(Status.DEADLINE, why)
-        run, end = self.engine.prepare(self._outputs)
+        run, end = self.engine.prepare(OUTPUTS)
         try:
-            with self._guard(end, due):
+            with self._watchdog.ending(end, due) if due < math.inf else nullcontext():
                 outputs = run(image[None])
         except Exception as error:
             if time.perf_counter() < due:
@@ -116,7 +114,7 @@ class Session:
             why = "the run was ended at its deadline"
             raise Refused(Status.DEADLINE, why) from error
         shapes = self._artifact.answers
-        for name, output, shape in zip(self._outputs, outputs, shapes, strict=True):
+        for name, output, shape in zip(OUTPUTS, outputs, shapes, strict=True):
             if output.shape != (1, *shape) or output.dtype != np.uint8:
                 raise ValueError(
                     f"{name} is {output.dtype} {output.shape}, but uint8 {(1, *shape)} was needed"
@@ -150,21 +148,18 @@ class Session:
             ranked = np.sort(differences, axis=None)
             place = math.ceil(golden.confidence_share * (ranked.size - 1))
             levels = max(levels, int(ranked[place]))
-        close = levels <= golden.confidence_levels
-        if not (close and agreement >= golden.image_agreement):  # so that NaN fails
+        lowest = golden.image_agreement
+        if agreement < lowest or levels > golden.confidence_levels:
             raise SelfTestError(
                 f"{self._artifact.folder}: on this machine {100 * agreement:.3f} % of a golden mask is equal and "
-                f"confidence differs by {levels} levels, but at least {100 * golden.image_agreement:g} % and at most "
+                f"confidence differs by {levels} levels, but at least {100 * lowest:g} % and at most "
                 f"{golden.confidence_levels} were needed. {other}."
             )
         return agreement, levels
 
-    def _guard(
-        self, end: Callable[[], None], due: float
-    ) -> contextlib.AbstractContextManager[None]:
-        if math.isinf(due):
-            return contextlib.nullcontext()
-        if self._watchdog is None:
-            self._watchdog = Watchdog()
-            weakref.finalize(self, self._watchdog.close)
-        return self._watchdog.ending(end, due)
+    @functools.cached_property
+    def _watchdog(self) -> Watchdog:
+        """Started by the first run with a deadline, ends with the session."""
+        watchdog = Watchdog()
+        weakref.finalize(self, watchdog.close)
+        return watchdog

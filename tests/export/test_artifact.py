@@ -41,7 +41,6 @@ from segpipe.export.artifact.manifest import (
     Origin,
     differences,
     origin_of,
-    parse_manifest,
     require_schema,
     schema_problems,
 )
@@ -55,7 +54,7 @@ from segpipe.export.verify_report import render
 from segpipe.files import git_state
 from segpipe.runtime import Segmenter, Status
 from segpipe.runtime.__main__ import main as runtime
-from segpipe.runtime.artifact import EXPORT_AGAIN
+from segpipe.runtime.artifact import EXPORT_AGAIN, parse_manifest
 from segpipe.train.checkpoint import load_network
 
 pytestmark = pytest.mark.slow
@@ -432,9 +431,9 @@ def test_the_schema_is_a_schema() -> None:
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
 def test_a_manifest_has_finite_numbers(number: str) -> None:
-    assert parse_manifest('{"image_agreement": 0.5}') == {"image_agreement": 0.5}
+    assert parse_manifest(b'{"image_agreement": 0.5}') == {"image_agreement": 0.5}
     with pytest.raises(ValueError, match=f"{number} is not a JSON number"):
-        parse_manifest(f'{{"image_agreement": {number}}}')
+        parse_manifest(f'{{"image_agreement": {number}}}'.encode())
 
 
 def test_the_manifest_page_names_every_entry() -> None:

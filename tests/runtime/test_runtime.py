@@ -420,7 +420,6 @@ def test_an_answer_that_is_late_is_none(
 def test_the_deadline_thread_ends_with_the_segmenter(shared_folder: Path) -> None:
     segmenter = Segmenter.load(shared_folder, deadline_ms=60_000)
     assert segmenter.infer(frame(0)).status is Status.OK
-    assert segmenter.session._watchdog is not None
     thread = segmenter.session._watchdog.thread
     assert thread.is_alive()
     del segmenter
@@ -429,14 +428,15 @@ def test_the_deadline_thread_ends_with_the_segmenter(shared_folder: Path) -> Non
     assert not thread.is_alive()
     idle = Segmenter.load(shared_folder)
     assert idle.infer(frame(0)).status is Status.OK
-    assert idle.session._watchdog is None, "without a deadline there is no thread"
+    assert "_watchdog" not in vars(idle.session), (
+        "without a deadline there is no thread"
+    )
 
 
 def test_the_deadline_thread_sleeps_through_frames_in_time(shared_folder: Path) -> None:
     segmenter = Segmenter.load(shared_folder, clock=lambda: 1000.0, deadline_ms=60_000)
     assert answers(segmenter, 0)
     watchdog = segmenter.session._watchdog
-    assert watchdog is not None
     while math.isinf(watchdog._wakes):  # until the thread has come that far
         time.sleep(0.001)
     notes: list[None] = []
@@ -688,21 +688,21 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no limits": (
         lambda folder: change_manifest(folder, frame_limits={}),
-        "manifest .* is incomplete",
+        "manifest.json does not follow",
     ),
     "NaN as a limit": (  # every comparison with it is false
         lambda folder: change_manifest(
             folder,
             frame_limits={**toy_manifest()["frame_limits"], "mean": [math.nan, 200]},
         ),
-        r"frame_limits.mean = \[ *nan.* finite numbers were needed",
+        "is not JSON .NaN is not a JSON number",
     ),
     "an infinite limit": (
         lambda folder: change_manifest(
             folder,
             frame_limits={**toy_manifest()["frame_limits"], "mean": [0, math.inf]},
         ),
-        r"frame_limits.mean = \[ *0.* *inf\]",
+        "Infinity is not a JSON number",
     ),
     "no requirements": (
         lambda folder: change_manifest(folder, requires="1.15"),
@@ -978,7 +978,7 @@ def test_a_tolerance_that_is_no_number_passes_nothing(folder: Path) -> None:
     files["model.onnx"] |= {"golden_agreement": math.nan}
     change_manifest(folder, files=files)
     write_sums(folder)
-    with pytest.raises(SelfTestError, match="at least nan %"):
+    with pytest.raises(ArtifactError, match="NaN is not a JSON number"):
         Segmenter.load(folder)
 
 

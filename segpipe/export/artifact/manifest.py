@@ -188,18 +188,6 @@ def converters() -> dict[str, str]:
     return {"segpipe": __version__, **{name: version(name) for name in _PACKAGES}}
 
 
-def parse_manifest(text: str) -> Any:
-    """The JSON value of `text`. Raises ValueError for invalid JSON, and for NaN and infinity.
-
-    Python's parser accepts NaN, and a NaN limit would pass every comparison written as `value > limit`.
-    """
-
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not a JSON number")
-
-    return json.loads(text, parse_constant=refuse)
-
-
 def schema_problems(manifest: Any) -> list[str]:
     """Places where `manifest` breaks manifest.schema.json, each as `manifest.path: what was needed`."""
     errors = Draft202012Validator(json.loads(SCHEMA.read_text())).iter_errors(manifest)
