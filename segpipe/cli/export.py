@@ -66,7 +66,6 @@ def export(given: Given) -> ExportReport:
     config = with_settings(trained.config, given)
     return export_checkpoint(
         run,
-        given["which"],
         trained,
         config,
         validation=validation_samples(config, trained.classes),
@@ -102,8 +101,8 @@ def verify(given: Given, *, engines: Sequence[str] = ()) -> ExportReport:
 
     engines: besides those of `export.engines`, names that the caller put into `segpipe.runtime.engines.ENGINES`.
     """
-    run, which, folder = Path(given["run"]), given["which"], Path(given["artifact"])
-    trained = _load(run, which, NOT_VERIFIED)
+    run, folder = Path(given["run"]), Path(given["artifact"])
+    trained = _load(run, given["which"], NOT_VERIFIED)
     config = with_settings(trained.config, given)
     config.export.engines = [*config.export.engines, *engines]
     manifest = read_manifest(folder)
@@ -115,7 +114,7 @@ def verify(given: Given, *, engines: Sequence[str] = ()) -> ExportReport:
             folder,
             manifest,
             gather(samples, config, image_size(manifest)),
-            origin=origin_of(run, which, trained),
+            origin=origin_of(trained),
             train_images=training_images(config),
         )
     except ExportMismatch as error:

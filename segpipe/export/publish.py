@@ -66,19 +66,18 @@ if TYPE_CHECKING:
 
 def export_checkpoint(
     run: Path,
-    which: str,
     trained: TrainedNetwork,
     config: Config,
     *,
     validation: DataSet | None,
     training: Iterable[Image] | None,
 ) -> ExportReport:
-    """Exports `trained`, which is `which` of the folder `run`, to `export.dir` or RUN/export, as `config.export` says.
+    """Exports `trained`, a network of the folder `run`, to `export.dir` or RUN/export, as `config.export` says.
 
     validation: the split to check on, or None with `export.allow_unverified`. training: images of the training split,
     for frame limits and int8. Raises what `export_run` and `gather` raise.
     """
-    export, origin = config.export, origin_of(run, which, trained)
+    export, origin = config.export, origin_of(trained)
     inputs = gather(validation, config)
     if validation is not None:
         changed = changed_since(run, trained.config.data, config.data)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from segpipe.errors import ConfigError
 from segpipe.export.artifact.golden import golden_problems
 from segpipe.export.artifact.manifest import (
-    NO_ORIGIN,
     NOT_REPEATED,
     Origin,
     converters,
@@ -83,7 +82,7 @@ def verify_folder(
     manifest: Manifest,
     inputs: GateInputs,
     *,
-    origin: Origin = NO_ORIGIN,
+    origin: Origin,
     train_images: Iterable[Image] | None,
 ) -> ExportReport:
     """Report of all gates on the files of `folder`, against a trained network. Writes nothing there.

@@ -672,7 +672,6 @@ def _export(run: Run) -> None:
     )
     done = export_checkpoint(
         run.folder,
-        "last",
         load_network(run.folder, "last"),
         run.config,
         validation=run.val_samples,

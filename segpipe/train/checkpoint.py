@@ -62,6 +62,7 @@ class TrainedNetwork:
     step: int
     # Of the settings as the file has them, which may be an earlier version's.
     config_hash: str = ""
+    path: Path | None = None  # of the file that it was read from
 
 
 def snapshot(
@@ -321,6 +322,7 @@ def load_network(run: Path, which: str = "best") -> TrainedNetwork:
         ema_digest=state["digests"]["ema"],
         step=int(state["step"]),
         config_hash=config_hash(state["config"]),
+        path=path,
     )
 
 

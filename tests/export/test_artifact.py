@@ -602,33 +602,30 @@ def test_the_card_tells_how_many_training_images_were_looked_at(
     ]
 
 
-def test_origin_of_a_run(tmp_path: Path) -> None:
-    network = tiny_network()
-    (tmp_path / "last.pt").write_bytes(b"weights")
-    assert origin_of(tmp_path, "last", network).metrics is None
+def test_origin_of_a_network(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    path.write_bytes(b"weights")
+    network = dataclasses.replace(tiny_network(), path=path)
+    assert origin_of(network).metrics is None
     write_result(tmp_path)
-    found = origin_of(tmp_path, "best", network)
+    found = origin_of(network)
     assert found.checkpoint == {
         "file": "last.pt",
         "sha256": hashlib.sha256(b"weights").hexdigest(),
     }
     assert found.metrics is not None
     assert found.metrics["miou"] == 0.25
-    (tmp_path / "best.pt").write_bytes(b"better")
-    best = origin_of(tmp_path, "best", dataclasses.replace(network, ema_digest="89"))
-    assert best.checkpoint is not None
-    assert best.checkpoint["file"] == "best.pt"
+    best = origin_of(dataclasses.replace(network, ema_digest="89"))
     assert best.metrics is None, "result.json speaks of other weights"
-    assert origin_of(tmp_path / "last.pt", "last", network).metrics == found.metrics
     write_result(tmp_path, git={"commit": "abcdef0", "dirty": True})
-    assert origin_of(tmp_path, "last", network).git == {
+    assert origin_of(network).git == {
         "commit": "abcdef0",
         "dirty": True,
         "known_at": "train",
     }
     (tmp_path / "result.json").write_text("{")
     with pytest.raises(DataError, match=r"result\.json is not valid JSON"):
-        origin_of(tmp_path, "last", network)
+        origin_of(network)
 
 
 @pytest.mark.parametrize(
@@ -644,27 +641,33 @@ def test_an_interrupted_run_is_told(
     result: dict[str, Any], told: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "result.json").write_text(json.dumps(result))
-    network = dataclasses.replace(tiny_network(), step=32)
+    path = tmp_path / "last.pt"
+    path.write_bytes(b"weights")
+    network = dataclasses.replace(tiny_network(), step=32, path=path)
     network.config.train.steps = 120
     wanted = (
         ("trained for 32 of 120 steps: the run was interrupted, or goes on",)
         if told
         else ()
     )
-    assert origin_of(tmp_path, "last", network).warnings == wanted
-    assert (
-        origin_of(tmp_path, "last", dataclasses.replace(network, step=120)).warnings
-        == ()
-    )
+    assert origin_of(network).warnings == wanted
+    assert origin_of(dataclasses.replace(network, step=120)).warnings == ()
 
 
 def test_origin_of_a_real_run(tmp_path: Path) -> None:
     assert runs.run(tmp_path / "run", "train.steps=1") == 0
-    found = origin_of(tmp_path / "run", "last", load_network(tmp_path / "run", "last"))
-    told = runs.result(tmp_path / "run")
+    run = tmp_path / "run"
+    (run / "best.pt").unlink(missing_ok=True)
+    found = origin_of(load_network(run, "best"))
+    assert found.checkpoint is not None
+    assert found.checkpoint["file"] == "last.pt"
+    shutil.copy(run / "last.pt", run / "best.pt")
+    best = origin_of(load_network(run, "best"))
+    assert best.checkpoint == {**found.checkpoint, "file": "best.pt"}
+    assert origin_of(load_network(run, "last")) == found
+    told = runs.result(run)
     assert found.metrics is not None
     assert found.metrics["miou"] == told["miou"]
-    assert found.checkpoint is not None
     here = git_state(ROOT)
     if here is None:
         pytest.skip("no commit is known here")

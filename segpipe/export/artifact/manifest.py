@@ -58,15 +58,13 @@ class Origin:
 NO_ORIGIN = Origin()
 
 
-def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
-    """Origin of a network loaded from a run folder, or from one checkpoint file.
+def origin_of(trained: TrainedNetwork) -> Origin:
+    """Origin of a network that was read from a checkpoint.
 
     Metrics come from result.json if it is about the same weights. Raises DataError when that file is not valid JSON.
     """
-    path = run
-    if run.is_dir():
-        has_best = which == "best" and (run / "best.pt").is_file()
-        path = run / ("best.pt" if has_best else "last.pt")
+    path = trained.path
+    assert path is not None
     result_path = path.with_name("result.json")
     try:
         result = dict(read_json(result_path))
@@ -85,12 +83,9 @@ def origin_of(run: Path, which: str, trained: TrainedNetwork) -> Origin:
     done = max(trained.step, int(result.get("steps") or 0))
     warning = f"trained for {trained.step} of {planned} steps: the run was interrupted, or goes on"
     is_whole = done >= planned or result.get("stopped_early")
-    checkpoint = None
-    if path.is_file():
-        checkpoint = {"file": path.name, "sha256": sha256(path)}
     return Origin(
         git={**git, "known_at": "train"} if isinstance(git, dict) else git_state(ROOT),
-        checkpoint=checkpoint,
+        checkpoint={"file": path.name, "sha256": sha256(path)},
         metrics=metrics,
         warnings=() if is_whole else (warning,),
     )
