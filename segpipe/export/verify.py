@@ -22,7 +22,7 @@ from segpipe.export.artifact.place import sums_problems
 from segpipe.export.dataset import GateInputs
 from segpipe.export.gates.comparison import gate_integrity
 from segpipe.export.gates.judge import judge, load_as_robot, require_engines
-from segpipe.export.graph.formats import ModelFile, conversion_problems, convert
+from segpipe.export.graph.formats import ModelFile, conversion_problem, convert
 from segpipe.export.graph.network import PROFILES, DeployModel, Image, Manifest, Size
 from segpipe.export.graph.onnx_format import write_probe
 from segpipe.export.verify_report import (
@@ -187,16 +187,16 @@ def _model_files(
         path = result.folder / name
         if name not in made:
             no_such = "no conversion of the checkpoint has this name"
-            problems = [f"{name}: {again.dropped.get(name, no_such)}"]
+            problem = f"{name}: {again.dropped.get(name, no_such)}"
         else:
-            problems = conversion_problems(path, made[name])
-            if problems and others:
+            problem = conversion_problem(path, made[name])
+            if problem and others:
                 raise ConfigError(
-                    f"{problems[0]}; it was exported with {'; '.join(others)}. Verify with these versions, or export "
+                    f"{problem}; it was exported with {'; '.join(others)}. Verify with these versions, or export "
                     "again."
                 )
-        if problems:
-            result.gates[name] = [gate_integrity(problems)]
+        if problem:
+            result.gates[name] = [gate_integrity([problem])]
             continue
         file = replace(made[name], path=path)
         if file.format == "onnx":  # its own graph is looked into

@@ -47,7 +47,7 @@ from segpipe.export.artifact.manifest import (
 from segpipe.export.artifact.place import sums_problems, write_sums
 from segpipe.export.dataset import spread
 from segpipe.export.gates import judge
-from segpipe.export.graph.formats import FORMATS, jit, quiet_torchscript
+from segpipe.export.graph.formats import FORMATS, jit, quiet_torch
 from segpipe.export.graph.network import deploy_model, manifest_text
 from segpipe.export.graph.onnx_format import write_probe
 from segpipe.export.verify_report import render
@@ -254,7 +254,7 @@ def test_no_file_names_a_path_of_this_machine(exported: Path) -> None:
 
 
 def test_the_search_for_paths_finds_some(tmp_path: Path) -> None:
-    with quiet_torchscript(), torch.no_grad():
+    with quiet_torch(), torch.no_grad():
         traced = jit.trace(
             deploy_model(tiny_network()),
             (torch.zeros((1, *SIZE, 3), dtype=torch.uint8),),
@@ -287,7 +287,7 @@ def test_the_manifest_keeps_its_contract(
     assert schema_problems(manifest) == []
     inside = json.loads(onnx.load(exported / "model.onnx").metadata_props[0].value)
     files = {"manifest.json": ""}
-    with quiet_torchscript():
+    with quiet_torch():
         jit.load(str(exported / "model.torchscript.pt"), _extra_files=files)
     assert json.loads(files["manifest.json"]) == inside
     assert schema_problems(inside) == []

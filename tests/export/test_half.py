@@ -12,7 +12,7 @@ from onnx import TensorProto, numpy_helper
 
 from exports import IMAGES
 from segpipe.errors import ExportError
-from segpipe.export.graph.lowprec import between_convolutions, to_fp16
+from segpipe.export.graph.lowprec import placed_nodes, to_fp16
 from segpipe.export.graph.onnx_format import open_onnx
 
 SIGMA_LIMIT, AGREEMENT = 3e-2, 0.995  # the fp16 gates
@@ -113,12 +113,7 @@ def test_a_weight_that_fp16_cannot_hold_is_refused(
 
 def test_the_network_lies_between_the_convolutions(folder: Path) -> None:
     graph = onnx.load(folder / "fp32.onnx").graph
-    inside = between_convolutions(graph)
-    names = [
-        node.output[0]
-        for node, is_inside in zip(graph.node, inside, strict=True)
-        if is_inside
-    ]
+    names = [node.output[0] for node, is_inside in placed_nodes(graph) if is_inside]
     assert names[0] == "stem"
     assert names[-1] == "head"
     assert {"shortcut", "pooled", "upsampled", "joined"} <= set(names)

@@ -46,10 +46,10 @@ class Shelf:
         self.folder = folder
         self.runs: dict[Path, Run] = {}
         self.faults: dict[Path, list[str]] = {}
-        self.optimised: dict[Path, bool] = {}
+        self.optimized: dict[Path, bool] = {}
 
-    def open(self, path: Path, _: object, *, optimise: bool = True) -> Run:
-        self.optimised[path] = optimise
+    def open(self, path: Path, _: object, *, optimize: bool = True) -> Run:
+        self.optimized[path] = optimize
         return self.runs[path]
 
     def file(
@@ -324,7 +324,7 @@ def test_the_probe_of_an_int8_file_runs_node_by_node(shelf: Shelf) -> None:
     judged(*files)
     fp32, int8 = files
     asked = [
-        shelf.optimised[path] for path in (fp32.path, fp32.probe, int8.path, int8.probe)
+        shelf.optimized[path] for path in (fp32.path, fp32.probe, int8.path, int8.probe)
     ]
     assert asked == [True, True, True, False]
 

@@ -42,9 +42,8 @@ from segpipe.export.artifact.golden import golden_problems
 from segpipe.export.artifact.manifest import converters
 from segpipe.export.gates import judge
 from segpipe.export.graph.formats import (
-    MANIFEST_FILE,
     jit,
-    quiet_torchscript,
+    quiet_torch,
     write_archive,
 )
 from segpipe.export.graph.lowprec import to_int8
@@ -329,22 +328,22 @@ def test_another_bias_in_torchscript_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder, files = tmp_path / "export", {MANIFEST_FILE: ""}
+    folder, files = tmp_path / "export", {"manifest.json": ""}
     assert export(run, folder, "export.formats=[torchscript]") == 0
     assert verify(run, folder) == 0
     assert last_line(capsys).startswith(
         "ARTIFACT VERIFIED_FEW_IMAGES: model.torchscript.pt"
     )
     path = folder / "model.torchscript.pt"
-    with quiet_torchscript():
+    with quiet_torch():
         module = jit.load(str(path), _extra_files=files)
         with torch.no_grad():
             module.state_dict()["network.classifier.bias"].add_(1e-6)
-        text = files[MANIFEST_FILE]
+        text = files["manifest.json"]
         write_archive(
             module,
             path,
-            {MANIFEST_FILE: text.decode() if isinstance(text, bytes) else text},
+            {"manifest.json": text.decode() if isinstance(text, bytes) else text},
         )
     sign(folder)
     assert verify(run, folder) == 7
@@ -459,7 +458,7 @@ def test_the_inside_of_an_int8_file_is_seen_as_it_is(
     write_probe(lowered, probe)
     write_probe(artifact / "model.onnx", whole)
     seen, expected = (
-        open_onnx(probe, optimise=False)(image).normalised,
+        open_onnx(probe, optimize=False)(image).normalised,
         open_onnx(whole)(image).normalised,
     )
     assert seen is not None

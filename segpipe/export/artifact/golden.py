@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from segpipe.export.gates.comparison import FP32, LIMITS
-from segpipe.export.graph.network import DeployModel, run_eager
+from segpipe.export.graph.network import Array, DeployModel, run_eager
 from segpipe.native import one_thread
 
 if TYPE_CHECKING:
@@ -49,9 +48,7 @@ def write_golden(model: DeployModel, checks: Sequence[Check], folder: Path) -> N
         np.save(folder / GOLDEN / f"{name}.npy", array, allow_pickle=False)
 
 
-def golden_arrays(
-    model: DeployModel, images: NDArray[np.uint8]
-) -> dict[str, NDArray[Any]]:
+def golden_arrays(model: DeployModel, images: Array) -> dict[str, Array]:
     """Arrays by name for frames uint8 (n, H, W, 3), the same frames in every profile.
 
     image (n, H, W, 3), mask (n, H, W) and, where the profile has it, confidence (n, h, w) uint8; logits float32 (64,)

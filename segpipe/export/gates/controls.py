@@ -22,34 +22,21 @@ from segpipe.export.gates.comparison import (
     gate_mask,
     gate_preprocessing,
 )
-from segpipe.export.graph.network import DeployModel, run_eager
+from segpipe.export.graph.network import ROBOT, DeployModel, run_eager
 from segpipe.models.preprocess import Preprocess
 
 if TYPE_CHECKING:
     from segpipe.export.dataset import Check
     from segpipe.export.graph.network import Answer, Run
 
-Change = Callable[[Tensor], Tensor]
 _MAX_CHECKS = 3  # check images on which a control is tried
 # Smallest effect of a control that the gates must notice: ten times G2's limit, in standard deviations of the logits.
 _EFFECT = 1e-2
 _NOISE = (1, 3, 96, 96)  # image on which the influence of weights is measured
 
 
-class _Step(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, change: Change) -> None:
-        super().__init__()
-        self.change = change
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.change(x)
-
-
 def _bgr(model: DeployModel) -> None:
-    flip = _Step(lambda image: image.flip(-1))
-    model.preprocess = nn.Sequential(flip, model.preprocess)
+    model.preprocess.register_forward_pre_hook(lambda _, images: images[0].flip(-1))
 
 
 def _no_normalisation(model: DeployModel) -> None:
@@ -93,8 +80,7 @@ def _most_influential(network: nn.Module) -> Tensor:
 
 
 def _classes_permuted(model: DeployModel) -> None:
-    roll = _Step(lambda logits: logits.roll(1, 1))
-    model.network = nn.Sequential(model.network, roll)
+    model.network.register_forward_hook(lambda _, images, logits: logits.roll(1, 1))
 
 
 def _batchnorm_in_training_mode(model: DeployModel) -> None:
@@ -178,7 +164,8 @@ def _chosen(checks: Sequence[Check]) -> list[Check]:
 
 def _faulty(model: DeployModel, name: str) -> DeployModel:
     """A copy of the model, in the profile robot, with the fault."""
-    faulty = copy.deepcopy(model.as_robot())
+    faulty = copy.deepcopy(model)
+    faulty.profile = ROBOT
     CONTROLS[name](faulty)
     return faulty
 

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 import torch
-from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from segpipe.disk import sha256
 from segpipe.errors import ExportError
 from segpipe.export.graph.lowprec import to_fp16, to_int8
 from segpipe.export.graph.network import (
+    Array,
     Image,
     Manifest,
     Profile,
@@ -45,14 +45,13 @@ from segpipe.export.graph.onnx_format import (
     write_probe,
 )
 from segpipe.export.verify_report import one_line
-from segpipe.runtime.artifact import MANIFEST_KEY
+from segpipe.runtime.artifact import MANIFEST, MANIFEST_KEY
 from segpipe.runtime.engines import BF16
 
 if TYPE_CHECKING:
     from segpipe.export.graph.network import DeployModel
     from segpipe.export.verify_report import ExportReport
 
-MANIFEST_FILE = "manifest.json"  # extra file inside
 jit: Any = torch.jit  # has no annotations
 _C: Any = torch._C
 
@@ -74,13 +73,13 @@ def to_torchscript(
 
     Not frozen: freezing folds BatchNorm, and the stored weights would no longer be the trained ones.
     """
-    extra = {MANIFEST_FILE: manifest_text(manifest)}
+    extra = {MANIFEST: manifest_text(manifest)}
     example = model.profile.example(size)
     # Every traced convolution records these switches, and obeys them on a GPU ever after.
     switches = torch.backends.cudnn.flags(
         enabled=True, benchmark=False, deterministic=True, allow_tf32=False
     )
-    with quiet_torchscript(), torch.no_grad(), switches:
+    with torch.no_grad(), switches:
         # torch numbers repeated class names per process. Tracing the probe first uses up the plain names, so the
         # shipped file gets the same numbers whatever was traced before.
         for variant, path in ((model.probe(), probe), (model, shipped)):
@@ -124,11 +123,10 @@ def write_archive(module: Any, path: Path, extra: Mapping[str, str]) -> None:
 
 def _loaded(path: Path) -> tuple[Any, str]:
     """The module of a TorchScript file on the CPU, and the manifest inside. Raises what torch.jit raises."""
-    files: dict[str, Any] = {MANIFEST_FILE: ""}
-    with quiet_torchscript():
+    files: dict[str, Any] = {MANIFEST: ""}
+    with quiet_torch():
         module = jit.load(str(path), map_location="cpu", _extra_files=files)
-    text = files[MANIFEST_FILE]
-    return module, text.decode() if isinstance(text, bytes) else text
+    return module, files[MANIFEST].decode()
 
 
 def open_torchscript(path: Path, profile: Profile) -> Run:
@@ -142,7 +140,7 @@ def problems_of_torchscript(path: Path, manifest: Manifest) -> list[str]:
     module, inside = _loaded(path)
     found = []
     if inside != manifest_text(manifest):
-        found.append(f"{MANIFEST_FILE} inside the file differs from the manifest")
+        found.append(f"{MANIFEST} inside the file differs from the manifest")
     (image,) = manifest["io"]["inputs"]
     needed = manifest["io"]["outputs"]
     zeros = torch.zeros(image["shape"], dtype=getattr(torch, image["dtype"]))
@@ -158,11 +156,14 @@ def problems_of_torchscript(path: Path, manifest: Manifest) -> list[str]:
 
 
 @contextlib.contextmanager
-def quiet_torchscript() -> Iterator[None]:
-    """Hides torch.jit's deprecation warnings: docs/export.md tells the reader, and the user cannot act on them."""
+def quiet_torch() -> Iterator[None]:
+    """Hides deprecation warnings of torch and its converters, on which the user cannot act; docs/export.md tells of
+    torch.jit's."""
     with warnings.catch_warnings():
         for category in (FutureWarning, DeprecationWarning):
             warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is", category)
+            converters = r"(torch|onnxscript|onnx_ir|copyreg)\b"
+            warnings.filterwarnings("ignore", category=category, module=converters)
         # Sizes become constants of the trace. That is intended: a trace never has a free height or width.
         warnings.filterwarnings("ignore", category=jit.TracerWarning)
         yield
@@ -197,13 +198,7 @@ class Format:
         probe: Path,
     ) -> None:
         """Converts `model` for images of `size`. Raises ExportError when torch cannot convert the network."""
-        with warnings.catch_warnings():
-            for category in (FutureWarning, DeprecationWarning):
-                warnings.filterwarnings(
-                    "ignore",
-                    category=category,
-                    module=r"(torch|onnxscript|onnx_ir|copyreg)\b",
-                )
+        with quiet_torch():
             try:
                 self.convert(model, size, manifest, shipped, probe)
             except Exception as error:
@@ -262,7 +257,7 @@ class ModelFile:
             return open_in_engine(path, profile, self.engine)
         if path == self.probe and self.precision == "int8":
             # onnxruntime 1.31 moves quantisation across a transpose, and `normalised` is then off by 0.05.
-            return open_onnx(path, profile, optimise=False)
+            return open_onnx(path, profile, optimize=False)
         return FORMATS[self.format].open(path, profile)
 
     def problems(self) -> list[str]:
@@ -322,7 +317,7 @@ def convert(
     return files
 
 
-def conversion_problems(shipped: Path, converted: ModelFile) -> list[str]:
+def conversion_problem(shipped: Path, converted: ModelFile) -> str:
     """How `shipped` differs from the file that the same versions made from the checkpoint; empty when it does not.
 
     Nothing of the shipped file is executed.
@@ -336,9 +331,8 @@ def conversion_problems(shipped: Path, converted: ModelFile) -> list[str]:
     # An archive of code, which torch writes the same every time
     elif shipped.read_bytes() != converted.path.read_bytes():
         problem = "its bytes are others"
-    if not problem:
-        return []
-    return [f"{shipped.name} is not what the checkpoint converts to: {problem}"]
+    told = f"{shipped.name} is not what the checkpoint converts to: {problem}"
+    return told if problem else ""
 
 
 def _onnx_difference(shipped: Path, converted: Path, precision: str) -> str:
@@ -355,7 +349,7 @@ def _onnx_difference(shipped: Path, converted: Path, precision: str) -> str:
     return ""
 
 
-def _take_values(model: onnx.ModelProto) -> dict[str, NDArray[Any]]:
+def _take_values(model: onnx.ModelProto) -> dict[str, Array]:
     """Values of the tensors, which are taken out of the model, as is the manifest."""
     values = {}
     for tensor in model.graph.initializer:
@@ -378,9 +372,7 @@ def _other_fields(one: Any, other: Any) -> str:
     )
 
 
-def _is_rounding(
-    name: str, values: NDArray[Any], expected: NDArray[Any], precision: str
-) -> bool:
+def _is_rounding(name: str, values: Array, expected: Array, precision: str) -> bool:
     """Whether the values of a tensor differ by no more than another processor explains; NaN does not count as equal."""
     wanted = expected.astype(np.float64)
     moved = np.abs(values.astype(np.float64) - wanted)

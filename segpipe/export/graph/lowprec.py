@@ -14,11 +14,9 @@ import copy
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 from onnxruntime.quantization import (
     CalibrationMethod,
@@ -32,40 +30,36 @@ from onnxruntime.transformers.float16 import convert_float_to_float16
 from onnxruntime.transformers.onnx_model import OnnxModel
 
 from segpipe.errors import ConfigError, ExportError
-from segpipe.export.graph.network import Image
-from segpipe.export.graph.onnx_format import open_session
+from segpipe.export.graph.network import Array, Image
+from segpipe.runtime.engines import make_session
 
 CONV = "Conv"
-Array = NDArray[Any]
 
 
-def between_convolutions(graph: onnx.GraphProto) -> list[bool]:
-    """For each node, whether it is a convolution or lies on a path between two. Nodes are in topological order."""
+def placed_nodes(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, bool]]:
+    """Each node, in topological order, and whether it is a convolution or lies on a path between two."""
     after, before = after_convolutions(graph), before_convolutions(graph)
-    return [
-        node.op_type == CONV
-        or not (after.isdisjoint(node.input) or before.isdisjoint(node.output))
-        for node in graph.node
-    ]
+    for node in graph.node:
+        outside = after.isdisjoint(node.input) or before.isdisjoint(node.output)
+        yield node, node.op_type == CONV or not outside
 
 
 def after_convolutions(graph: onnx.GraphProto) -> set[str]:
     """Names of the tensors that depend on a convolution."""
-    return _reached((node.op_type, node.input, node.output) for node in graph.node)
+    return _reached(graph.node, "input", "output")
 
 
 def before_convolutions(graph: onnx.GraphProto) -> set[str]:
     """Names of the tensors on which a convolution depends, its own inputs included."""
-    nodes = reversed(graph.node)
-    return _reached((node.op_type, node.output, node.input) for node in nodes)
+    return _reached(reversed(graph.node), "output", "input")
 
 
-def _reached(nodes: Iterable[tuple[str, Iterable[str], Iterable[str]]]) -> set[str]:
-    """What nodes (operator, its side here, its far side) lead to, from the convolutions on."""
+def _reached(nodes: Iterable[onnx.NodeProto], near: str, far: str) -> set[str]:
+    """What the nodes lead to from their side `near` to their side `far`, from the convolutions on."""
     found: set[str] = set()
-    for operator, near, far in nodes:
-        if operator == CONV or not found.isdisjoint(near):
-            found.update(filter(None, far))
+    for node in nodes:
+        if node.op_type == CONV or not found.isdisjoint(getattr(node, near)):
+            found.update(filter(None, getattr(node, far)))
     return found
 
 
@@ -76,7 +70,7 @@ def widen_constants(graph: onnx.GraphProto) -> None:
     values per pixel took 1.9 ms at 360x480, a row of them 0.1 ms.
     """
     weights = _weights(graph)
-    for node, is_inside in zip(graph.node, between_convolutions(graph), strict=True):
+    for node, is_inside in placed_nodes(graph):
         width = _shape(graph, node.output[0])[3]
         if is_inside or node.op_type not in ("Mul", "Add") or width == 0:
             continue
@@ -153,9 +147,8 @@ def to_fp16(source: Path, out: Path) -> None:
     graph = model.graph
 
     # Cut the network out and convert it.
-    pairs = list(zip(graph.node, between_convolutions(graph), strict=True))
-    inner = [node for node, is_inside in pairs if is_inside]
-    outer = [node for node, is_inside in pairs if not is_inside]
+    inner = [node for node, is_inside in placed_nodes(graph) if is_inside]
+    outer = [node for node, is_inside in placed_nodes(graph) if not is_inside]
     read = {name for node in outer for name in node.input}
     half = _in_half(_cut_out(model, inner, read))
 
@@ -251,7 +244,7 @@ def activation_ranges(
     watched = copy.deepcopy(model)
     del watched.graph.output[:]
     watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    session = open_session(watched)
+    session = make_session(watched.SerializeToString())
     collector = HistogramCollector(
         "percentile", False, _BINS, _BINS, _PERCENTILE, "same"
     )
@@ -277,16 +270,17 @@ def _quantized_nodes(graph: onnx.GraphProto) -> list[str]:
     """Names of the nodes that run in int8."""
     needed = before_convolutions(graph)
     weights = {tensor.name for tensor in graph.initializer}
-
-    def fits(node: onnx.NodeProto, *, is_inside: bool) -> bool:
+    found = []
+    for node, is_inside in placed_nodes(graph):
         if node.op_type == CONV:
             makes_logits = needed.isdisjoint(node.output)
-            return not makes_logits and weights.issuperset(node.input[1:])
-        along = is_inside and node.op_type in _ALONG
-        return along and weights.isdisjoint(_data(node))
-
-    pairs = zip(graph.node, between_convolutions(graph), strict=True)
-    return [node.name for node, inside in pairs if fits(node, is_inside=inside)]
+            fits = not makes_logits and weights.issuperset(node.input[1:])
+        else:
+            along = is_inside and node.op_type in _ALONG
+            fits = along and weights.isdisjoint(_data(node))
+        if fits:
+            found.append(node.name)
+    return found
 
 
 def _named(model: onnx.ModelProto) -> onnx.ModelProto:

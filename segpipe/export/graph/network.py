@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from segpipe.models.resize import bilinear
 
 if TYPE_CHECKING:
+    from segpipe.models.layers import SegmentationNet
+    from segpipe.models.preprocess import Preprocess
     from segpipe.train.checkpoint import TrainedNetwork
 
+Array = NDArray[Any]
 Image = NDArray[np.uint8]  # (H, W, 3) RGB
 Size = tuple[int, int]  # height, width
 Manifest = dict[str, Any]
@@ -48,8 +51,8 @@ class Answer(NamedTuple):
     mask (H, W) integers, confidence (h, w) uint8, logits float32 (C, H, W), normalised float32 (3, H, W).
     """
 
-    mask: NDArray[Any]
-    confidence: NDArray[np.uint8] | None = None
+    mask: Array
+    confidence: Array | None = None
     logits: NDArray[np.float32] | None = None
     normalised: NDArray[np.float32] | None = None
 
@@ -76,7 +79,7 @@ class Profile:
         shape = (1, 3, *size) if self.planar else (1, *size, 3)
         return torch.zeros(shape, dtype=torch.float32 if self.planar else torch.uint8)
 
-    def encode(self, image: Image) -> NDArray[Any]:
+    def encode(self, image: Image) -> Array:
         """Input batch of one image, in new memory."""
         if self.planar:
             return np.ascontiguousarray(image.transpose(2, 0, 1)[None], np.float32)
@@ -91,7 +94,7 @@ PROFILES = {
 }
 
 
-def answer_of(names: Sequence[str], outputs: Sequence[NDArray[Any]]) -> Answer:
+def answer_of(names: Sequence[str], outputs: Sequence[Array]) -> Answer:
     """Answer from the outputs to a batch of one image."""
     found = {name: output[0] for name, output in zip(names, outputs, strict=True)}
     for name in PROBES:
@@ -106,8 +109,7 @@ def torch_run(module: Any, profile: Profile) -> Run:
     def run(image: Image) -> Answer:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             outputs = module(torch.from_numpy(profile.encode(image)))
-        is_shipped = len(outputs) == len(profile.outputs)
-        names = profile.outputs if is_shipped else profile.probe_outputs
+        names = profile.probe_outputs[: len(outputs)]
         return answer_of(names, [output.numpy() for output in outputs])
 
     return run
@@ -146,18 +148,17 @@ class DeployModel(nn.Module):
 
     def __init__(
         self,
-        network: nn.Module,
-        preprocess: nn.Module,
+        network: SegmentationNet,
+        preprocess: Preprocess,
         *,
-        align_corners: bool,
-        profile: Profile = ROBOT,
-        temperature: float = 1.0,
-        mask_stride: int = 1,
+        profile: Profile,
+        temperature: float,
+        mask_stride: int,
     ) -> None:
         super().__init__()
         self.network = network
         self.preprocess = preprocess
-        self.align_corners = align_corners
+        self.align_corners = network.align_corners
         self.profile = profile
         self.temperature = temperature
         self.mask_stride = mask_stride
@@ -170,7 +171,9 @@ class DeployModel(nn.Module):
         output stride, 255 * largest probability of softmax(logits / temperature); logits float32 (B, C, H, W);
         normalised float32 (B, 3, H, W). With a mask stride above 1, mask and logits are at the output stride, too.
         """
-        normalised = self._normalise(image)
+        planar = self.profile.planar
+        normalise = self.preprocess.normalized if planar else self.preprocess
+        normalised = normalise(image)
         logits = self.network(normalised)
         full = logits
         if self.mask_stride == 1:
@@ -188,21 +191,10 @@ class DeployModel(nn.Module):
         names = self.profile.probe_outputs if self.is_probe else self.profile.outputs
         return tuple(tensors[name] for name in names)
 
-    def _normalise(self, image: Tensor) -> Tensor:
-        module: Any = self.preprocess
-        call = module.normalized if self.profile.planar else module
-        return call(image)  # type: ignore[no-any-return]
-
     def probe(self) -> DeployModel:
         """Same modules and weights, with `logits` and `normalised` as further outputs."""
         variant = copy.copy(self)
         variant.is_probe = True
-        return variant
-
-    def as_robot(self) -> DeployModel:
-        """Same modules and weights in the profile `robot`."""
-        variant = copy.copy(self)
-        variant.profile = ROBOT
         return variant
 
 
@@ -223,11 +215,9 @@ def deploy_model(
     for module in network.modules():
         if isinstance(module, nn.SyncBatchNorm):
             module.__class__ = nn.BatchNorm2d  # type: ignore[assignment]
-    preprocess = copy.deepcopy(trained.preprocess)
     model = DeployModel(
         network,
-        preprocess,
-        align_corners=network.align_corners,
+        copy.deepcopy(trained.preprocess),
         profile=profile,
         temperature=temperature,
         mask_stride=mask_stride,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import onnx
 import torch
@@ -61,7 +60,7 @@ def to_onnx(
     graph_file.ir_version = IR_VERSION
     _drop_debug_info(graph_file)
     onnx.helper.set_model_props(graph_file, {MANIFEST_KEY: manifest_text(manifest)})
-    _keep_outputs(graph_file.graph, model.profile.outputs)
+    del graph_file.graph.output[len(model.profile.outputs) :]
     onnx.save(graph_file, shipped)
     write_probe(shipped, probe)
 
@@ -84,20 +83,9 @@ def write_probe(shipped: Path, probe: Path) -> None:
     onnx.save(model, probe)
 
 
-def open_session(model: Path | onnx.ModelProto, *, optimise: bool = True) -> Any:
-    """onnxruntime.InferenceSession on one CPU thread. Without `optimise` it runs node by node as written.
-
-    Raises what onnxruntime raises.
-    """
-    return make_session(
-        str(model) if isinstance(model, Path) else model.SerializeToString(),
-        optimize=optimise,
-    )
-
-
-def open_onnx(path: Path, profile: Profile = ROBOT, *, optimise: bool = True) -> Run:
-    """An ONNX file in onnxruntime on one CPU thread."""
-    session = open_session(path, optimise=optimise)
+def open_onnx(path: Path, profile: Profile = ROBOT, *, optimize: bool = True) -> Run:
+    """An ONNX file in onnxruntime on one CPU thread. Without `optimize` it runs node by node as written."""
+    session = make_session(str(path), optimize=optimize)
     names = [output.name for output in session.get_outputs()]
 
     def run(image: Image) -> Answer:
@@ -137,7 +125,7 @@ def problems_of_onnx(path: Path, manifest: Manifest) -> list[str]:
         found.append("metadata_props do not hold the manifest")
     if found:
         return found
-    session = open_session(path)
+    session = make_session(str(path))
     declared = {"inputs": session.get_inputs(), "outputs": session.get_outputs()}
     for kind, entries in declared.items():
         got = [
@@ -146,12 +134,6 @@ def problems_of_onnx(path: Path, manifest: Manifest) -> list[str]:
         ]
         found += io_problems(kind, got, manifest["io"][kind])
     return found
-
-
-def _keep_outputs(graph: onnx.GraphProto, names: Collection[str]) -> None:
-    kept = [output for output in graph.output if output.name in names]
-    del graph.output[:]
-    graph.output.extend(kept)
 
 
 def _drop_debug_info(model: onnx.ModelProto) -> None:
