@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from segpipe.data.catalog import ClassTable
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, refuse
 from segpipe.export.artifact.golden import golden_figures, write_golden
 from segpipe.export.artifact.manifest import (
     NO_ORIGIN,
@@ -153,7 +152,7 @@ def export_run(
             rejected = beside(out_dir, "rejected")
             if not result.passed:
                 result.folder = rejected
-                result.write(report, _now())
+                result.write(report)
                 shutil.rmtree(rejected, ignore_errors=True)
                 os.rename(report, rejected)
                 raise refusal(NOT_EXPORTED, result.failed, str(rejected / MARKDOWN))
@@ -167,8 +166,7 @@ def export_run(
 def _check_request(
     trained: TrainedNetwork, out_dir: Path, settings: ExportConfig
 ) -> None:
-    for problem in export_problems(settings):
-        raise ConfigError(problem)
+    refuse(export_problems(settings))
     require_engines(settings)
     stride = trained.model.output_stride
     if settings.mask_stride not in (1, stride):
@@ -190,12 +188,11 @@ def _complete(
         (folder / name).unlink(missing_ok=True)
     if not result.passed:
         return
-    created = _now()
-    manifest = {**result.manifest, **result.to_mapping(created)}
+    manifest = {**result.manifest, **result.to_mapping()}
     require_schema(manifest)
     text = manifest_text(manifest)
     (folder / MANIFEST).write_text(text + "\n")
-    result.write(folder, created)
+    result.write(folder)
     write_golden(model, checks, folder)
     # From the sorted text, as verify renders them again
     write_sidecars(json.loads(text), folder)
@@ -203,10 +200,6 @@ def _complete(
     load_as_robot(result, folder)
     if not result.passed:
         _complete(result, model, checks, folder)
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def trial_export(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -74,6 +75,10 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
 @dataclass
 class ExportReport:
     """Figures of an export: `gates`, `files` and `latency` by file name; the reference is called "eager"."""
@@ -88,6 +93,7 @@ class ExportReport:
     latency: dict[str, dict[str, float | int]] = field(default_factory=dict)
     # By file of reduced precision that is not published: why
     dropped: dict[str, str] = field(default_factory=dict)
+    created: str = field(default_factory=_now)
 
     @property
     def failed(self) -> list[tuple[str, GateResult]]:
@@ -155,14 +161,14 @@ class ExportReport:
         refused = [f"{name} refused: {why}" for name, why in self.dropped.items()]
         return one_line("; ".join(filter(None, [line, self.caveat, *refused])))
 
-    def to_mapping(self, created: str) -> dict[str, Any]:
+    def to_mapping(self) -> dict[str, Any]:
         """All figures as plain values; of two equal exports, only `created` and `latency` differ."""
         gates = {
             name: {
                 gate.name: {
                     "passed": gate.passed,
                     "message": gate.message,
-                    **gate.figures,
+                    **plain(gate.figures),
                 }
                 for gate in results
             }
@@ -170,7 +176,7 @@ class ExportReport:
         }
         return {
             "status": self.status,
-            "created": created,
+            "created": self.created,
             "check_images": self.images,
             "real_images": self.real_images,
             "sigma": plain(asdict(self.sigma)),  # null before the gates
@@ -185,11 +191,11 @@ class ExportReport:
             },
         }
 
-    def write(self, folder: Path, created: str) -> None:
+    def write(self, folder: Path) -> None:
         """Writes verify_report.json and verify_report.md into `folder`."""
-        text = json.dumps(self.to_mapping(created), indent=1, allow_nan=False)
+        text = json.dumps(self.to_mapping(), indent=1, allow_nan=False)
         (folder / JSON).write_text(text + "\n")
-        (folder / MARKDOWN).write_text(render(MARKDOWN, report=self, created=created))
+        (folder / MARKDOWN).write_text(render(MARKDOWN, report=self))
 
     def table(self) -> Table:
         """Gates for the terminal."""

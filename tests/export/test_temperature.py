@@ -39,7 +39,7 @@ def calibrated(
 
 @pytest.mark.parametrize("factor", [0.4, 1.0, 3.0])
 def test_logits_times_a_factor_give_that_temperature(factor: float) -> None:
-    found = fit_temperature(calibrated(factor=factor), ignore_index=IGNORE)
+    found = fit_temperature(calibrated(factor=factor))
     assert found["temperature"] == pytest.approx(factor, rel=0.05)
     assert found["images"] == 6
     assert found["ece_after"] < 0.025
@@ -51,7 +51,7 @@ def test_logits_times_a_factor_give_that_temperature(factor: float) -> None:
 
 def test_no_other_temperature_is_more_likely() -> None:
     pairs = calibrated(factor=2.0, seed=3)
-    best = fit_temperature(pairs, ignore_index=IGNORE)["temperature"]
+    best = fit_temperature(pairs)["temperature"]
     score = np.concatenate(
         [logits.reshape(CLASSES, -1).T for logits, _ in pairs]
     ).astype(np.float64)
@@ -67,7 +67,7 @@ def test_no_other_temperature_is_more_likely() -> None:
 
 def test_both_errors_are_those_of_the_labelled_pixels() -> None:
     [(logits, target)] = calibrated(1, factor=2.5)
-    found = fit_temperature([(logits, target)], ignore_index=IGNORE)
+    found = fit_temperature([(logits, target)])
     score, label = (
         logits.reshape(CLASSES, -1).T.astype(np.float64),
         target.ravel().astype(np.int64),
@@ -136,26 +136,23 @@ def test_at_most_2048_pixels_of_an_image_are_used() -> None:
         .astype(np.float32)
     )
     target = np.zeros((50, 60), np.uint8)
-    score, label = temperature._pixels(0, logits, target, IGNORE)
+    score, label = temperature._pixels(0, logits, target)
     assert (score.shape, label.shape) == ((2048, 2), (2048,))
     assert len(np.unique(score[:, 0])) == 2048, "none twice"
     target.ravel()[2048:] = IGNORE
-    score, _ = temperature._pixels(0, logits, target, IGNORE)
+    score, _ = temperature._pixels(0, logits, target)
     assert np.array_equal(score, logits.reshape(2, -1)[:, :2048].T)
 
 
 def test_targets_are_taken_at_the_centres_of_the_cells() -> None:
     pairs = calibrated(factor=1.5)
-    wanted = fit_temperature(pairs, ignore_index=IGNORE)
+    wanted = fit_temperature(pairs)
     large = [
         (logits, np.repeat(np.repeat(target, 8, 0), 8, 1)) for logits, target in pairs
     ]
-    assert fit_temperature(large, ignore_index=IGNORE) == wanted
+    assert fit_temperature(large) == wanted
     shifted = [(logits, np.roll(target, 8, 1)) for logits, target in large]
-    assert (
-        fit_temperature(shifted, ignore_index=IGNORE)["ece_before"]
-        > 2 * wanted["ece_before"]
-    )
+    assert fit_temperature(shifted)["ece_before"] > 2 * wanted["ece_before"]
     ramp = np.arange(90 * 120, dtype=np.uint8).reshape(90, 120)
     nearest = cv2.resize(
         ramp, (SIZE[1], SIZE[0]), interpolation=cv2.INTER_NEAREST_EXACT
@@ -165,19 +162,17 @@ def test_targets_are_taken_at_the_centres_of_the_cells() -> None:
         .normal(0, 1, (256, *SIZE))
         .astype(np.float32)
     )
-    assert fit_temperature([(logits, ramp)], ignore_index=300) == fit_temperature(
-        [(logits, nearest)], ignore_index=300
-    )
+    assert fit_temperature([(logits, ramp)]) == fit_temperature([(logits, nearest)])
 
 
 def test_ignored_pixels_do_not_count() -> None:
     pairs = calibrated(factor=2.0)
     for _, target in pairs:
         target[: SIZE[0] // 2] = IGNORE
-    wanted = fit_temperature(pairs, ignore_index=IGNORE)
+    wanted = fit_temperature(pairs)
     for logits, _ in pairs:
         logits[:, : SIZE[0] // 2] *= -7
-    assert fit_temperature(pairs, ignore_index=IGNORE) == wanted
+    assert fit_temperature(pairs) == wanted
 
 
 def test_pixels_are_drawn_by_the_place_of_the_image(
@@ -185,32 +180,26 @@ def test_pixels_are_drawn_by_the_place_of_the_image(
 ) -> None:
     monkeypatch.setattr(temperature, "PIXELS", 200)
     np.random.seed(1)
-    one = fit_temperature(iter(calibrated(factor=2.0)), ignore_index=IGNORE)
+    one = fit_temperature(iter(calibrated(factor=2.0)))
     np.random.seed(2)
-    assert fit_temperature(calibrated(factor=2.0), ignore_index=IGNORE) == one
+    assert fit_temperature(calibrated(factor=2.0)) == one
     assert one["temperature"] == pytest.approx(2.0, rel=0.15)
     monkeypatch.setattr(temperature, "PIXELS", 199)
-    assert fit_temperature(calibrated(factor=2.0), ignore_index=IGNORE) != one
+    assert fit_temperature(calibrated(factor=2.0)) != one
 
 
 def test_the_ends_of_the_scale() -> None:
     logits = np.zeros((CLASSES, *SIZE), dtype=np.float32)
     target = np.zeros(SIZE, dtype=np.uint8)
-    assert (
-        fit_temperature([(logits, target)], ignore_index=IGNORE)["temperature"] == 1.0
-    )
+    assert fit_temperature([(logits, target)])["temperature"] == 1.0
     logits[0] = 1.0  # always right: no confidence is too high
-    assert fit_temperature([(logits, target)], ignore_index=IGNORE)[
-        "temperature"
-    ] == pytest.approx(0.02, rel=0.5)
+    assert fit_temperature([(logits, target)])["temperature"] == pytest.approx(
+        0.02, rel=0.5
+    )
     logits[0] = 0.01  # so that even the lowest is not low enough
-    assert fit_temperature([(logits, target)], ignore_index=IGNORE)[
-        "temperature"
-    ] == pytest.approx(0.02)
+    assert fit_temperature([(logits, target)])["temperature"] == pytest.approx(0.02)
     logits[0] = -1.0  # always wrong: none is too low
-    assert fit_temperature([(logits, target)], ignore_index=IGNORE)[
-        "temperature"
-    ] == pytest.approx(50)
+    assert fit_temperature([(logits, target)])["temperature"] == pytest.approx(50)
 
 
 def unusable() -> Iterator[tuple[np.ndarray, np.ndarray, str]]:
@@ -230,12 +219,12 @@ def unusable() -> Iterator[tuple[np.ndarray, np.ndarray, str]]:
 )
 def test_unusable_data(logits: np.ndarray, target: np.ndarray, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        fit_temperature([(logits, target)], ignore_index=IGNORE)
+        fit_temperature([(logits, target)])
 
 
 def test_no_image_at_all() -> None:
     with pytest.raises(DataError, match="0 images"):
-        fit_temperature([], ignore_index=IGNORE)
+        fit_temperature([])
 
 
 NOT_FITTED = {"method": "none", "temperature": 1.0}

@@ -14,7 +14,6 @@ from torch import nn
 
 from segpipe.errors import ExportMismatch, IntegrityError, LatencyError, QualityError
 from segpipe.export.graph.network import Answer, Image, Run
-from segpipe.files import plain
 from segpipe.runtime.artifact import BF16_LEVELS, CONFIDENCE_SHARE
 
 if TYPE_CHECKING:
@@ -118,21 +117,22 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class GateResult:
-    """Verdict of a gate, a key of GATES. `message` is one line: the finding, and the limit when it failed."""
+    """Verdict of a gate, a key of GATES, which failed for the reason `failure`, or passed without one."""
 
     gate: str
-    passed: bool
+    failure: str
     figures: dict[str, Any]
-    message: str
+    finding: str
 
-    @classmethod
-    def of(
-        cls, gate: str, failure: str, figures: dict[str, Any], finding: str
-    ) -> GateResult:
-        """Result of a gate that failed for the reason `failure`, or passed without one."""
-        message = f"{gate} {failure}" if failure else finding
-        # JSON has no infinity: null
-        return cls(gate, not failure, plain(figures), message)
+    @property
+    def passed(self) -> bool:
+        """Whether there is no failure."""
+        return not self.failure
+
+    @property
+    def message(self) -> str:
+        """One line: the finding, or what failed, with its limit."""
+        return f"{self.gate} {self.failure}" if self.failure else self.finding
 
     @property
     def name(self) -> str:
@@ -145,7 +145,7 @@ def gate_integrity(problems: Sequence[str]) -> GateResult:
     """G1: the file is whole, loadable, and what the manifest says."""
     failure = f"integrity: {'; '.join(problems)}" if problems else ""
     finding = "checker, loader and manifest agree"
-    return GateResult.of("G1", failure, {"problems": problems}, finding)
+    return GateResult("G1", failure, {"problems": problems}, finding)
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ def gate_logits(
     figures = {"max_sigma": relative, "limit_sigma": limit, "worst": worst.name}
     judged = ", not judged" if math.isinf(limit) else ""
     finding = f"largest difference {relative:.1e} sigma{judged}"
-    return GateResult.of("G2", failure, figures, finding)
+    return GateResult("G2", failure, figures, finding)
 
 
 def gate_mask(
@@ -338,7 +338,7 @@ def gate_mask(
     }
     part = f"{differing} of {pixels} pixels differ"
     finding = part if differing else "all pixels equal"
-    return GateResult.of("G3", failure, figures, finding)
+    return GateResult("G3", failure, figures, finding)
 
 
 def _percent(share: float, limit: float) -> str:
@@ -359,4 +359,4 @@ def gate_preprocessing(
         )
     figures = {"max_difference": found, "limit": limit, "worst": worst.name}
     finding = f"largest difference of the normalised image {found:.1e}"
-    return GateResult.of("G4", failure, figures, finding)
+    return GateResult("G4", failure, figures, finding)

@@ -139,7 +139,7 @@ def gate_power(
     failure = ""
     if unseen:
         failure = f"power: negative controls pass: {', '.join(unseen)}, so the gates are inconclusive"
-    return GateResult.of("G6", failure, figures, finding)
+    return GateResult("G6", failure, figures, finding)
 
 
 def _effect(expected: Answer, answer: Answer) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,7 +100,7 @@ def gate_latency(
     if math.isfinite(share):
         finding += f", at most {share:g} of fp32"
     figures = {"budget_ms": budget_ms, "share_of_fp32": share}
-    return GateResult.of("latency", failure, figures, finding)
+    return GateResult("latency", failure, figures, finding)
 
 
 @dataclass
@@ -153,8 +153,12 @@ def judge(
     result.images = [check.name for check in inputs.checks]
     result.real_images = sum(check.is_real for check in inputs.checks)
     case = _Case(result, model, reference, by_name, inputs)
-    for gate in SEQUENCE:
-        gate(case)
+    _integrity(case)
+    _answers(case)
+    power = gate_power(model, reference, inputs.checks, result.sigma)
+    result.gates[EAGER] = [power]
+    _quality(case)
+    _latency(case)
     return {name: opened.comparisons for name, opened in case.candidates.items()}
 
 
@@ -189,12 +193,6 @@ def _answers(case: _Case) -> None:
         ]
 
 
-def _power(case: _Case) -> None:
-    """G6, of the gates themselves."""
-    gate = gate_power(case.model, case.reference, case.inputs.checks, case.result.sigma)
-    case.result.gates[EAGER] = [gate]
-
-
 def _quality(case: _Case) -> None:
     """G5 where there are labels."""
     runs = case.still_judged()
@@ -226,16 +224,6 @@ def _latency(case: _Case) -> None:
             limits=LIMITS[file.arithmetic],
         )
         case.result.gates[name].append(gate)
-
-
-# In this order; each adds its verdicts to the report.
-SEQUENCE: tuple[Callable[[_Case], None], ...] = (
-    _integrity,
-    _answers,
-    _power,
-    _quality,
-    _latency,
-)
 
 
 def require_engines(settings: ExportConfig) -> None:

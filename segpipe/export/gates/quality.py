@@ -37,7 +37,7 @@ LOWEST, HIGHEST = 0.02, 50.0  # temperature
 _EXACT = 1e-9  # relative error of the fit
 
 Logits = NDArray[np.float32]
-Target = NDArray[np.uint8]
+Target = NDArray[np.uint8]  # class ids (H, W)
 
 
 def calibration_entry(
@@ -46,11 +46,11 @@ def calibration_entry(
     """`calibration` of the manifest; without labels, temperature 1. Call it inside `one_thread`."""
     if labelled is None:
         return {"method": "none", "temperature": 1.0}
-    return fit_temperature(_logits(trained, labelled), ignore_index=IGNORE_INDEX)
+    return fit_temperature(_logits(trained, labelled))
 
 
 def fit_temperature(
-    logits_and_targets: Iterable[tuple[Logits, Target]], *, ignore_index: int
+    logits_and_targets: Iterable[tuple[Logits, Target]],
 ) -> dict[str, Any]:
     """Temperature in 0.02..50 with the least negative log-likelihood of the targets, as an entry of the manifest.
 
@@ -62,7 +62,7 @@ def fit_temperature(
     finite.
     """
     found = [
-        _pixels(index, logits, target, ignore_index)
+        _pixels(index, logits, target)
         for index, (logits, target) in enumerate(logits_and_targets)
     ]
     if not any(len(label) for _, label in found):
@@ -105,7 +105,7 @@ def _logits(
 
 
 def _pixels(
-    index: int, logits: Logits, target: Target, ignore_index: int
+    index: int, logits: Logits, target: Target
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Logits (n, C) and classes (n,) of the labelled pixels of an image."""
     classes, height, width = logits.shape
@@ -115,7 +115,7 @@ def _pixels(
     label = cells.astype(np.int64).ravel()
 
     # Drawn by the place of the image alone, so that the same images give the same temperature
-    place = np.flatnonzero(label != ignore_index)
+    place = np.flatnonzero(label != IGNORE_INDEX)
     if len(place) > PIXELS:
         random = generator(sample_key(0, 0, index, "calibration"))
         place = np.sort(random.choice(place, PIXELS, replace=False))
@@ -155,7 +155,7 @@ class Score:
     images: int = 0
     invalid_pixels: int = 0
 
-    def add(self, answer: Answer, target: NDArray[np.uint8]) -> None:
+    def add(self, answer: Answer, target: Target) -> None:
         """Adds one image; a pixel with an invalid id counts as class 0."""
         num_classes = len(self.counts)
         mask = enlarged(answer.mask, *target.shape)
@@ -168,7 +168,7 @@ class Score:
 
 def scores(
     runs: Mapping[str, Run],
-    labelled: Iterable[tuple[Image, NDArray[np.uint8]]],
+    labelled: Iterable[tuple[Image, Target]],
     num_classes: int,
 ) -> dict[str, Score]:
     """Score of each run, all on the same images."""
@@ -211,7 +211,7 @@ def gate_quality(
         failure = (
             f"quality: no labelled pixel in {images} images; choose another data.split"
         )
-        return GateResult.of("G5", failure, {"images": images}, "")
+        return GateResult("G5", failure, {"images": images}, "")
 
     old_miou, new_miou = (100 * miou(each.counts) for each in (reference, found))
     gain = new_miou - old_miou
@@ -225,12 +225,10 @@ def gate_quality(
     beyond = gain - fmean(
         max(-ties[name], min(move, ties[name])) for name, move in moves.items()
     )
-    over = [name for name in moves if not size(moves[name]) <= room[name]]
+    over = [name for name in moves if size(moves[name]) > room[name]]
     worst = max(over or moves, key=lambda name: size(moves[name]))
     falling = [
-        name
-        for name in critical
-        if name in moves and not size(moves[name]) <= limits.critical_points
+        name for name in critical if size(moves.get(name, 0.0)) > limits.critical_points
     ]
     unlabelled = [name for name in critical if name not in moves]
     figures = {
@@ -263,4 +261,4 @@ def gate_quality(
             "export.quality_images, or take it out of export.critical_classes"
         )
     finding = f"mIoU {old_miou:.2f} % moves by {gain:+.4f} points on {images} images"
-    return GateResult.of("G5", failure, figures, finding)
+    return GateResult("G5", failure, figures, finding)
