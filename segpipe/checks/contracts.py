@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -67,32 +67,34 @@ class Clause:
     note: str = ""  # worth knowing, though it is kept
 
 
-def answers(
-    part: str, questions: Iterable[tuple[str, Question]], vital: int = 1
-) -> Iterator[Clause]:
-    """A clause for each question; after a problem of one of the first `vital`, the others could only repeat it.
+def answer(ask: Question) -> str:
+    """The answer to a question. An error of the user's code is a problem, with its file and line."""
+    try:
+        return ask()
+    except SegpipeError as error:
+        return str(error)
+    except Exception as error:
+        return f"{plugins.located(error)}."
 
-    An error of the user's code is a problem, with its file and line.
-    """
-    for place, (name, ask) in enumerate(questions):
-        try:
-            answer = ask()
-        except SegpipeError as error:
-            answer = str(error)
-        except Exception as error:
-            answer = f"{plugins.located(error)}."
-        if answer.startswith(NOTE):
-            yield Clause(part, name, note=answer.removeprefix(NOTE))
+
+def answers(
+    part: str, questions: Mapping[str, Question], vital: int = 1
+) -> Iterator[Clause]:
+    """A clause for each question; after a problem of one of the first `vital`, the others could only repeat it."""
+    for place, (name, ask) in enumerate(questions.items()):
+        found = answer(ask)
+        if found.startswith(NOTE):
+            yield Clause(part, name, note=found.removeprefix(NOTE))
             continue
-        yield Clause(part, name, answer)
-        if answer and place < vital:
+        yield Clause(part, name, found)
+        if found and place < vital:
             return
 
 
 def refusal(*questions: Question) -> str:
     """The first problem that an answer tells; empty when there is none."""
-    clauses = answers("", [("", ask) for ask in questions])
-    return next((clause.problem for clause in clauses if clause.problem), "")
+    found = map(answer, questions)
+    return next((each for each in found if each and not each.startswith(NOTE)), "")
 
 
 def forbidden_ops(call: Callable[[], object]) -> str:
@@ -112,14 +114,14 @@ class DataContract:
 
     def clauses(self) -> Iterator[Clause]:
         """All clauses; the first alone when the split cannot be opened."""
-        asked = {
-            "can be opened": self._opened,
-            "images, targets and names": self._samples,
-            "same bytes twice": self._twice,
-            "same bytes in another process": self._other_process,
+        split = self.split
+        questions = {
+            f"{split}: can be opened": self._opened,
+            f"{split}: images, targets and names": self._samples,
+            f"{split}: same bytes twice": self._twice,
+            f"{split}: same bytes in another process": self._other_process,
         }
-        named = [(f"{self.split}: {name}", ask) for name, ask in asked.items()]
-        return answers("data", named)
+        return answers("data", questions)
 
     def refusal(self) -> str:
         """Why no training should start with this data set; empty when one may."""
@@ -147,8 +149,8 @@ class DataContract:
         seed_globals(2)
         again = contents(self._open(), self.indices[::-1])[::-1]
 
-        advice = "Let the index alone decide, and draw nothing at random."
-        return self._different(before, again, f"read twice. {advice}")
+        how = "read twice. Let the index alone decide, and draw nothing at random."
+        return self._different(before, again, how)
 
     def _other_process(self) -> str:
         """A forked one, as loader processes are, and one of another start of the program."""
@@ -161,8 +163,10 @@ class DataContract:
                     f"{NOTE}not checked in another process ({method}): {error}. Open files and databases in read, not "
                     "in __init__."
                 )
-            advice = "Use no hash() of text, process id, clock, parent_process(), or order of a set or of os.listdir."
-            how = f"read by another process. {advice}"
+            how = (
+                "read by another process. Use no hash() of text, process id, clock, parent_process(), or order of a "
+                "set or of os.listdir."
+            )
             if problem := self._different(expected, found, how):
                 return problem
         return ""
@@ -239,7 +243,7 @@ class LossContract:
                 lambda: self._gradient(self.logits)
             ),
         }
-        return answers("loss", questions.items())
+        return answers("loss", questions)
 
     def refusal(self) -> str:
         """Why no training should start with this loss; empty when one may. Raises what the call raises."""
@@ -386,7 +390,6 @@ class NetworkContract:
         self.config, self.num_classes, self.largest = config, num_classes, largest
         self.export = export
         self.size = tuple(min(length, largest) for length in config.augment.crop_size)
-        self.failed: Exception | None = None  # why it does not run
         draws = torch.Generator().manual_seed(0)
         self.image = torch.randn(3, 3, *self.size, generator=draws)
         self.target = torch.randint(
@@ -396,7 +399,7 @@ class NetworkContract:
 
     def clauses(self) -> Iterator[Clause]:
         """All clauses; none further when there is no network, or one of other weights each time or of wrong shapes."""
-        return answers("model", self.questions().items(), vital=3)
+        return answers("model", self.questions(), vital=3)
 
     def questions(self) -> dict[str, Callable[[], str]]:
         """What answers each clause with what is wrong, or nothing."""
@@ -416,8 +419,8 @@ class NetworkContract:
             "the export passes its gates": self._export,
         }
 
-    def runs(self) -> bool:
-        """Whether the network, which this builds, takes these images on the CPU. Raises SegpipeError for its outputs.
+    def failure(self) -> Exception | None:
+        """What the network, which this builds, raises for these images on the CPU. Raises SegpipeError for its outputs.
 
         Many networks need more rows, and some need a GPU.
         """
@@ -428,11 +431,11 @@ class NetworkContract:
         except SegpipeError:
             raise
         except Exception as error:
-            self.failed = error
-        return self.failed is None
+            return error
+        return None
 
     def refusal(self, afresh: Callable[[], Any]) -> str:
-        """Why no training should start with a network that `runs`; empty when one may.
+        """Why no training should start with a network without `failure`; empty when one may.
 
         `afresh` returns what `passed_afresh` does, in another process.
         """
@@ -648,7 +651,7 @@ def passed_afresh(
 
     for size in sizes:
         contract = NetworkContract(config, num_classes, size)
-        if contract.runs():
+        if not contract.failure():
             break
     contract._is_built()
     return [value.numpy() for value in contract.passed()]
@@ -687,12 +690,11 @@ def check_plugin(config: Config, num_classes: int) -> None:
     with preserved(), again as afresh:
         for largest in sizes:
             contract = NetworkContract(config, num_classes, largest)
-            if contract.runs():
+            if not (error := contract.failure()):
                 if problem := contract.refusal(afresh):
                     raise ConfigError(f"{KEY} = {config.model.name}: {problem}")
                 return
 
-    error = contract.failed
     on_gpu = config.compute.device != "cpu" and torch.cuda.device_count() > 0
     if error and (isinstance(error, MISTAKES) or not on_gpu):
         where = plugins.located(error)

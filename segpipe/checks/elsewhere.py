@@ -13,6 +13,7 @@ from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest.mock import patch
 
 import cv2
 
@@ -55,7 +56,6 @@ def started(
     receiver, sender = context.Pipe(duplex=False)
     call = partial(function, *arguments)
     process: Any = None
-    problem = ""
     try:
         try:
             target: Callable[..., None] = _send
@@ -74,9 +74,9 @@ def started(
                 )
                 process.start()
         except (AttributeError, TypeError, pickle.PicklingError) as error:
-            problem = f"cannot be sent to another process: {error}"
+            sender.send(UnansweredError(f"cannot be sent to another process: {error}"))
         sender.close()
-        yield partial(_received, receiver, problem)
+        yield partial(_received, receiver)
     finally:
         receiver.close()
         if process is not None and process.pid is not None:
@@ -84,9 +84,7 @@ def started(
             process.join()
 
 
-def _received(receiver: Connection, problem: str) -> Any:
-    if problem:
-        raise UnansweredError(problem)
+def _received(receiver: Connection) -> Any:
     if not receiver.poll(PATIENCE_S):
         raise UnansweredError(f"no answer in {PATIENCE_S:.0f} s")
     try:
@@ -141,14 +139,9 @@ def other_environment() -> None:
 @contextmanager
 def _another_environment() -> Iterator[None]:
     """Variables and arguments of the processes that are spawned in the block."""
-    before, arguments = dict(os.environ), sys.argv
-    other_environment()
-    os.environ.update(RANK_1)
-    os.environ["PYTHONHASHSEED"] = "2" if before.get("PYTHONHASHSEED") == "1" else "1"
-    sys.argv = [*arguments[:1], *(["started=again"] * (len(arguments) + 1))]
-    try:
+    arguments = [*sys.argv[:1], *(["started=again"] * (len(sys.argv) + 1))]
+    with patch.dict(os.environ), patch.object(sys, "argv", arguments):
+        hashed = os.environ.get("PYTHONHASHSEED")
+        other_environment()
+        os.environ |= {**RANK_1, "PYTHONHASHSEED": "2" if hashed == "1" else "1"}
         yield
-    finally:
-        sys.argv = arguments
-        os.environ.clear()
-        os.environ.update(before)
