@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError, SegpipeError
@@ -145,24 +145,21 @@ def clear_folder(config: Config) -> None:
         ) from error
 
 
-def finished(config: Config) -> dict[str, Any] | None:
-    """result.json of a run that `run.exists=resume` has nothing left to do for; None if there is work left."""
-    folder = config.run_dir
-    made = [folder / PAGE]
-    if config.export.enabled:
-        made.append(Path(config.export.dir or folder / "export") / "manifest.json")
-    whole = all(path.is_file() for path in made) and not failure(folder).exit_code
-    whole = whole and not is_live(made[0])
-    if config.run.exists != "resume" or not whole:
-        return None
+def finished(config: Config) -> bool:
+    """Whether `run.exists=resume` has nothing left to do for a run."""
+    folder, export = config.run_dir, config.export
+    manifest = Path(export.dir or folder / "export", "manifest.json")
     try:
         result = dict(read_json(folder / "result.json"))
         done = int(result.get("steps", 0)) >= config.train.steps
-        wanted = config.export
-        same = not wanted.enabled or saved_config(folder).export == wanted
+        whole = not is_live(folder / PAGE) and not failure(folder).exit_code
+        if export.enabled:
+            same = saved_config(folder).export == export
+            whole = whole and same and manifest.is_file()
     except (ConfigError, OSError, ValueError, TypeError):
-        return None
-    return result if same and (done or result.get("stopped_early")) else None
+        return False
+    done = done or bool(result.get("stopped_early"))
+    return config.run.exists == "resume" and done and whole
 
 
 def _holds_run(folder: Path) -> bool:
@@ -178,15 +175,10 @@ def _has_checkpoint(folder: Path) -> bool:
 def _progress(folder: Path) -> str:
     from segpipe.train.checkpoint import newest_whole
 
-    try:
-        found = newest_whole(folder)
-    except SegpipeError:
-        found = None
-    return (
-        f"step {found.content['step']}"
-        if found
-        else "a run without a readable checkpoint"
-    )
+    with contextlib.suppress(SegpipeError):
+        if found := newest_whole(folder):
+            return f"step {found.content['step']}"
+    return "a run without a readable checkpoint"
 
 
 def remove_dead(folder: Path) -> None:
@@ -254,15 +246,13 @@ class _Lock:
                     ) from None
 
     def _create(self) -> None:
-        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            os.write(file, self._content)
-            os.fsync(file)
-        except OSError:
-            self.path.unlink()
-            raise
-        finally:
-            os.close(file)
+        with self.path.open("xb", buffering=0) as file:
+            try:
+                file.write(self._content)
+                os.fsync(file)
+            except OSError:
+                self.path.unlink()
+                raise
 
     def look(self) -> bool:
         """Touch the file when it is due."""
@@ -367,7 +357,7 @@ def _remove(path: Path, dead: bytes) -> None:
     """
     beside = path.with_name(f".{LOCK}.removal")
     try:
-        os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        beside.touch(exist_ok=False)
     except FileExistsError:
         with contextlib.suppress(FileNotFoundError):
             if _silent_s(beside) > REMOVAL_S:  # its job was killed

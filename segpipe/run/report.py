@@ -153,7 +153,7 @@ def worst_images(found: Validation, count: int = 4) -> list[int]:
     known = [index for index, score in scores.items() if not math.isnan(score)]
     reach = min(NEIGHBORS, len(known) // 8)
     chosen: list[int] = []
-    for index in sorted(known, key=lambda index: scores[index]):
+    for index in sorted(known, key=scores.__getitem__):
         is_near = any(abs(index - other) <= reach for other in chosen)
         if len(chosen) < count and not is_near:
             chosen.append(index)
