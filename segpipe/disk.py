@@ -36,6 +36,15 @@ def patiently(path: Path | str, work: Callable[[], T]) -> T:
     return work()
 
 
+def open_to_append(path: Path) -> int:
+    """Descriptor of the file at `path`, made if there is none, for `append`. Raises OSError.
+
+    Unbuffered: a forked loader process would write a buffer's content a second time.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    return patiently(path, lambda: os.open(path, flags, 0o666))
+
+
 def append(path: Path, descriptor: int, content: bytes) -> None:
     """Append all of `content` to the file that is open at `path`, or nothing. Raises OSError."""
     before = os.lseek(descriptor, 0, os.SEEK_END)

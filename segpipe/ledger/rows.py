@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.disk import append, patiently
+from segpipe.disk import append, open_to_append
 from segpipe.errors import CheckpointError
 from segpipe.files import not_written
 
@@ -353,9 +353,7 @@ class LedgerWriter:
         sound = read_file(path).sound if path.exists() else 0
         with _disk(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Unbuffered: a forked loader process would write a buffer's content a second time.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            self._file = patiently(path, lambda: os.open(path, flags, 0o666))
+            self._file = open_to_append(path)
             os.ftruncate(self._file, sound)
         self._append(encode(header))
 

@@ -444,7 +444,8 @@ class Prometheus(Callback):
         self._set("world_size", environment.world_size() or 1)
         self._set("restarts", sum(environment.job_attempt()[1]))
         self._set("resumed_step", step)
-        self._publish(step)
+        self._set("step", step)
+        self._publish()
 
     def on_metrics(self, step: int, metrics: Figures) -> None:
         """Show the figures; of those of several ranks, this one's."""
@@ -455,7 +456,8 @@ class Prometheus(Callback):
                 self._set(f"{kind}_{figure}", value, label)
         for name, value in _gpu_figures().items():
             self._set(f"gpu_{name}", value)
-        self._publish(step)
+        self._set("step", step)
+        self._publish()
 
     def on_end(self, result: Values) -> None:
         """Leave the exit code of a run that failed in the text file; another run's file goes."""
@@ -477,9 +479,7 @@ class Prometheus(Callback):
             )
         self._gauges[name].labels(**self._labels, of=of).set(value)
 
-    def _publish(self, step: int | None = None) -> None:
-        if step is not None:
-            self._set("step", step)
+    def _publish(self) -> None:
         self._set("time", time.time())
         for name, path in self._files.items():
             with contextlib.suppress(OSError):

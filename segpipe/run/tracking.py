@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from segpipe.disk import append, patiently
+from segpipe.disk import append, open_to_append
 from segpipe.errors import CollectiveError, SegpipeError
 from segpipe.files import not_written, plain, read_json, to_json, write_atomically
 from segpipe.run.console import ERRORS
@@ -45,7 +45,6 @@ from segpipe.run.trackers import (
 from segpipe.settings.config import Config
 
 if TYPE_CHECKING:
-    from segpipe.data.catalog import ClassTable
     from segpipe.train.engine import Run
     from segpipe.train.metrics import Validation
 
@@ -82,10 +81,8 @@ class Tracker:
         callbacks: dict[str, _Called],
         kept: Sequence[Values] = (),
     ) -> None:
-        self._path, self._file = path, None
-        if path:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            self._file = patiently(path, lambda: os.open(path, flags, 0o666))
+        self._path = path
+        self._file = open_to_append(path) if path else None
         self._kept = {(entry["step"], entry["kind"]) for entry in kept}
         earlier_s = kept[-1]["time_s"] if kept else 0.0
         self._start = time.monotonic() - earlier_s
@@ -119,7 +116,15 @@ class Tracker:
         step = run.state.step
         shown = self._path is not None and (step, "validation") not in self._kept
         if self._callbacks and shown:
-            scores = _scores(found, run.val_samples.classes)
+            from segpipe.train.metrics import summary
+
+            classes = run.val_samples.classes
+            scores = {
+                **summary(found.total, classes.names),
+                "confusion": found.total.numpy(),
+                "names": classes.names,
+                "palette": classes.palette,
+            }
             self.call("on_validation", step, scores, live_pictures(run, found))
 
     def call(self, method: str, *given: Any) -> None:
@@ -194,7 +199,7 @@ def open_tracker(
     resume_step=None starts an empty metrics.jsonl. A number keeps the lines up to that step; later ones will be written
     again.
     """
-    classes = dict(tracker_classes(config))
+    classes = tracker_classes(config)
     path, kept = None, []
     if rank == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -220,18 +225,6 @@ def _warn(name: str, error: BaseException) -> None:
         f"continues; {FILE_NAME} has every value.",
         style="yellow",
     )
-
-
-def _scores(found: Validation, classes: ClassTable) -> Values:
-    """Figures of a validation: those of `metrics.summary`, `confusion`, `names` and `palette`."""
-    from segpipe.train.metrics import summary
-
-    return {
-        **summary(found.total, classes.names),
-        "confusion": found.total.numpy(),
-        "names": classes.names,
-        "palette": classes.palette,
-    }
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:
