@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib import import_module, invalidate_caches, metadata
 from importlib.util import find_spec
@@ -107,11 +108,8 @@ def split(key: str, path: str) -> tuple[str, str]:
 
 def check_place(key: str, path: str) -> None:
     """Raise ConfigError unless the module exists and the user named it, or it lies in the project. Imports nothing."""
-    split(key, path)
-    top = _top(path)
-    if _place(top) is None:
-        raise ConfigError(_no_module(key, path, top))
-    if not is_trusted(path) and (fault := _fault_of_place(top)):
+    top, place = _top(path), _place(key, path)
+    if not is_trusted(path) and (fault := _fault_of_place(top, place)):
         raise ConfigError(
             f"{key} = {path} is named by a run, but {top} {fault}. Code that a run "
             f"names must be a module or package of the project, here {Path.cwd()}, "
@@ -124,30 +122,28 @@ def _top(path: str) -> str:
     return path.partition(":")[0].partition(".")[0]
 
 
-def _place(top: str) -> Path | None:
-    """Folder of a package, or file of a module; None where there is none. Imports nothing.
+def _place(key: str, path: str) -> Path:
+    """Folder of the package, or file of the module, at the top of an import path. Imports nothing.
 
-    A relative path stands for what is built into Python.
+    A relative path stands for what is built into Python. Raises ConfigError where there is none.
     """
+    split(key, path)
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
     invalidate_caches()  # it may have been written a moment ago
-    try:
-        spec = find_spec(top)
-    except ValueError:  # imported in a way that left no spec, as __main__
-        return None
-    if spec is None:
-        return None
-    if spec.submodule_search_locations:
-        return Path(next(iter(spec.submodule_search_locations)))
-    return Path(spec.origin or "")
+    top = _top(path)
+    with suppress(ValueError):  # imported in a way that left no spec, as __main__
+        if spec := find_spec(top):
+            folders = spec.submodule_search_locations
+            return Path(next(iter(folders)) if folders else spec.origin or "")
+    raise ConfigError(_no_module(key, path, top))
 
 
-def _fault_of_place(top: str) -> str:
+def _fault_of_place(top: str, place: Path) -> str:
     """Why a run's word is not enough to import a package or module; empty if it is."""
-    place, here = _place(top), Path.cwd()
-    if place is None or not place.is_absolute():
+    here = Path.cwd()
+    if not place.is_absolute():
         return "lies in Python itself, outside the project"
     if not place.is_relative_to(here) or top == "segpipe" or _is_installed(place):
         return f"lies in {place}, outside the project"
@@ -263,11 +259,8 @@ def sources(named: Iterable[tuple[str, str]]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for key, path in named:
-        module = split(key, path)[0]
-        place = _place(_top(module))
-        if place is None:
-            raise ConfigError(_no_module(key, path, _top(module)))
-        found |= _closure(module, place.parent)
+        root = _place(key, path).parent
+        found |= _closure(split(key, path)[0], root)
     return dict(sorted(found.items()))
 
 
