@@ -36,7 +36,7 @@ PARTS = {
 def check_augment(given: Given) -> int:
     """Exit code: that of an impure augmentation if a probe fails."""
     config = with_crop(compose(given["overrides"]))
-    check(config, world_size=1)
+    check(config)
     flags.apply(config.compute.threads, config.compute.mode)
     with progress("checking augment", 3) as show:
         found = list(augment_clauses(config, show))

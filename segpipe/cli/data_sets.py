@@ -39,7 +39,7 @@ def pack(given: Given) -> int:
     config = compose(given["overrides"])
     if config.data.pack == "off":
         config = replace(config, data=replace(config.data, pack="auto"))
-    check(config, world_size=1)
+    check(config)
     found = [
         files
         for split in dict.fromkeys(("train", config.data.split))

@@ -62,7 +62,7 @@ def main(given: Given) -> int:
             f"data.root: {entry.root}: {', '.join(filter(None, files))}\n{entry.note}"
         )
         return 0
-    check(config, world_size=1)
+    check(config)
     splits = list(dict.fromkeys(["train", data.split]))
     own = data.name == "folder" and data.root and not data.classes
     is_new = own and Path(data.root).is_dir() and not table_path(data).exists()

@@ -45,7 +45,7 @@ SAMPLES = 8  # that the loader's work is measured on
 def describe(given: Given) -> int:
     """Exit code. Prints sizes of a network, counted without computing anything, and its latency on this machine."""
     config = compose(given["overrides"])
-    check(config, world_size=1)
+    check(config)
     size, classes = _size(given["size"]), given["classes"]
     found = counts(config, size, classes, given["batch"])
     if given["runs"]:
@@ -122,7 +122,7 @@ def _peak(call: Callable[[], object]) -> int:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    alive: dict[int, tuple[Any, int]] = {}
+    alive: dict[Any, int] = {}
     peak = 0
 
     class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -135,10 +135,10 @@ def _peak(call: Callable[[], object]) -> int:
                 if hasattr(leaf, "untyped_storage"):
                     storage = leaf.untyped_storage()
                     ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                    alive[storage._cdata] = ref, storage.nbytes()
-            for key in [key for key, (ref, _) in alive.items() if ref.expired()]:
-                del alive[key]
-            peak = max(peak, sum(size for _, size in alive.values()))
+                    alive[ref] = storage.nbytes()
+            for ref in [ref for ref in alive if ref.expired()]:
+                del alive[ref]
+            peak = max(peak, sum(alive.values()))
             return out
 
     with Memory():  # type: ignore[no-untyped-call]
@@ -208,7 +208,7 @@ def gpu_check(given: Given) -> int:
 def profile(given: Given) -> int:
     """Exit code. Prints the parts of an update, and writes profile.json and a trace."""
     config = compose(given["overrides"])
-    check(config, world_size=1)
+    check(config)
     flags.set_environment(
         environment.local_world_size() * config.compute.threads, config.compute.mode
     )

@@ -104,15 +104,6 @@ COMMON_ERRORS = (
 )  # fmt: skip
 
 
-def launch(config: Config) -> int:
-    """Train with this configuration; returns the exit code of the command.
-
-    Raises SegpipeError when the run is refused before its processes start.
-    """
-    with alone():
-        return _launch(config)
-
-
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Raises ConfigError while another thread of this process trains, whose generators and switches are torch's."""
@@ -126,12 +117,17 @@ def alone() -> Iterator[None]:
         _ALONE.release()
 
 
-def _launch(config: Config) -> int:
+@alone()
+def launch(config: Config) -> int:
+    """Train with this configuration; returns the exit code of the command.
+
+    Raises SegpipeError when the run is refused before its processes start.
+    """
     if environment.under_launcher():
         return work(config)
     try:
         environment.check_tasks()
-        check(config, world_size=1)  # what takes no import of torch comes first
+        check(config)  # what takes no import of torch comes first
         # Before anything imports torch.
         flags.set_environment(config.compute.threads, config.compute.mode)
         config, world_size, splits = _prepared(config)
@@ -227,7 +223,7 @@ def check_job(config: Config) -> Config:
     Returns the configuration with its crop and steps.
     """
     environment.check_tasks()
-    check(config, world_size=1)
+    check(config)
     config, _ = with_steps(config)
     check(config, world_size=_world_size(config))
     pin_weights(config)
@@ -247,8 +243,7 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
     from segpipe.export.artifact.place import check_place
 
     check_tracking(config)
-    if config.import_paths or config.model.args:
-        contracts.check_plugins(config)
+    contracts.check_plugins(config)
     splits = splits or open_splits(config)
     train, val = splits
     contracts.check_data(
@@ -335,8 +330,6 @@ def check_workers(config: Config, samples: DataSet) -> None:
     from segpipe.data.augment import Augmenter
 
     data, method = config.data, config.data.start_method
-    if not data.workers:
-        return
     # The kernel ends a process whose shared memory no page backs, without a word.
     height, width = config.augment.crop_size
     batch = config.compute.samples_per_shard * height * width * BYTES_PER_PIXEL
@@ -347,7 +340,7 @@ def check_workers(config: Config, samples: DataSet) -> None:
             f"data.workers = {data.workers} and data.prefetch = {data.prefetch} need {needed / 2**20:.0f} MiB of "
             f"shared memory, but this machine has {memory / 2**20:.0f} MiB. Lower one of the two."
         )
-    if method == "fork":  # which sends no object
+    if not data.workers or method == "fork":  # which sends no object
         return
     sent = {
         f"data.name = {config.data.name}": samples,
@@ -403,8 +396,6 @@ def _spawn(config: Config, world_size: int) -> int:
                 started = set(multiprocessing.active_children()) - others
                 _pass_on(stop.args[0], started, config.compute.timeout_s)
                 return Interrupted.exit_code
-    except ConfigError as error:
-        return _report(error)
     except ProcessExitedException as error:
         if error.exit_code > 0:
             return error.exit_code
@@ -503,7 +494,7 @@ def work(
 def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
     threads, mode = config.compute.threads, config.compute.mode
     if not prepared:
-        check(config, world_size=1)  # what takes no import of torch comes first
+        check(config)  # what takes no import of torch comes first
     flags.set_environment(environment.local_world_size() * threads, mode)
     from segpipe.distributed import group as processes
 

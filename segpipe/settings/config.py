@@ -218,7 +218,7 @@ def config_hash(config: Config | Values) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def check(config: Config, *, world_size: int) -> None:
+def check(config: Config, *, world_size: int = 1) -> None:
     """Raise ConfigError with a line for each setting that a run could not work with. Reads no files."""
     values = flat(config)
     wrong = problems_of(SETTINGS, values)
