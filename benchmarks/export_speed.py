@@ -38,7 +38,7 @@ from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.native import one_thread
 from segpipe.settings.compose import Setting, parse, with_settings
-from segpipe.settings.config import Config
+from segpipe.settings.config import SETTINGS, Config
 from segpipe.train.checkpoint import TrainedNetwork, load_network
 from segpipe.train.metrics import confusion, miou
 
@@ -58,7 +58,8 @@ Image = NDArray[np.uint8]
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Latency, mIoU and size of every form of the run's network; latency of the other networks."""
-    settings = parse(given.settings, (RUN, WHICH, SIZES), ("data.root", "data.split"))
+    of_data = (SETTINGS["data.root"], SETTINGS["data.split"])
+    settings = parse(given.settings, (RUN, WHICH, SIZES, *of_data))
     trained = load_network(Path(settings["run"]), settings["which"])
     config = with_settings(trained.config, settings)
     samples = open_samples(config.data, config.data.split, config.seed)

@@ -17,16 +17,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from segpipe import plugins
-from segpipe.cli.commands import COMMANDS, TRUST, Given
+from segpipe.cli.commands import COMMANDS, Given
 from segpipe.distributed.environment import local_rank, rank, wait_to_be_ended
 from segpipe.errors import Interrupted, SegpipeError
 from segpipe.files import read_json
@@ -42,6 +40,7 @@ from segpipe.settings.compose import (
 )
 from segpipe.settings.config import SETTINGS, Config, from_mapping, to_mapping
 
+# Most commands import torch, so a function imports its own when it is called.
 if TYPE_CHECKING:
     from segpipe.export.verify_report import ExportReport
     from segpipe.ledger.divergence import Comparison
@@ -86,11 +85,11 @@ def configuration(settings: Settings = ()) -> Config:
     return compose([settings] if isinstance(settings, str) else list(settings))
 
 
+@alone()
 def load(
     folder: Path | str,
     *,
     settings: Replaced = None,
-    trust: Sequence[str] = (),
     **keys: Any,
 ) -> Predictor:
     """The network of a run, or of an exported folder: `.predict(image)` gives class ids and confidence.
@@ -98,71 +97,56 @@ def load(
     Shapes: image uint8 RGB (H, W, 3) -> uint8 (H, W), float32 (H, W) from 0 to 1. `.names` and `.palette` are those of
     the classes. Keys are those of `segpipe predict` but for its files, such as which="best" or tta=["flip"].
     """
+    from segpipe.cli import predict
     from segpipe.runtime.artifact import MANIFEST
 
-    predict = _command("predict")
     kind = "artifact" if (Path(folder) / MANIFEST).is_file() else "run"
     # What `segpipe predict` does with its files is of no account here.
-    values = keys | {kind: folder, "trust": trust, "source": "-", "out": "-"}
+    values = keys | {kind: folder, "source": "-", "out": "-"}
     given = _given("predict", values, settings)
     predict.check(given, has_video=False)
-    with alone():
-        found: Predictor = predict.predictor(given)
-    return found
+    return predict.predictor(given)
 
 
+@alone()
 def evaluate(
     run: Path | str,
     *,
     settings: Replaced = None,
-    trust: Sequence[str] = (),
     **keys: Any,
 ) -> Given:
     """Scores of a run on a split: what `segpipe evaluate` prints, by the same names."""
-    given = _given("evaluate", keys | {"run": run, "trust": trust}, settings)
-    with alone():
-        return dict(_command("evaluate").scored(given)[0])
+    from segpipe.cli.evaluate import scored
+
+    given = _given("evaluate", keys | {"run": run}, settings)
+    return scored(given)[0]
 
 
+@alone()
 def export(
     run: Path | str,
     *,
     settings: Replaced = None,
-    trust: Sequence[str] = (),
     **keys: Any,
 ) -> ExportReport:
     """Export a run; the published folder with the result of every gate. Raises ExportMismatch if it fails one."""
-    values = keys | {"run": run, "trust": trust}
-    with alone():
-        report: ExportReport = _command("export").export(
-            _given("export", values, settings)
-        )
-    return report
+    from segpipe.cli import export as command
+
+    given = _given("export", keys | {"run": run}, settings)
+    return command.export(given)
 
 
-def compare(
-    a: Path | str, b: Path | str, *, trust: Sequence[str] = (), **keys: Any
-) -> Comparison:
+def compare(a: Path | str, b: Path | str, **keys: Any) -> Comparison:
     """Whether two runs hold the same bits, and where they first differ."""
-    values = keys | {"a": a, "b": b, "trust": trust}
-    found: Comparison = _command("runs").compared(_given("compare", values, {}))
-    return found
+    from segpipe.cli.runs import compared
 
-
-def _command(name: str) -> ModuleType:
-    """The module of a command; not before it is called, since most import torch."""
-    return import_module(f"segpipe.cli.{name}")
+    return compared(_given("compare", keys | {"a": a, "b": b}, {}))
 
 
 def _given(name: str, values: Mapping[str, Any], settings: Replaced) -> Given:
     """What the command line of these values would give."""
-    command = COMMANDS[name]
-    plain = {
-        key: str(value) if isinstance(value, Path) else value
-        for key, value in {**values, **(settings or {})}.items()
-    }
-    given = complete(plain, command.keys, command.settings)
-    plugins.trust(given[TRUST.key])
+    given = complete({**values, **(settings or {})}, COMMANDS[name].known)
+    plugins.trust(given["trust"])
     return given
 
 

@@ -24,6 +24,8 @@ TTA = Setting(
     [],
     "average over views of the image: [flip,0.75,1.25] for mirrored and scaled ones",
 )
+LINES = Setting("lines", 20, "problems to print; 0: all", low=0)
+JSON = Setting("json", False, "print one line of JSON")
 PRECISIONS = ("fp32", "bf16", "fp16", "int8")
 EXISTS = ("keep", "replace")
 DATA = ("data.root", "data.split")
@@ -44,6 +46,11 @@ class Command:
     positional: tuple[str, ...] = ()  # keys that may be given without their name
     overrides: tuple[str, ...] = ()  # groups of settings that --help lists
     starts: str = ""  # module.function of segpipe.cli; empty: NAME.main
+
+    @property
+    def known(self) -> list[Setting]:
+        """All that may be given by name, but for overrides."""
+        return [*self.keys, *(SETTINGS[name] for name in self.settings)]
 
 
 COMMANDS = {
@@ -139,7 +146,7 @@ COMMANDS = {
                 "HTML page to write: problems, classes, leaks, samples, an augmented batch; empty: none",
             ),
             Setting("write", False, "write the proposed classes.yaml"),
-            Setting("lines", 20, "problems to print; 0: all", low=0),
+            LINES,
         ),
         overrides=("data",),
     ),
@@ -221,7 +228,7 @@ COMMANDS = {
             ),
             Setting("copy", False, "copy the images; links to them otherwise"),
             Setting("skip", False, "leave out what cannot be imported"),
-            Setting("lines", 20, "problems to print; 0: all", low=0),
+            LINES,
         ),
         positional=("format",),
         starts="data_sets.import_labels",
@@ -284,7 +291,7 @@ COMMANDS = {
             Setting(
                 "b", "runs/B", "folder of the run to compare it with", required=True
             ),
-            Setting("json", False, "print one line of JSON"),
+            JSON,
             TRUST,
         ),
         positional=("a", "b"),
@@ -346,7 +353,7 @@ COMMANDS = {
                 "batch", 2, "images in the training whose memory is counted", low=2
             ),
             Setting("runs", 5, "forwards whose median is the latency; 0: none", low=0),
-            Setting("json", False, "print one line of JSON"),
+            JSON,
         ),
         overrides=("model",),
         starts="speed.describe",
@@ -399,7 +406,7 @@ COMMANDS = {
                 "",
                 "HTML page to write: the table, and the curves of the best runs",
             ),
-            Setting("json", False, "print one line of JSON"),
+            JSON,
         ),
     ),
 }

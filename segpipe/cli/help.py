@@ -70,7 +70,7 @@ def _sections(command: Command) -> Iterator[tuple[str, Rows]]:
     for group in command.overrides:
         yield (
             group,
-            _rows(entry for entry in SETTINGS.values() if _group(entry) == group),
+            _rows(SETTINGS[key] for key in SETTINGS if key.partition(".")[0] == group),
         )
     if command.keys:
         yield "keys", _rows(command.keys)
@@ -79,10 +79,6 @@ def _sections(command: Command) -> Iterator[tuple[str, Rows]]:
         yield "settings of the run that can be replaced", rows
     if 0 < len(command.overrides) < len(COMMANDS["train"].overrides):
         yield "All other settings of segpipe train are accepted too.", []
-
-
-def _group(entry: Setting) -> str:
-    return entry.key.partition(".")[0]
 
 
 def _rows(entries: Iterable[Setting]) -> Rows:

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from segpipe import __version__, plugins
-from segpipe.cli.commands import COMMANDS, TRUST
+from segpipe.cli.commands import COMMANDS
 from segpipe.cli.help import overview, page
 from segpipe.determinism import flags
 from segpipe.errors import ConfigError, Interrupted, SegpipeError
@@ -54,12 +54,11 @@ def _run(name: str, rest: list[str]) -> int:
     command = COMMANDS[name]
     given: Any = parse(
         rest,
-        command.keys,
-        command.settings,
+        command.known,
         command.positional,
         overrides=bool(command.overrides),
     )
-    plugins.trust(given.get(TRUST.key, []))
+    plugins.trust(given.get("trust", []))
     # OpenMP reads it once; a training asks again for its own number of threads.
     flags.set_environment(SETTINGS["compute.threads"].default, "off")
     module, _, function = (

@@ -49,7 +49,6 @@ from segpipe.settings.config import Config
 
 # Runs that differ in nothing else repeat one recipe.
 REPEATS = ("seed", "data.hold_out")
-Check = Callable[[Config], object]  # raises SegpipeError
 SHORT = 120  # characters of a suffix; a longer one ends with a hash of the whole
 
 
@@ -96,7 +95,7 @@ class Jobs:
     loader: ConfigLoader
     config: DictConfig
     check_job: Callable[[Config], Config]
-    examine: Check
+    examine: Callable[[Config], object]
     jobs: dict[Path, SweepJob] = field(default_factory=dict)
     examined: list[Any] = field(default_factory=list)
 
@@ -278,12 +277,12 @@ def sweep(
     line: CommandLine,
     train: Callable[[DictConfig], int],
     check: Callable[[Config], Config],
-    examine: Check,
+    examine: Callable[[Config], object],
 ) -> int:
     """Train all jobs of a sweep; returns the first exit code that is not 0.
 
     train: trains one job in processes of its own and returns its exit code; a launcher of Hydra calls it. check: checks
-    settings and folder of a job. examine: checks its data and all else.
+    settings and folder of a job. examine: checks its data and all else. Both raise SegpipeError.
     """
     if under_launcher():
         raise ConfigError(
@@ -309,7 +308,7 @@ def sweep(
             explained(line.added),
             patch.object(plugins, "instantiate_launcher", instantiate_jobs),
         ):
-            app.multirun("config", train, line.overrides + line.search_path)
+            app.multirun("config", train, line.overrides)
     except OSError as error:
         if not error.filename:
             raise

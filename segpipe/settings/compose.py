@@ -76,16 +76,11 @@ OmegaConf.register_new_resolver(
 class CommandLine:
     """What was typed for a training."""
 
-    overrides: list[str] = field(default_factory=list)  # as Hydra needs them
+    # As Hydra needs them, the added folders among them.
+    overrides: list[str] = field(default_factory=list)
     added: list[Path] = field(default_factory=list)  # folders with further files
     sweeps: bool = False
     shows: bool = False  # prints the configuration instead of training
-
-    @property
-    def search_path(self) -> list[str]:
-        """The added folders, as an override of Hydra."""
-        listed = ",".join(f"'file://{folder}'" for folder in self.added)
-        return [f"hydra.searchpath=[{listed}]"] if listed else []
 
 
 def command_line(arguments: Sequence[str]) -> CommandLine:
@@ -104,6 +99,9 @@ def command_line(arguments: Sequence[str]) -> CommandLine:
             line.added.append(Path(value).resolve())
         line.sweeps |= option in MULTIRUN
         line.shows |= option in SHOW
+    if line.added:
+        folders = ",".join(f"'file://{folder}'" for folder in line.added)
+        line.overrides.append(f"hydra.searchpath=[{folders}]")
     if "hydra.mode=RUN" not in typed:
         line.sweeps |= any(_is_sweep(text, line.added) for text in typed)
     problems = []
@@ -115,7 +113,7 @@ def command_line(arguments: Sequence[str]) -> CommandLine:
     if problems and not line.sweeps:
         # What can be read may be wrong, too: one attempt tells all.
         try:
-            check(composed(line), world_size=1)
+            check(composed(line))
         except ConfigError as error:
             problems.append(str(error))
     refuse(problems)
@@ -182,7 +180,7 @@ def _override(text: str, line: CommandLine) -> str:
         return text
     entry = SETTINGS[key]
     if "${" not in value and value != "???":
-        read(entry, value)
+        valid_values({key: entry}, {key: _value(entry, value)})
     return f"{key}={quoted(value) if entry.is_text else value}"
 
 
@@ -208,15 +206,8 @@ def quoted(text: str) -> str:
     return f'"{inner}"'
 
 
-def read(entry: Setting, text: str) -> Any:
-    """Value of `text` with the type of the setting: text as it was typed, all else in Hydra's grammar.
-
-    Raises ConfigError if it does not fit.
-    """
-    return valid_values({entry.key: entry}, {entry.key: _value(entry, text)})[entry.key]
-
-
 def _value(entry: Setting, text: str) -> Any:
+    """Value of `text` for a setting: text as it was typed, all else in Hydra's grammar."""
     if entry.is_text:
         return unquoted(text)
     parsed = _parsed(entry.key, text, shown(entry.default))
@@ -231,46 +222,38 @@ def _value(entry: Setting, text: str) -> Any:
 def parse(
     arguments: Sequence[str],
     keys: Sequence[Setting],
-    settings: Sequence[str] = (),
     positional: Sequence[str] = (),
     *,
     overrides: bool = False,
 ) -> dict[str, Any]:
-    """Values of all `keys`, and of those of a run's `settings` that are given.
+    """Values of the keys of a command, and of those settings of a run, whose keys have a dot, that are given.
 
     Keys in `positional` may be given without their name, in this order. With `overrides`, all other arguments are those
     of a training, and come under this name. Raises ConfigError for unknown and missing keys and for values that do not
     fit.
     """
-    known = _known(keys, settings)
+    known = {key.key: key for key in keys}
     defaults = {name: entry.default for name, entry in known.items()}
     rest: list[str] = []
     typed = dict(_pairs(arguments, defaults, positional, rest))
     if not overrides:
         refuse(_unknown(text, known) for text in rest)
     values = {name: _value(known[name], text) for name, text in typed.items()}
-    given = complete(values, keys, settings)
+    given = complete(values, keys)
     return given | {"overrides": rest} if overrides else given
 
 
-def complete(
-    values: Values, keys: Sequence[Setting], settings: Sequence[str] = ()
-) -> dict[str, Any]:
+def complete(values: Values, keys: Sequence[Setting]) -> dict[str, Any]:
     """The values with their types, and the defaults of the keys that are not given. Raises as `parse` does."""
-    known = _known(keys, settings)
+    known = {key.key: key for key in keys}
     refuse(_unknown(name, known) for name in values if name not in known)
     missing = [
         f"{key.key} is missing ({key.doc}). Set {key.key}={key.default}."
         for key in keys
         if key.required and not values.get(key.key)
     ]
-    defaults = {key.key: key.default for key in keys}
+    defaults = {key.key: key.default for key in keys if "." not in key.key}
     return defaults | valid_values(known, values, missing)
-
-
-def _known(keys: Sequence[Setting], settings: Sequence[str]) -> Settings:
-    own = {key.key: key for key in keys}
-    return own | {name: SETTINGS[name] for name in settings}
 
 
 def _unknown(argument: str, known: Settings) -> str:
@@ -321,7 +304,7 @@ def _following(default: Any, rest: list[str]) -> str:
 
 
 def with_settings(config: Config, given: Values) -> Config:
-    """`config` with the settings in `given`, as text or value, replaced; keys without a dot are no settings.
+    """`config` with the settings in `given` replaced; keys without a dot are no settings.
 
     A `loss.backend` that needs a certain machine becomes auto: the network may have been trained on another one.
     """
@@ -331,10 +314,9 @@ def with_settings(config: Config, given: Values) -> Config:
     for key, value in given.items():
         group, _, name = key.rpartition(".")
         if group:
-            is_text = isinstance(value, str)
-            values[group][name] = read(SETTINGS[key], value) if is_text else value
+            values[group][name] = value
     changed = from_mapping(values)
-    check(changed, world_size=1)
+    check(changed)
     return changed
 
 
@@ -351,7 +333,7 @@ def composed(line: CommandLine) -> Config:
         explained(line.added),
         initialize_config_dir(version_base="1.3", config_dir=str(CONF)),
     ):
-        return resolve(hydra_compose("config", line.overrides + line.search_path))
+        return resolve(hydra_compose("config", line.overrides))
 
 
 def resolve(composed: DictConfig) -> Config:

@@ -20,7 +20,7 @@ KINDS: dict[type, tuple[Any, str]] = {
     bool: (bool, "true or false"),
     int: (int, "a whole number"),
     float: (int | float, "a number"),
-    str: (str | int | float, "text"),
+    str: (str | int | float | Path, "text"),
 }
 
 MOST = 1e9  # of a number without a limit of its own
