@@ -55,8 +55,8 @@ class AuditRequest:
     spans: int = 3
     span_steps: int = 100  # longest replay of a span; 0: up to the next checkpoint
     any_environment: bool = False  # replay although versions or hardware differ
-    # By dotted name: those that do not affect the numbers.
-    settings: dict[str, str] = field(default_factory=dict)
+    # By dotted name: those that do not affect the numbers. Keys without a dot are none.
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 class Span(NamedTuple):

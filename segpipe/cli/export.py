@@ -207,7 +207,7 @@ def audit(given: Given) -> int:
         spans=given["spans"],
         span_steps=given["span_steps"],
         any_environment=given["any_environment"],
-        settings={key: value for key, value in given.items() if "." in key},
+        settings=given,
     )
     with progress("audit") as show:
         found = examine(
