@@ -14,7 +14,6 @@ from torch import nn
 from segpipe import plugins
 from segpipe.data.catalog import ClassTable
 from segpipe.determinism import flags
-from segpipe.disk import sha256
 from segpipe.errors import CheckpointError, ConfigError, WeightsError
 from segpipe.files import write_atomically
 from segpipe.ledger.digest import leaves, state_digest
@@ -34,7 +33,7 @@ from segpipe.settings.config import (
     recipe,
     to_mapping,
 )
-from segpipe.train.start import pin_weights, weights_file
+from segpipe.train.start import pin_weights, pinned_teacher, weights_file
 
 if TYPE_CHECKING:
     from segpipe.models.layers import SegmentationNet
@@ -42,12 +41,6 @@ if TYPE_CHECKING:
 
 FORMAT = "segpipe-checkpoint"
 VERSION = 2
-KEYS = (
-    "format", "version", "step", "config", "classes", "fingerprint", "model", "ema", "optimizer", "scaler", "digests",
-    "best_miou",
-)  # fmt: skip
-
-LATER_KEYS = {"stale": 0}  # missing in older files, with what they stand for
 
 
 @dataclass(frozen=True)
@@ -145,20 +138,17 @@ def newest_whole(folder: Path) -> Found | None:
 
 
 def restore(
-    path: Path,
+    found: Found,
     state: TrainState,
     config: Config,
     classes: ClassTable,
     fingerprint: dict[str, Any],
-    *,
-    saved: dict[str, Any] | None = None,
 ) -> None:
-    """Load a checkpoint into `state`; `saved` is its content, if it was read already.
+    """Load a checkpoint into `state`.
 
-    Raises CheckpointError when it cannot be read, or when recipe, classes or environment are not those it was trained
-    with; names what differs.
+    Raises CheckpointError when recipe, classes or environment are not those it was trained with; names what differs.
     """
-    saved = load(path) if saved is None else saved
+    path, saved = found.path, found.content
     if changed := changed_course(recipe(from_mapping(saved["config"])), recipe(config)):
         raise CheckpointError(f"{path} {changed}")
     if not config.run.allow_fingerprint_change:
@@ -234,7 +224,6 @@ def save(path: Path, state: dict[str, Any]) -> None:
     """
     state = {"format": FORMAT, "version": VERSION, **state}
     state["digests"] = _digests(state)
-    assert set(state) - set(LATER_KEYS) == set(KEYS), sorted(set(state) ^ set(KEYS))
     buffer = io.BytesIO()
     torch.save(state, buffer)
     write_atomically(path, buffer.getvalue())
@@ -257,21 +246,18 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has version {state.get('version')}, but {expected} was needed."
         )
-    if missing := sorted(set(KEYS) - set(state)):
-        raise CheckpointError(f"{path} lacks {', '.join(missing)} of {expected}.")
     try:
-        digests = _digests(state)
-    except (AttributeError, TypeError) as error:
+        digests, recorded = _digests(state), state["digests"]
+        altered = [part for part in digests if recorded.get(part) != digests[part]]
+    except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is not {expected}: its weights are not tensors ({error})."
+            f"{path} is not {expected}: its weights are missing, or are not tensors ({error!r})."
         ) from error
-    recorded = state["digests"]
-    altered = [part for part in digests if recorded.get(part) != digests[part]]
     if altered:
         raise CheckpointError(
             f"{path}: {' and '.join(altered)} were altered after they were written. Restore the file."
         )
-    return {**LATER_KEYS, **state}
+    return {"stale": 0, **state}  # which older files lack
 
 
 def _digests(state: dict[str, Any]) -> dict[str, str]:
@@ -366,17 +352,9 @@ def read_start(config: Config) -> WeightsSource:
 def read_teacher(config: Config) -> TrainedNetwork:
     """The network of `loss.teacher`, averaged, in eval mode on the CPU.
 
-    Raises CheckpointError when the file is gone, or was replaced meanwhile.
+    Raises ConfigError when the file is gone, and CheckpointError when it was replaced meanwhile.
     """
-    loss = config.loss
-    path, expected = weights_file(loss.teacher), loss.teacher_sha256
-    if not path.is_file():
-        raise CheckpointError(f"{path} of loss.teacher does not exist any more.")
-    if expected and sha256(path) != expected:
-        raise CheckpointError(
-            f"{path} of loss.teacher has another SHA-256 than the run was started with, {expected}. Put that file back."
-        )
-    return load_network(path)
+    return load_network(pinned_teacher(config.loss))
 
 
 def teacher_of(config: Config, device: torch.device) -> SegmentationNet | None:

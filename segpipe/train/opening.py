@@ -44,9 +44,7 @@ def state_of(
         config, group, backend(config.loss, group.device.type)
     )
     if found:
-        checkpoint.restore(
-            found.path, state, config, classes, fingerprint, saved=found.content
-        )
+        checkpoint.restore(found, state, config, classes, fingerprint)
         if found.note and group.is_main:
             print(found.note, file=sys.stderr)  # also without train.progress
     warnings = []

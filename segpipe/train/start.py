@@ -14,6 +14,7 @@ from segpipe.settings.config import saved_config
 if TYPE_CHECKING:
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
+    from segpipe.settings.groups import LossConfig
 
 WEIGHTS = "weights.json"  # in a run's folder: what became of every tensor
 
@@ -24,15 +25,9 @@ def pin_weights(config: Config) -> None:
     A run that is resumed does not need the file any more: where it is gone, the value is that of config.json. Raises
     ConfigError without a file, and CheckpointError when it has another SHA-256 than the setting.
     """
-    model, loss = config.model, config.loss
-    if loss.teacher:
-        path = weights_file(loss.teacher)
-        if not path.is_file():
-            raise ConfigError(
-                f"loss.teacher = {loss.teacher}: {path} does not exist. Set it to the folder of a finished run, or to "
-                f"one of its checkpoints."
-            )
-        loss.teacher_sha256 = _pinned(path, "loss.teacher_sha256", loss.teacher_sha256)
+    model = config.model
+    if config.loss.teacher:
+        pinned_teacher(config.loss)
     if model.weights:
         path = weights_file(model.weights)
         model.weights_sha256 = (
@@ -40,6 +35,18 @@ def pin_weights(config: Config) -> None:
             if path.is_file()
             else _earlier_sha256(config)
         )
+
+
+def pinned_teacher(loss: LossConfig) -> Path:
+    """The file of `loss.teacher`, which is set, as that of `pin_weights`."""
+    path = weights_file(loss.teacher)
+    if not path.is_file():
+        raise ConfigError(
+            f"loss.teacher = {loss.teacher}: {path} does not exist. Set it to the folder of a finished run, or to one "
+            f"of its checkpoints."
+        )
+    loss.teacher_sha256 = _pinned(path, "loss.teacher_sha256", loss.teacher_sha256)
+    return path
 
 
 def _pinned(path: Path, key: str, expected: str) -> str:

@@ -13,7 +13,7 @@ from segpipe.keys import torch_seed
 from segpipe.ledger.digest import state_digest
 from segpipe.models import build_model
 from segpipe.settings.config import Config, from_mapping, to_mapping
-from segpipe.train.checkpoint import load, restore, save, snapshot
+from segpipe.train.checkpoint import Found, load, restore, save, snapshot
 from segpipe.train.state import TrainState, build_state
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
@@ -45,6 +45,10 @@ def digests(state: TrainState) -> list[str]:
     ]
 
 
+def restored(path: Path, *given: Any) -> None:
+    restore(Found(path, load(path)), *given)
+
+
 @pytest.mark.parametrize(("name", "precision"), [("sgd", "fp32"), ("adamw", "fp16")])
 def test_a_restored_state_goes_on_with_the_same_bits(
     tmp_path: Path, name: str, precision: str
@@ -60,7 +64,7 @@ def test_a_restored_state_goes_on_with_the_same_bits(
     torch.rand(3)  # what else the process did must not matter
     other = build_state(settings, CAMVID, CPU)
     assert digests(other) != digests(state)
-    restore(tmp_path / "last.pt", other, settings, CAMVID, HERE)
+    restored(tmp_path / "last.pt", other, settings, CAMVID, HERE)
     assert (other.step, other.best_miou, other.stale) == (2, 0.375, 2)
     update(other, 2)
     assert digests(other) == digests(state)
@@ -68,7 +72,7 @@ def test_a_restored_state_goes_on_with_the_same_bits(
     # The control: without the optimizer's state the bits differ.
     forgetful = build_state(settings, CAMVID, CPU)
     empty = forgetful.optimizer.state_dict()
-    restore(tmp_path / "last.pt", forgetful, settings, CAMVID, HERE)
+    restored(tmp_path / "last.pt", forgetful, settings, CAMVID, HERE)
     forgetful.optimizer.load_state_dict(empty)
     update(forgetful, 2)
     assert digests(forgetful) != digests(state)
@@ -124,7 +128,7 @@ def test_another_recipe_is_refused_by_name(
     with pytest.raises(
         CheckpointError, match=r"last\.pt was trained with another recipe"
     ) as caught:
-        restore(saved, build_state(config(), CAMVID, CPU), other, CAMVID, HERE)
+        restored(saved, build_state(config(), CAMVID, CPU), other, CAMVID, HERE)
     assert named in str(caught.value)
 
 
@@ -134,7 +138,9 @@ def test_settings_that_reach_no_number_may_change(saved: Path) -> None:
         "compute": {"nproc": "2"},
         "export": {"dir": "out"},
     }
-    restore(saved, build_state(config(), CAMVID, CPU), from_mapping(free), CAMVID, HERE)
+    restored(
+        saved, build_state(config(), CAMVID, CPU), from_mapping(free), CAMVID, HERE
+    )
 
 
 def test_a_finished_run_is_restored_and_one_that_went_further_is_refused(
@@ -146,10 +152,10 @@ def test_a_finished_run_is_restored_and_one_that_went_further_is_refused(
         save(path, snapshot(state, settings, CAMVID, HERE))
         other = build_state(settings, CAMVID, CPU)
         if state.step == 3:
-            restore(path, other, settings, CAMVID, HERE)
+            restored(path, other, settings, CAMVID, HERE)
             assert other.step == 3
     with pytest.raises(CheckpointError, match=r"is of step 4, but train\.steps = 3"):
-        restore(path, other, settings, CAMVID, HERE)
+        restored(path, other, settings, CAMVID, HERE)
 
 
 def test_other_classes_are_refused(saved: Path) -> None:
@@ -162,21 +168,21 @@ def test_other_classes_are_refused(saved: Path) -> None:
         (ClassTable("camvid", CAMVID.names, CAMVID.palette, swapped), "train_ids"),
     ):
         with pytest.raises(CheckpointError, match=f"class {part}"):
-            restore(saved, build_state(config(), CAMVID, CPU), config(), table, HERE)
+            restored(saved, build_state(config(), CAMVID, CPU), config(), table, HERE)
 
 
 def test_another_variable_is_refused_by_name_except_by_a_checkpoint_without_any(
     tmp_path: Path, saved: Path
 ) -> None:
     narrow = HERE | {"variables": {"ONEDNN_MAX_CPU_ISA": "AVX2"}}
-    restore(
+    restored(
         saved, build_state(config(), CAMVID, CPU), config(), CAMVID, narrow
     )  # written before they were recorded
     path = tmp_path / "plain.pt"
     fresh = build_state(config(), CAMVID, CPU)
     save(path, snapshot(fresh, config(), CAMVID, HERE | {"variables": {}}))
     with pytest.raises(CheckpointError, match=r"\(ONEDNN_MAX_CPU_ISA: None -> AVX2\)"):
-        restore(path, build_state(config(), CAMVID, CPU), config(), CAMVID, narrow)
+        restored(path, build_state(config(), CAMVID, CPU), config(), CAMVID, narrow)
 
 
 def test_another_environment_is_refused_by_name_unless_it_is_allowed(
@@ -186,13 +192,13 @@ def test_another_environment_is_refused_by_name_unless_it_is_allowed(
     with pytest.raises(
         CheckpointError, match=r"torch: 2\.14\.1 -> 2\.15\.0; cudnn: None -> 9\)"
     ) as caught:
-        restore(saved, build_state(config(), CAMVID, CPU), config(), CAMVID, other)
+        restored(saved, build_state(config(), CAMVID, CPU), config(), CAMVID, other)
     assert "run.allow_fingerprint_change=true" in str(caught.value)
     allowed = config(run={"allow_fingerprint_change": True})
-    restore(saved, build_state(config(), CAMVID, CPU), allowed, CAMVID, other)
+    restored(saved, build_state(config(), CAMVID, CPU), allowed, CAMVID, other)
     off = config(compute={"mode": "off"})  # which promises no bits
     save(saved, snapshot(build_state(off, CAMVID, CPU), off, CAMVID, HERE))
-    restore(saved, build_state(off, CAMVID, CPU), off, CAMVID, other)
+    restored(saved, build_state(off, CAMVID, CPU), off, CAMVID, other)
 
 
 def test_the_whole_configuration_is_kept(saved: Path) -> None:
