@@ -134,7 +134,7 @@ def child(name: str, folder: str) -> int:
         calls[0] += 1
         if calls[0] == STEP + 1 and rank == last:
             _mark(folder)
-            FAULTS[name].do(own._group)
+            FAULTS[name].do(own.group)
         return right(own, *given, **named)
 
     def meets(*given: Any) -> Any:

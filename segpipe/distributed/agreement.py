@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,17 +17,6 @@ from segpipe.errors import CheckpointError, ConfigError, DivergenceError
 if TYPE_CHECKING:
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
-
-
-class Replica(Protocol):
-    """State that every rank holds; `segpipe.train.recorder.Watch` is one."""
-
-    state: Any  # with `step`
-
-    @property
-    def state_digest(self) -> Tensor | None: ...
-
-    def state_parts(self) -> dict[str, dict[str, int]]: ...
 
 
 def common_fingerprint(
@@ -85,9 +74,13 @@ class Agreement:
     multiple of 2^64: never for an even R, and for an odd one up to 17 with a probability of at most 2^-60.)
     """
 
-    def __init__(self, group: Group, replica: Replica) -> None:
-        self._group = group
-        self._replica = replica
+    # Of what the last update left behind; equal on all ranks. None: states are not compared.
+    state_digest: Tensor | None = None
+
+    def __init__(self, group: Group, state: Any) -> None:
+        """`state` has the `step` of the update."""
+        self.group = group
+        self.state = state
         self._unequal = torch.zeros((), dtype=torch.bool, device=group.device)
 
     def sum(self, numbers: Sequence[int], *, wait: bool = True) -> Tensor:
@@ -96,12 +89,11 @@ class Agreement:
         Raises CollectiveError or DivergenceError on every rank when ranks differ: at once on a CPU and with `wait`,
         else at the next call that waits, so that a GPU is not waited for.
         """
-        group = self._group
+        group = self.group
         ticket = group.contract.ticket()
         own = torch.tensor([*numbers, ticket, 0]).to(group.device, non_blocking=True)
-        digest = self._replica.state_digest
-        if isinstance(digest, Tensor):  # a GPU would wait for the copy of a number
-            own[-1] = digest
+        if self.state_digest is not None:
+            own[-1] = self.state_digest  # a GPU would wait for the copy of a number
         total = group.sum_tensor(own.clone())
         if group.world_size > 1:
             self._unequal |= total[-1] != own[-1] * group.world_size
@@ -111,12 +103,16 @@ class Agreement:
                     self._stop()
         return total[:-2]
 
+    def state_parts(self) -> dict[str, dict[str, int]]:
+        """Digests of the tensors of the state now, by kind and name, in the order in which a fault spreads."""
+        return {}
+
     def _stop(self) -> NoReturn:
         """Name the tensor and the ranks."""
-        by_rank = self._group.gather(self._replica.state_parts())
+        by_rank = self.group.gather(self.state_parts())
         verdict = first_disagreement(by_rank)
         raise DivergenceError(
-            f"step {self._replica.state.step}: ranks that must hold the same bits do not. {verdict} No checkpoint was "
+            f"step {self.state.step}: ranks that must hold the same bits do not. {verdict} No checkpoint was "
             f"written since. If it is always the same rank, test its memory and its GPU; if not, look for code that "
             f"depends on the rank. Continue with run.exists=resume."
         )

@@ -41,21 +41,13 @@ PARTS = (
 NamedTensors = Mapping[str, Sequence[Tensor]]
 
 
-class Watch:
+class Watch(Agreement):
     """Hooks that an update calls. This version keeps no ledger (compute.ledger=false, compute.mode=off).
 
     Ranks still compare the collectives that they called, and memory is still watched. No hook changes a number.
     """
 
-    # Of what the last update left behind; equal on all ranks.
-    state_digest: Tensor | None = None
-
-    def __init__(self, group: Group, state: TrainState) -> None:
-        self.group = group
-        self.state = state
-        # Sums integers over the ranks, which compare their states on the way. Bound, not wrapped: the line of a
-        # collective is the nearest outside segpipe/distributed, and must be that of the caller.
-        self.sum = Agreement(group, self).sum
+    state: TrainState
 
     def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """Context of one part of an update, which `segpipe profile` measures; spans do not overlap."""
@@ -66,10 +58,6 @@ class Watch:
 
     forward = shard = whole_batch = reduced = applied = after_update = _nothing
     flush = close = _nothing
-
-    def state_parts(self) -> dict[str, dict[str, int]]:
-        """Digests of the tensors of the state now, by kind and name, in the order in which a fault spreads."""
-        return {}
 
 
 class Recorder(Watch):
@@ -242,7 +230,7 @@ class Recorder(Watch):
         }
 
     def state_parts(self) -> dict[str, dict[str, int]]:
-        """As that of Watch."""
+        """As that of Agreement."""
         return {
             kind: dict(zip(named, _each(named.values()).tolist(), strict=True))
             for kind, named in self._kinds().items()

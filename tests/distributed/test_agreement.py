@@ -97,13 +97,15 @@ class Ranks:
         pass
 
 
-def agreement(ranks: Ranks) -> tuple[Agreement, SimpleNamespace]:
-    recorder = SimpleNamespace(
-        state_digest=torch.tensor(-(2**62)),
-        state=SimpleNamespace(step=7),
-        state_parts=lambda: {"weights": {"head.weight": 2}},
-    )
-    return Agreement(ranks, recorder), recorder  # type: ignore[arg-type]
+class Replica(Agreement):
+    state_digest = torch.tensor(-(2**62))
+
+    def state_parts(self) -> dict[str, dict[str, int]]:
+        return {"weights": {"head.weight": 2}}
+
+
+def agreement(ranks: Ranks) -> Replica:
+    return Replica(ranks, SimpleNamespace(step=7))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("world_size", [2, 16])
@@ -111,9 +113,9 @@ def test_a_digest_that_differs_stops_in_the_same_step(
     world_size: int,
 ) -> None:
     ranks = Ranks(world_size)
-    found, recorder = agreement(ranks)
+    found = agreement(ranks)
     for number in range(3):  # digests of any size: the sum wraps around
-        recorder.state_digest = torch.tensor(2**62 + number)
+        found.state_digest = torch.tensor(2**62 + number)
         assert found.sum([3, 1]).tolist() == [3 * world_size, world_size]
     ranks.other_digest = (2**62 + 2) ^ 1
     with pytest.raises(
@@ -127,13 +129,13 @@ def test_a_digest_that_differs_stops_in_the_same_step(
 def test_a_gpu_is_not_waited_for_and_the_next_call_that_waits_stops() -> None:
     ranks = Ranks(2)
     ranks.device = torch.device("meta")  # whose values the host cannot read
-    found, _ = agreement(ranks)
+    found = agreement(ranks)
     with pytest.raises(RuntimeError, match="meta"):
         found.sum([3])
     found.sum([3], wait=False)
 
     ranks = Ranks(2)
-    found, _ = agreement(ranks)
+    found = agreement(ranks)
     found._unequal |= True  # as an earlier call left it
     with pytest.raises(DivergenceError):
         found.sum([3])
@@ -141,7 +143,7 @@ def test_a_gpu_is_not_waited_for_and_the_next_call_that_waits_stops() -> None:
 
 def test_calls_that_differ_stop_too() -> None:
     ranks = Ranks(2)
-    found, _ = agreement(ranks)
+    found = agreement(ranks)
     ranks.other_call = 1
     with pytest.raises(CollectiveError, match="ranks have made different calls"):
         found.sum([1])
@@ -150,7 +152,7 @@ def test_calls_that_differ_stop_too() -> None:
 def test_without_digests_and_alone_nothing_is_compared() -> None:
     ranks = Ranks(2)
     assert Watch(ranks, None).sum([4]).tolist() == [8]  # type: ignore[arg-type]
-    alone, _ = agreement(Ranks(1))
+    alone = agreement(Ranks(1))
     assert alone.sum([4]).tolist() == [4]
 
 

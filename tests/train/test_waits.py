@@ -36,6 +36,9 @@ ROOT = Path(__file__).resolve().parents[2]
 GPU = torch.device("cuda", 0)
 LOSSES = ("ohem", "cross_entropy")
 READ = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal")
+KEPT: list[
+    TrainStep
+] = []  # torch crashes where fake gradients are freed before the end
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or find_spec("triton") is None,
     reason="there is a GPU, which gpu-check asks, or no triton",
@@ -131,6 +134,7 @@ def waits_of_an_update(monkeypatch: pytest.MonkeyPatch, loss: str) -> list[str]:
             with Waits() as waits:
                 assert train_step(step, [batch], wait=False) is not None
                 torch.tensor(1.0, device=GPU)
+    KEPT.append(step)
     return waits.found
 
 
