@@ -8,9 +8,11 @@ from torch import Tensor, nn
 
 from segpipe.models.layers import (
     Classifier,
+    InvertedResidual,
     conv_bn,
     init_weights,
     renames,
+    stage,
 )
 from segpipe.models.packages import EncoderNet
 from segpipe.models.resize import bicubic
@@ -27,7 +29,8 @@ def efficientvit_seg_b1(num_classes: int, *, pretrained: bool = False) -> Effici
 
 
 Hardswish = partial(nn.Hardswish, inplace=True)
-_conv = partial(conv_bn, names=("conv", "norm", "act"))
+NAMES = ("conv", "norm", "act")
+_conv = partial(conv_bn, names=NAMES)
 
 
 class EfficientViT(EncoderNet):
@@ -49,7 +52,8 @@ class EfficientViT(EncoderNet):
 
         channels = self.encoder.feature_info.channels()[:0:-1]
         self.inputs = nn.ModuleList(_conv(num, width, 1) for num in channels)
-        self.middle = nn.Sequential(*(MBConv(width) for _ in range(depth)))
+        block = partial(InvertedResidual, ratio=4, act=Hardswish, names=NAMES)
+        self.middle = stage(block, width, width, depth, stride=1)
         self.widen = _conv(width, 4 * width, 1, act=Hardswish)
         self.head = Classifier(4 * width, num_classes)
         self.train_only = nn.ModuleDict()
@@ -66,21 +70,6 @@ class EfficientViT(EncoderNet):
         x = bicubic(at32(stride32), size) + bicubic(at16(stride16), size) + at8(stride8)
 
         return self.head(self.widen(self.middle(x))), {}
-
-
-class MBConv(nn.Module):
-    """1x1 to four times the width, depthwise 3x3, linear 1x1, and a shortcut."""
-
-    def __init__(self, planes: int) -> None:
-        super().__init__()
-
-        wide = 4 * planes
-        self.expand = _conv(planes, wide, 1, act=Hardswish)
-        self.depthwise = _conv(wide, wide, 3, groups=wide, act=Hardswish)
-        self.project = _conv(wide, planes, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.project(self.depthwise(self.expand(x))) + x
 
 
 PUBLISHED_KEYS = renames(r"""

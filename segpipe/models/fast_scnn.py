@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from segpipe.models.layers import (
     Classifier,
+    InvertedResidual,
     ReLU,
     SegmentationNet,
     conv_bn,
@@ -70,24 +71,6 @@ class FastSCNN(SegmentationNet):
         high = self.detail(image)
         fused = self.fusion(high, self.ppm(self.context(high)))
         return self.classifier(fused), {"aux": high}
-
-
-class InvertedResidual(nn.Module):
-    """1x1 to six times the width, depthwise 3x3, linear 1x1; a shortcut where the shape does not change."""
-
-    def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
-        super().__init__()
-
-        self.expand = _conv_bn_relu(num_in, 6 * num_in, 1)
-        self.depthwise = _conv_bn_relu(
-            6 * num_in, 6 * num_in, 3, stride=stride, groups=6 * num_in
-        )
-        self.project = conv_bn(6 * num_in, num_out, 1)
-        self.has_shortcut = stride == 1 and num_in == num_out
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.project(self.depthwise(self.expand(x)))
-        return x + out if self.has_shortcut else out
 
 
 class PyramidPooling(nn.Module):

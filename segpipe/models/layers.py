@@ -251,6 +251,36 @@ def asymmetric(
     return column, row
 
 
+class InvertedResidual(nn.Module):
+    """1x1 to `ratio` times the width, depthwise 3x3, linear 1x1; a shortcut where the shape does not change.
+
+    `act` and `names` are those of `conv_bn`.
+    """
+
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        *,
+        stride: int = 1,
+        ratio: int = 6,
+        act: Callable[[], nn.Module] = ReLU,
+        names: Sequence[str] = "012",
+    ) -> None:
+        super().__init__()
+
+        wide = ratio * num_in
+        conv = partial(conv_bn, names=names)
+        self.expand = conv(num_in, wide, 1, act=act)
+        self.depthwise = conv(wide, wide, 3, stride=stride, groups=wide, act=act)
+        self.project = conv(wide, num_out, 1)
+        self.has_shortcut = stride == 1 and num_in == num_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.project(self.depthwise(self.expand(x)))
+        return x + out if self.has_shortcut else out
+
+
 class SegHead(nn.Module):
     """BN, ReLU, 3x3 to `planes`, BN, ReLU, 1x1 to `num_out` logits. Does not modify its input."""
 

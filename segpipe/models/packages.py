@@ -61,6 +61,9 @@ class TimmEncoder(EncoderNet):
     encoder, or when the encoder has no features at strides 8, 16 and 32.
     """
 
+    scale: Tensor | None
+    shift: Tensor | None
+
     def __init__(
         self,
         num_classes: int,
@@ -97,13 +100,14 @@ class TimmEncoder(EncoderNet):
             init_weights(part)  # timm initializes the encoder
 
         self.published_keys = _file_keys(self.encoder)
-        self._scale, self._shift = _normalization(encoder)
+        scale, shift = _normalization(encoder)
+        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("shift", shift, persistent=False)
 
     def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Logits (B, num_classes, H/8, W/8)."""
-        if self._scale:
-            image = image * _constant(image, self._scale)
-            image = image + _constant(image, self._shift)
+        if self.scale is not None and self.shift is not None:
+            image = image * self.scale + self.shift
 
         features = self.encoder(image)
         tapped = [features[place] for place in self.places]
@@ -150,14 +154,6 @@ def create_encoder(name: str, *, pretrained: bool = False) -> Any:
         raise ConfigError(problem) from error
 
 
-def _constant(image: Tensor, values: list[float]) -> Tensor:
-    """Shapes: (1, 3, 1, 1), on the device of the image."""
-    if not image.is_cuda:  # one constant of an exported graph
-        return image.new_tensor(values).view(1, 3, 1, 1)
-    # A copy to the device would be waited for, and no CUDA graph can hold one.
-    return torch.cat([image.new_full((1, 1, 1, 1), value) for value in values], 1)
-
-
 def _file_keys(encoder: Any) -> Keys:
     """From our names to those in timm's own files: to tap an encoder, timm flattens `stem.conv` to `stem_conv`."""
     children = [name for name, _ in encoder.named_children()]
@@ -168,17 +164,18 @@ def _file_keys(encoder: Any) -> Keys:
     return (r"^encoder\.", ""), (rf"^({parts})_", r"\1.")
 
 
-def _normalization(encoder: str) -> tuple[list[float], list[float]]:
-    """Scale and shift per channel from ImageNet's mean and deviation to those of the encoder; empty where equal."""
+def _normalization(encoder: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Scale and shift, (1, 3, 1, 1), from ImageNet's mean and deviation to those of the encoder; None where equal."""
     config = import_module("timm.models").get_pretrained_cfg(encoder)
-    mean, std = IMAGENET_MEAN, IMAGENET_STD
-    if config is None or (tuple(config.mean), tuple(config.std)) == (mean, std):
-        return [], []
+    ours = IMAGENET_MEAN, IMAGENET_STD
+    if config is None or (tuple(config.mean), tuple(config.std)) == ours:
+        return None, None
 
-    scale = [ours / its for ours, its in zip(std, config.std, strict=True)]
-    moved = zip(mean, config.mean, config.std, strict=True)
-
-    return scale, [(ours - its) / its_std for ours, its, its_std in moved]
+    mean, std, its_mean, its_std = (
+        torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1)
+        for values in (*ours, config.mean, config.std)
+    )
+    return (std / its_std).float(), ((mean - its_mean) / its_std).float()
 
 
 class LRASPP(SegmentationNet):
