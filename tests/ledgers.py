@@ -163,7 +163,7 @@ def write_session(
                 if first.level:
                     writer.part_rows(
                         step,
-                        None,
+                        -1,
                         "weights",
                         content.of(step, None, "weights", len(LAYERS)),
                     )

@@ -9,7 +9,6 @@ sizes are recorded.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ from segpipe.data.readers import threaded
 from segpipe.data.samples import main_set, open_samples
 from segpipe.disk import sha256
 from segpipe.errors import DataError, listed
-from segpipe.files import write_atomically
+from segpipe.files import to_json, write_atomically
 from segpipe.ledger.reader import changes, read_inputs
 from segpipe.ledger.rows import FOLDER, INPUTS
 from segpipe.settings.config import Config
@@ -62,8 +61,7 @@ def record(
     known = _known(sets)
     if not path.is_file():
         content = _content(config, found, known if hashed else None)
-        text = json.dumps(content, indent=1)
-        write_atomically(path, f"{text}\n".encode())
+        write_atomically(path, to_json(content))
         return
     before = read_inputs(path)
     changed = changed_inputs(before["data"], found, hashed, known)

@@ -56,13 +56,11 @@ class RunLedger:
     @property
     def sample_names(self) -> list[str]:
         """Names of the samples by index; empty when no header has them."""
-        known = [each.sample_names for each in self.headers if each.sample_names]
-        return known[0] if known else []
+        return next(filter(None, (each.sample_names for each in self.headers)), [])
 
     def part_names(self, name: str) -> list[str]:
         """Names of the tensors of a field's part rows; empty when no session has them."""
-        known = [each.parts[name] for each in self.headers if name in each.parts]
-        return known[0] if known else []
+        return next(filter(None, (each.parts.get(name) for each in self.headers)), [])
 
 
 def read_run(run_folder: Path) -> RunLedger:

@@ -380,11 +380,8 @@ class LedgerWriter:
         """
         self._row(STEP, step, -1, digests)
 
-    def part_rows(
-        self, step: int, shard: int | None, name: str, digests: Tensor
-    ) -> None:
-        """Digests int64 (n,) of the samples or tensors of one field of a shard, or of a step (shard None)."""
-        shard = -1 if shard is None else shard
+    def part_rows(self, step: int, shard: int, name: str, digests: Tensor) -> None:
+        """Digests int64 (n,) of the samples or tensors of one field of a shard, or of a step (shard -1)."""
         count, (width,) = digests.numel(), self._type["digest"].shape
         rows = self._new(PART, -(-count // width), step, shard)
         rows["field"] = part_fields(shard).index(name)

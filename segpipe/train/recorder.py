@@ -185,7 +185,7 @@ class Recorder(Watch):
         self._step = {"valid": valid.long(), "gradient": digest}
 
         if self.audits:
-            self._writer.part_rows(self.state.step, None, "gradient", _each(gradients))
+            self._writer.part_rows(self.state.step, -1, "gradient", _each(gradients))
 
     @record_function("ledger")
     def applied(self, rate: float) -> None:
@@ -213,7 +213,7 @@ class Recorder(Watch):
 
         if self.audits:
             for name, named in kinds.items():
-                self._writer.part_rows(step, None, name, _each(named.values()))
+                self._writer.part_rows(step, -1, name, _each(named.values()))
 
     def _kinds(self) -> dict[str, NamedTensors]:
         """Tensors of the state by kind and name, in the order of a row; the first updates make the moments."""

@@ -45,7 +45,7 @@ def test_rows_come_back_as_they_were_given(tmp_path: Path) -> None:
             {"image": image, "loss": loss, "gradient": torch.tensor(5)},
         )
         writer.step_row(7, {"ema": torch.tensor(9), "valid": torch.tensor(-4)})
-        writer.part_rows(7, None, "weights", torch.arange(20) - 1)
+        writer.part_rows(7, -1, "weights", torch.arange(20) - 1)
     shard, step, *parts = read_file(path).sessions[0].rows
     places = slots(SHARD, 2)
     assert (shard["kind"], shard["step"], shard["shard"]) == (SHARD, 7, 2)
