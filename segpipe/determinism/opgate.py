@@ -34,10 +34,6 @@ _FRAME = re.compile(
 Arguments = Mapping[str, Any]  # of a call, by their names in the op's schema
 
 
-def _always(call: Arguments) -> bool:
-    return True
-
-
 class Rule(NamedTuple):
     """Ops that a network or loss must not call on CUDA, by aten name without overload and trailing underscore."""
 
@@ -45,7 +41,8 @@ class Rule(NamedTuple):
     state: str
     why: str
     instead: str
-    when: Callable[[Arguments], bool] = _always  # whether the rule applies to a call
+    # Whether the rule applies to a call.
+    when: Callable[[Arguments], bool] = lambda call: True
 
     @property
     def ops(self) -> tuple[str, ...]:

@@ -308,6 +308,4 @@ def check_call(name: str, args: Mapping[str, Any], *, weighted: bool) -> None:
     )
 
 
-@cache
-def _loss(name: str) -> Any:
-    return plugins.load(KEY, name)
+_loss = cache(partial(plugins.load, KEY))

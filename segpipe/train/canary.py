@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -111,7 +111,7 @@ def first_difference(expected: Frame, found: Frame) -> str:
 class _Held:
     frame: Frame
     witness: Witness
-    left: int = field(default=REPEATS)
+    left: int = REPEATS
 
 
 class Canary:

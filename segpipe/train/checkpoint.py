@@ -294,7 +294,7 @@ def load_network(run: Path, which: str = "best") -> TrainedNetwork:
         path = best if which == "best" and best.is_file() else path / "last.pt"
     state = load(path)
     config = from_mapping(state["config"])
-    classes = _class_table(state["classes"])
+    classes = ClassTable(**state["classes"])
     if plugins.is_path(config.model.name):
         recorded = state["fingerprint"].get(flags.PLUGINS, {})
         plugins.check_unchanged("model.name", config.model.name, recorded, path)
@@ -379,16 +379,6 @@ def check_teacher(config: Config, names: tuple[str, ...]) -> None:
             f"loss.teacher = {config.loss.teacher} knows the classes {', '.join(known)}, but those of the data set are "
             f"{', '.join(names)}. Take a run that was trained with them."
         )
-
-
-def _class_table(values: dict[str, Any]) -> ClassTable:
-    """The saved table, with lists and keys in the types of the dataclass again."""
-    return ClassTable(
-        name=str(values["name"]),
-        names=tuple(values["names"]),
-        palette=tuple((red, green, blue) for red, green, blue in values["palette"]),
-        train_ids={int(raw): int(train) for raw, train in values["train_ids"].items()},
-    )
 
 
 def load_weights(

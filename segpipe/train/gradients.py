@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -374,13 +374,14 @@ class DdpGradients:
         self.loss.watch.whole_batch(shards)
         norms.keep()
 
-        whole = shards[0]._replace(
-            image=self._joined([batch.image for batch in shards]),
-            target=self._joined([batch.target for batch in shards]),
-        )
-        if whole.color is not None:
-            colors = [batch.color for batch in shards if batch.color is not None]
-            whole = whole._replace(color=self._joined(colors))
+        # From page-locked memory: the host does not wait.
+        joined: dict[str, Any] = {}
+        for name in ("image", "target", "color"):
+            own = [getattr(batch, name) for batch in shards]
+            if own[0] is not None:
+                there = [value.to(self.loss.device, non_blocking=True) for value in own]
+                joined[name] = torch.cat(there)
+        whole = shards[0]._replace(**joined)
 
         parts = self.loss(self.network, whole, global_valid)
         if world_size > 1:
@@ -408,11 +409,6 @@ class DdpGradients:
             _divided(sums, world_size),
             {whole.shard: parts["total"].detach()},
         )
-
-    def _joined(self, tensors: list[Tensor]) -> Tensor:
-        """One batch on the device, where page-locked tensors go without a wait."""
-        device = self.group.device
-        return torch.cat([value.to(device, non_blocking=True) for value in tensors])
 
 
 def _divided(sums: list[Tensor], count: int) -> list[Tensor]:

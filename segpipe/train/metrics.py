@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +25,7 @@ RESAMPLES = 1000
 BINS = 10  # of confidence, in a reliability diagram
 
 
-class Counts(Protocol):
-    """A confusion matrix of any array library."""
-
-    def tolist(self) -> Any: ...
+Counts = Tensor | NDArray[np.int64]  # a confusion matrix
 
 
 @dataclass(frozen=True)
@@ -77,19 +74,12 @@ def confusion_of(counts: Tensor) -> Tensor:
     num_classes = counts.shape[1]
     invalid = counts[num_classes:IGNORE_INDEX].sum(1)
     if invalid.any():
-        _refuse(
-            (invalid.nonzero().flatten() + num_classes).tolist(),
-            int(invalid.sum()),
-            num_classes,
+        ids = (invalid.nonzero().flatten() + num_classes).tolist()
+        raise DataError(
+            f"target holds class {', '.join(map(str, ids))} in {invalid.sum()} pixels, but ids 0 to {num_classes - 1} "
+            f"or {IGNORE_INDEX} (ignored) were needed. Map them in the class table."
         )
     return counts[:num_classes]
-
-
-def _refuse(ids: list[int], num: int, num_classes: int) -> NoReturn:
-    raise DataError(
-        f"target holds class {', '.join(map(str, ids))} in {num} pixels, but ids 0 to {num_classes - 1} or "
-        f"{IGNORE_INDEX} (ignored) were needed. Map them in the class table."
-    )
 
 
 def iou_per_class(confusion: Counts) -> list[float | None]:
