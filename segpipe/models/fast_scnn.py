@@ -19,8 +19,9 @@ from segpipe.models.layers import (
     relu,
     renames,
     stage,
+    upsample_like,
 )
-from segpipe.models.resize import adaptive_avg_pool, bilinear
+from segpipe.models.resize import adaptive_avg_pool
 
 _BINS = (1, 2, 3, 6)
 _conv_bn_relu = partial(conv_bn, act=ReLU)
@@ -82,14 +83,11 @@ class PyramidPooling(nn.Module):
         self.out = _conv_bn_relu(256, 128, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        size = (x.shape[-2], x.shape[-1])
-        pooled = (
-            branch(adaptive_avg_pool(x, bins))
+        scales = (
+            upsample_like(branch(adaptive_avg_pool(x, bins)), x, align_corners=True)
             for branch, bins in zip(self.branches, _BINS, strict=True)
         )
-        upsampled = (bilinear(scale, size, align_corners=True) for scale in pooled)
-
-        return self.out(torch.cat([x, *upsampled], dim=1))
+        return self.out(torch.cat([x, *scales], dim=1))
 
 
 class FeatureFusion(nn.Module):
@@ -103,7 +101,7 @@ class FeatureFusion(nn.Module):
         self.high = conv_bn(64, 128, 1, bias=True)
 
     def forward(self, high: Tensor, low: Tensor) -> Tensor:
-        low = bilinear(low, (high.shape[-2], high.shape[-1]), align_corners=True)
+        low = upsample_like(low, high, align_corners=True)
         return relu(self.high(high) + self.low(self.depthwise(low)))
 
 

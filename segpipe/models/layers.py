@@ -108,9 +108,10 @@ def init_near_zero(layer: nn.Conv2d | nn.ConvTranspose2d) -> None:
         nn.init.zeros_(layer.bias)
 
 
-def upsample_like(x: Tensor, other: Tensor) -> Tensor:
-    """`x` resized to the height and width of `other`, bilinear, align_corners False."""
-    return bilinear(x, (other.shape[-2], other.shape[-1]))
+def upsample_like(x: Tensor, other: Tensor, *, align_corners: bool = False) -> Tensor:
+    """`x` resized to the height and width of `other`, bilinear."""
+    size = (other.shape[-2], other.shape[-1])
+    return bilinear(x, size, align_corners=align_corners)
 
 
 def nearest_like(x: Tensor, other: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from segpipe.models.layers import (
     init_weights,
     relu,
     renames,
-    stage,
     upsample_like,
 )
 
@@ -138,12 +137,11 @@ def _stage(
     group_width: int,
 ) -> nn.Sequential:
     """A block for each entry of `dilations`, the first of stride 2."""
-    left = iter(dilations)
-
-    def block(num_in: int, num_out: int, *, stride: int) -> DBlock:
-        return DBlock(num_in, num_out, next(left), group_width, stride=stride)
-
-    return stage(block, num_in, num_out, len(dilations))
+    first, *later = dilations
+    return nn.Sequential(
+        DBlock(num_in, num_out, first, group_width, stride=2),
+        *(DBlock(num_out, num_out, each, group_width) for each in later),
+    )
 
 
 SINGLE_KEYS = renames(r"""
