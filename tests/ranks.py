@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,50 @@ from benchmarks.measure import held_port
 PATIENCE_S = 300.0  # for all the work of a pool, on a loaded machine
 THREAD_PATIENCE_S = 120.0  # for the other threads to reach a collective
 Work = Callable[..., Any]
+# What a rank would import for itself, again and again.
+PRELOADED = [
+    "segpipe.train.engine", "segpipe.run.launch", "segpipe.settings.compose", "matplotlib.figure", "onnxruntime",
+    "pytest", "psutil",
+]  # fmt: skip
+
+
+def trained_by(num_ranks: int, folder: Path, *changes: str) -> None:
+    """Let ranks train the tiny run of `runs.settings(folder, *changes)` as torchrun starts them."""
+    assert launched(num_ranks, _train, str(folder), changes) == [0] * num_ranks
+
+
+def _train(rank: int, folder: str, changes: tuple[str, ...]) -> int:
+    from runs import run
+
+    return run(Path(folder), *changes)
+
+
+def forked(work: Work, *arguments: Any, stderr: Path | None = None) -> Any:
+    """A process of its own group, as a shell starts it, that ends with the code that `work` returns.
+
+    It is forked from the server, so that nothing is imported again.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=_lead, args=(work, arguments, stderr))
+    process.start()
+    return process
+
+
+def _lead(work: Work, arguments: tuple[Any, ...], stderr: Path | None) -> None:
+    os.setsid()
+    with open(stderr or os.devnull, "w") as file:
+        os.dup2(file.fileno(), 2)
+    sys.exit(work(*arguments))
+
+
+def wait_for(happened: Callable[[], bool], process: Any) -> None:
+    """Return once `happened()`; fail when the process, which is `forked`, ends first."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert process.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def gloo(num_ranks: int, work: Work, *arguments: Any) -> list[Any]:
@@ -31,11 +78,18 @@ def gloo(num_ranks: int, work: Work, *arguments: Any) -> list[Any]:
 
 
 def launched(num_ranks: int, work: Work, *arguments: Any) -> list[Any]:
-    """As `gloo`, but the ranks find the environment of torchrun and join no group: `work` is a whole run."""
+    """As `gloo`, but the ranks find the environment of torchrun and join no group: `work` is a whole run.
+
+    They write to the stdout and stderr that this process has now.
+    """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["segpipe.train.engine"])
+    context.set_forkserver_preload(PRELOADED)
     mine, theirs = context.Pipe()
-    driver = context.Process(target=_drive, args=(num_ranks, work, arguments, theirs))
+    driver = context.Process(
+        target=_drive,
+        args=(num_ranks, work, arguments, theirs),
+        kwargs={"outputs": _Outputs()},
+    )
     driver.start()
     theirs.close()  # so that `poll` returns when the driver dies
     if not mine.poll(2 * PATIENCE_S):
@@ -50,8 +104,24 @@ def launched(num_ranks: int, work: Work, *arguments: Any) -> list[Any]:
     return [answer for answer, _ in by_rank]
 
 
+class _Outputs:
+    """Stdout and stderr for a process that is forked from the server, which has those of its first test."""
+
+    def __getstate__(self) -> list[Any]:
+        return [reduction.DupFd(number) for number in (1, 2)]
+
+    def __setstate__(self, sent: list[Any]) -> None:
+        for number, output in zip((1, 2), sent, strict=True):
+            os.dup2(output.detach(), number)
+
+
 def _drive(
-    num_ranks: int, work: Work, arguments: tuple[Any, ...], pipe: Connection
+    num_ranks: int,
+    work: Work,
+    arguments: tuple[Any, ...],
+    pipe: Connection,
+    *,
+    outputs: _Outputs,
 ) -> None:
     torch.set_num_threads(1)
     context = mp.get_context("fork")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from unittest import mock
 
 import cv2
 import numpy as np
+import pytest
 import torch
 from numpy.random import Generator
 
@@ -151,6 +153,16 @@ def finished(
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Output and exit code of `python ARGUMENTS`."""
     return finished(start(*arguments))
+
+
+def script(name: str, *arguments: str) -> int:
+    """Exit code of a file in scripts/, run inside this process."""
+    with (
+        mock.patch.object(sys, "argv", [name, *arguments]),
+        pytest.raises(SystemExit) as ended,
+    ):
+        runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
+    return int(str(ended.value.code))
 
 
 def wait_for(

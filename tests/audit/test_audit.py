@@ -15,6 +15,7 @@ import cv2
 import numpy as np
 import pytest
 
+from ranks import trained_by
 from runs import run, settings, torch_restored, write_camvid
 from segpipe.audit import evidence
 from segpipe.audit import examine as examination
@@ -134,7 +135,7 @@ def test_a_run_of_two_processes_is_replayed_by_one(copy: Path) -> None:
         f"train.steps={STEPS}",
         f"checkpoint.keep_every={KEPT}",
     )
-    assert run(copy / "run", *changes, "compute.shards=2", "compute.nproc=2") == 0
+    trained_by(2, copy / "run", *changes, "compute.shards=2")
     audit = audited(copy, span_steps=0, seed=LAST_SPAN)
     assert (audit.verdict, audit.replayed) == ("passed in part", KEPT), audit.sentence
     states = [line for line in audit.lines if line.part == "states"]

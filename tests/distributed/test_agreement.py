@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import plants
+from ranks import launched
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import (
     Agreement,
@@ -160,9 +162,19 @@ def test_without_digests_and_alone_nothing_is_compared() -> None:
 def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """Runs of two processes: without a fault, with faults on rank 1 alone, and inside the network in shard 1."""
     folder = tmp_path_factory.mktemp("two")
-    fewer = (*plants.RECIPE, "compute.shards=2", "train.precision=fp32")
+    return folder, launched(2, _planted, folder)[0]
+
+
+def _planted(rank: int, folder: Path) -> dict[str, str]:
+    """What each run said when it stopped, on rank 0."""
+    fewer = ("compute.shards=2", "train.precision=fp32", "data.num_val=1")
+    plants.RANK, plants.SHARD, plants.RECIPE = 1, 1, (*plants.RECIPE, *fewer)
     names = ["", "reduced", "weight", "forward"]
-    return folder, plants.run_all(2, folder, names, rank=1, shard=1, recipe=fewer)
+    job = plants.Job(2, folder, names, 1, 1, plants.RECIPE)
+    told: list[tuple[str, str]] = []
+    queue = SimpleNamespace(put=told.append)
+    plants._rank(rank, job, int(os.environ["MASTER_PORT"]), queue)
+    return dict(told)
 
 
 @pytest.mark.parametrize("plant", ["reduced", "weight"])

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.measure import held_port
-from ranks import PATIENCE_S
+from ranks import PATIENCE_S, PRELOADED
 from segpipe import processes
 from segpipe.data.loader import ShardBatch
 from segpipe.distributed import contract as watch
@@ -663,7 +663,9 @@ class Outcome:
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     folder = tmp_path_factory.mktemp("contract")
     mine, theirs = mp.Pipe()
-    driver = mp.get_context("spawn").Process(target=_drive, args=(folder, theirs))
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    driver = context.Process(target=_drive, args=(folder, theirs))
     driver.start()
     theirs.close()  # so that the end of the driver is seen, should it die
     assert mine.poll(3 * PATIENCE_S)

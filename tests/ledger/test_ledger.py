@@ -2,8 +2,7 @@
 
 import errno
 import os
-import subprocess
-import sys
+import signal
 from contextlib import closing
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import ledgers
+from ranks import PATIENCE_S, forked
 from segpipe.errors import CheckpointError
 from segpipe.ledger import rows as writer
 from segpipe.ledger.rows import (
@@ -20,6 +20,7 @@ from segpipe.ledger.rows import (
     SHARD_FIELDS,
     STEP,
     LedgerWriter,
+    SessionHeader,
     encode,
     ledger_files,
     ledger_path,
@@ -28,8 +29,6 @@ from segpipe.ledger.rows import (
     row_type,
     slots,
 )
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_rows_come_back_as_they_were_given(tmp_path: Path) -> None:
@@ -97,24 +96,21 @@ def test_nothing_is_written_before_a_flush_and_tensors_are_read_then(
     writer.close()
 
 
+def _killed(path: Path) -> None:
+    recipe = {"compute.shards": 4, "compute.samples_per_shard": 2}
+    writer = LedgerWriter(path, SessionHeader(0, 0, 0, 1, recipe, "", {}))
+    for step in range(5):
+        writer.step_row(step, {"weights": torch.tensor(step)})
+        if step == 2:
+            writer.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.slow
 def test_a_killed_process_leaves_what_it_flushed(tmp_path: Path) -> None:
-    code = f"""
-import os, signal
-from pathlib import Path
-import torch
-from segpipe.ledger.rows import SessionHeader
-from segpipe.ledger.rows import LedgerWriter
-recipe = {{"compute.shards": 4, "compute.samples_per_shard": 2}}
-writer = LedgerWriter(Path({str(tmp_path)!r}) / "ledger" / "rank00.bin", SessionHeader(0, 0, 0, 1, recipe, "", {{}}))
-for step in range(5):
-    writer.step_row(step, {{"weights": torch.tensor(step)}})
-    if step == 2:
-        writer.flush()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
-    assert ended.returncode == -9
+    process = forked(_killed, ledger_path(tmp_path, 0))
+    process.join(PATIENCE_S)
+    assert process.exitcode == -9
     assert read_file(ledger_path(tmp_path, 0)).sessions[0].rows["step"].tolist() == [
         0,
         1,

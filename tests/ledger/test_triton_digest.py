@@ -1,25 +1,22 @@
 """Digests of a GPU by Triton: their bits in Triton's interpreter, their code for an H100, and torch where they fail.
 
-The interpreter must be chosen before triton is imported, so another process runs it: this file as a program.
+The interpreter must be chosen before triton is imported, so another process runs it.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from ranks import launched
 from segpipe.ledger import digest as module
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no triton here")
 
@@ -40,8 +37,9 @@ def groups() -> list[list[Tensor]]:
     ]
 
 
-def found_by_triton() -> list[list[int]]:
+def found_by_triton(rank: int) -> tuple[list[list[int]], bool]:
     """Digests of `groups` for three sizes of a block, and whether the start check accepts the kernels."""
+    os.environ["TRITON_INTERPRET"] = "1"
     from segpipe.ledger import triton_digest
 
     given, found = groups(), []
@@ -56,24 +54,12 @@ def found_by_triton() -> list[list[int]]:
         found.append(
             module._by_triton(away, lengths, ends, CPU).tolist()
         )  # all are moved
-    return [*found, [int(module.gpu_kernels(CPU) is not None)]]
+    return found, module.gpu_kernels(CPU) is not None
 
 
 def test_the_kernels_give_the_digests_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    *found, accepted = (
-        [int(number) for number in line.split()] for line in done.stdout.splitlines()
-    )
-    assert accepted == [1], "the kernels failed their own start check"
+    ((found, accepted),) = launched(1, found_by_triton)
+    assert accepted, "the kernels failed their own start check"
     for block, direct, copied in zip(
         (96, 5000, module.BLOCK), found[::2], found[1::2], strict=True
     ):
@@ -134,8 +120,3 @@ def test_torch_computes_them_where_triton_fails_or_is_wrong(
         assert int(module.digest_many(group)) == int(
             module._digest_words(module._joined(group, False))
         )
-
-
-if __name__ == "__main__":
-    for numbers in found_by_triton():
-        print(*numbers)

@@ -1,21 +1,19 @@
 """The Triton kernels in Triton's interpreter, which runs them on a CPU, against plain torch in float64.
 
-The interpreter must be chosen before triton is imported, so another process runs them: this file as a program.
+The interpreter must be chosen before triton is imported, so another process runs them.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from ranks import launched
+
 # Images, classes, size of logits, size of target, stride: whole, odd and equal scales, down to less, blocks of columns.
 CASES = (
     (2, 3, (2, 3), (16, 24), 1),
@@ -62,19 +60,14 @@ def difference(number: int) -> float:
     )
 
 
+def _differences(rank: int) -> list[float]:
+    os.environ["TRITON_INTERPRET"] = "1"
+    return [difference(number) for number in range(len(CASES))]
+
+
 @pytest.mark.skipif(find_spec("triton") is None, reason="no triton here")
 def test_the_kernels_are_those_of_float64() -> None:
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    errors = [float(line) for line in done.stdout.split()]
+    (errors,) = launched(1, _differences)
     assert len(errors) == len(CASES)
     assert max(errors) <= 1e-6, errors
 
@@ -102,8 +95,3 @@ def test_they_compile_for_an_h100(everything: bool) -> None:
     built = compile(source, target=GPUTarget("cuda", 90, 32))
     assert built.asm["cubin"]
     assert "atom" not in built.asm["ptx"]
-
-
-if __name__ == "__main__":
-    for number in range(len(CASES)):
-        print(difference(number))

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ranks import trained_by
 from runs import outcome, result, run, updates
 from segpipe import IGNORE_INDEX
 from segpipe.checks.contracts import NetworkContract
@@ -283,13 +284,13 @@ def test_two_processes_train_the_bits_of_one(name: str, tmp_path: Path) -> None:
     shape = (
         "data.size=[64,64]",
         "augment.crop_size=[64,64]",
+        "data.num_val=1",
         "train.steps=2",
         "compute.shards=2",
         "model.standardize=true",
     )
     assert run(tmp_path / "one", *of_command(name), *shape) == 0
-    two = (*of_command(name), *shape, "compute.nproc=2")
-    assert run(tmp_path / "two", *two) == 0
+    trained_by(2, tmp_path / "two", *of_command(name), *shape)
     assert outcome(tmp_path / "one") == outcome(tmp_path / "two")
     assert run(tmp_path / "plain", *of_command(name), *shape[:-1]) == 0
     digests = {result(tmp_path / each)["weights_digest"] for each in ("one", "plain")}

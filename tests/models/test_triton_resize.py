@@ -1,16 +1,13 @@
 """The resize of a GPU by Triton: in Triton's interpreter against float64, compiled for an H100, and where it fails.
 
-The interpreter must be chosen before triton is imported, so another process runs it: this file as a program.
+The interpreter must be chosen before triton is imported, so another process runs it.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ranks import launched
 from segpipe.models import resize
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no triton here")
 # Shape and size: up by whole and odd factors, in one axis, down, to the same, from one pixel, more than one block.
@@ -83,21 +80,16 @@ def far(found: Tensor | None, expected: Tensor | None) -> float:
     )
 
 
+def _interpreted(rank: int) -> tuple[list[list[float]], bool]:
+    """Differences of all cases, and whether the start check accepts the kernels."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    found = [differences(number) for number in range(len(CASES))]
+    return found, resize.gpu_kernels(CPU) is not None
+
+
 def test_values_and_gradients_are_those_of_float64() -> None:
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    *found, accepted = (
-        [float(number) for number in line.split()] for line in done.stdout.splitlines()
-    )
-    assert accepted == [1.0], f"the kernels failed their own start check: {done.stderr}"
+    ((found, accepted),) = launched(1, _interpreted)
+    assert accepted, "the kernels failed their own start check"
     assert len(found) == len(CASES)
     for case, (value, gradient, half, lost) in zip(CASES, found, strict=True):
         assert value < 2e-6, case
@@ -196,9 +188,3 @@ def test_only_tensors_of_a_gpu_take_the_kernels(
     )
     with resize.as_on_cuda():
         resize.bilinear(torch.randn(1, 2, 3, 4), (6, 8))
-
-
-if __name__ == "__main__":
-    for number in range(len(CASES)):
-        print(*differences(number))
-    print(float(resize.gpu_kernels(CPU) is not None))

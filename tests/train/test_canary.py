@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import runpy
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,7 +20,8 @@ import torch
 
 import impure
 from impure import Noise, config
-from runs import command, settings
+from ranks import launched
+from runs import ROOT, run
 from segpipe.data.augment import TRANSFORMS, Augmenter, ColorMatrix
 from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import REPEATS, Member, Order, Request, chosen, requests
@@ -604,8 +606,15 @@ def test_its_setting_is_checked_and_free() -> None:
     assert "augment.canary" in FREE_KEYS
 
 
+def _started(rank: int, folder: str, changes: tuple[str, ...]) -> int:
+    runpy.run_path(str(ROOT / "examples" / "race" / "start.py"))
+    return run(Path(folder), *changes)
+
+
 @pytest.mark.slow
-def test_all_ranks_end_when_one_finds_it(tmp_path: Path) -> None:
+def test_all_ranks_end_when_one_finds_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A rate at which rank 1 alone has samples to make again, after its first step."""
     order = Order(0, 16, 4, 2)
 
@@ -631,14 +640,14 @@ def test_all_ranks_end_when_one_finds_it(tmp_path: Path) -> None:
         f"augment.canary={every}",
         "train.steps=9",
         "data.workers=1",
-        "compute.nproc=2",
     )
-    done = command("examples/race/start.py", *settings(tmp_path / "run", *changes))
-    assert done.returncode == ImpureAugmentError.exit_code, done.stderr
+    codes = launched(2, _started, str(tmp_path / "run"), changes)
+    assert codes == [ImpureAugmentError.exit_code] * 2
+    said = capfd.readouterr().err
     assert re.search(
         r"^rank 1: sample \d+ \(train_0000\d\d\) of epoch \d+, augmented again",
-        done.stderr,
+        said,
         re.M,
     )
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in said
     assert not (tmp_path / "run" / "result.json").exists()

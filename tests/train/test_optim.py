@@ -2,20 +2,20 @@
 
 import itertools
 import math
-import subprocess
 import sys
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from ranks import launched
 from segpipe.errors import ConfigError
 from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
 from segpipe.settings.groups import EmaConfig, OptimConfig
+from segpipe.train import state
 from segpipe.train.checkpoint import load_optimizer
 from segpipe.train.forward import norms
 from segpipe.train.state import (
@@ -27,7 +27,6 @@ from segpipe.train.state import (
     set_rate,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("strict_torch")
 
 
@@ -348,43 +347,25 @@ def test_updates_are_those_of_torch_bit_by_bit(name: str) -> None:
     assert str(optimizer.state_dict()) == str(other.state_dict())
 
 
-CODE = """
-import sys, torch
-from segpipe.settings.groups import OptimConfig
-from segpipe.models import build_model
-from segpipe.train.state import build_optimizer
-{change}
-model = build_model("fast_scnn", 3)
-for name in ("sgd", "adamw"):
-    optimizer = build_optimizer(model, OptimConfig(name=name))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.zero_grad(set_to_none=True)
-print("torch._dynamo" in sys.modules)
-"""
+def _loads_the_compiler(rank: int, control: bool) -> bool:
+    if control:
+        state._SGD = torch.optim.SGD  # type: ignore[misc, assignment]
+    model = build_model("fast_scnn", 3)
+    for name in ("sgd", "adamw"):
+        optimizer = build_optimizer(model, OptimConfig(name=name))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.zero_grad(set_to_none=True)
+    return "torch._dynamo" in sys.modules
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "loaded"),
-    [
-        ("", "False"),
-        ("from segpipe.train import state; state._SGD = torch.optim.SGD", "True"),
-    ],
-    ids=["as_it_is", "control"],
-)
-def test_no_process_loads_the_compiler(change: str, loaded: str) -> None:
+@pytest.mark.parametrize("control", [False, True], ids=["as_it_is", "control"])
+def test_no_process_loads_the_compiler(control: bool) -> None:
     """It takes 2 s, in each of 16 processes."""
-    done = subprocess.run(
-        [sys.executable, "-c", CODE.format(change=change)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == loaded
+    assert launched(1, _loads_the_compiler, control) == [control]
 
 
 def network() -> nn.Sequential:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from impure import Noise
-from runs import TORCHRUN, command, outcome, run, settings
+from ranks import trained_by
+from runs import outcome, run, script
 from segpipe.data.augment import Augmenter
 from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
@@ -65,17 +66,13 @@ def test_an_audit_computes_what_elastic_does(alone: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_two_processes_write_the_ledger_of_one(alone: Path, tmp_path: Path) -> None:
-    done = command(
-        *TORCHRUN, "train.py", *settings(tmp_path / "two", *AUDIT, "data.workers=1")
-    )
-    assert done.returncode == 0, done.stderr
+    trained_by(2, tmp_path / "two", *AUDIT, "data.workers=1")
     assert sorted(
         path.name for path in (tmp_path / "two" / "ledger").glob("*.bin")
     ) == ["rank00.bin", "rank01.bin"]
     found = compared(alone, tmp_path / "two")
     assert found.verdict == "identical", found.sentence
-    said = command("scripts/compare_runs.py", str(alone), str(tmp_path / "two"))
-    assert said.returncode == 0, said.stderr
+    assert script("compare_runs.py", str(alone), str(tmp_path / "two")) == 0
 
 
 def test_a_resumed_audit_is_the_same_audit(

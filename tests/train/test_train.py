@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,16 @@ import torch
 from numpy.typing import NDArray
 
 from exports import trained_network
+from ranks import PATIENCE_S, forked, trained_by, wait_for
 from runs import (
-    command,
-    finished,
     metrics,
     outcome,
     result,
     run,
+    script,
     settings,
-    start,
     torch_restored,
     updates,
-    wait_for,
     write_camvid,
 )
 from segpipe import files
@@ -198,23 +197,23 @@ def test_ctrl_c_of_two_processes_then_resume_in_one(
     SIGUSR1, with which schedulers warn a job, does not end the parent, which only waits for its children.
     """
     folder = tmp_path / "run"
-    process = start(
-        "train.py", *settings(folder, *LONG, "checkpoint.every=0", "compute.nproc=2")
-    )
+    changes = (*LONG, "checkpoint.every=0", "compute.nproc=2")
+    process = forked(_train, folder, changes, stderr=tmp_path / "stderr")
     wait_for(lambda: len(updates(folder)) >= 3, process)
     os.kill(process.pid, signal.SIGUSR1)
     warned = len(updates(folder))
     wait_for(lambda: len(updates(folder)) > warned, process)
     os.killpg(process.pid, signal.SIGINT)
-    done = finished(process)
-    assert done.returncode == 130
+    process.join(PATIENCE_S)
+    assert process.exitcode == 130
+    stderr = (tmp_path / "stderr").read_text()
     step = checkpoint.load(folder / "last.pt")["step"]
     assert 3 <= step < STEPS
     said = f"stopped at step {step}; {folder / 'last.pt'} is written."
-    assert done.stderr.count(said) == 1, "by one rank"
+    assert stderr.count(said) == 1, "by one rank"
     row = read_row(folder, "run")
     assert (row.state, said in row.reason) == ("interrupted", True)
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in stderr
     assert not (folder / "result.json").exists()
 
     assert run(folder, *LONG) == 2
@@ -227,22 +226,24 @@ def test_ctrl_c_of_two_processes_then_resume_in_one(
     assert is_complete(folder)
 
 
-TORN = """
-import pathlib, sys, time
-from segpipe.cli.main import main
+def _train(folder: Path, changes: Sequence[str]) -> int:
+    return segpipe(["train", *settings(folder, *changes)])
 
-whole, writes = pathlib.Path.write_bytes, []
 
-def write_bytes(path, content):
-    writes.extend([path] if path.name.startswith(".last.pt.") else [])
-    if len(writes) < 2:
-        return whole(path, content)
-    whole(path, content[:len(content) // 2])
-    time.sleep(600)
+def _torn(folder: Path, changes: Sequence[str]) -> int:
+    """As `_train`, but the second last.pt is half written only."""
+    whole, writes = Path.write_bytes, []
 
-pathlib.Path.write_bytes = write_bytes
-sys.exit(main(["train", *sys.argv[1:]]))
-"""
+    def write_bytes(path: Path, content: bytes) -> int:
+        writes.extend([path] if path.name.startswith(".last.pt.") else [])
+        if len(writes) < 2:
+            return whole(path, content)
+        whole(path, content[: len(content) // 2])
+        time.sleep(600)
+        return 0
+
+    Path.write_bytes = write_bytes  # type: ignore[method-assign, assignment]
+    return _train(folder, changes)
 
 
 def test_sigkill_in_a_write_then_resume_in_two_processes(
@@ -254,13 +255,14 @@ def test_sigkill_in_a_write_then_resume_in_two_processes(
     """
     folder = tmp_path / "run"
     changes = (*LONG, "checkpoint.every=4", "data.workers=1")
-    process = start("-c", TORN, *settings(folder, *changes))
+    process = forked(_torn, folder, changes)
     wait_for(lambda: len(updates(folder)) >= 11, process)
     assert list(folder.glob(".last.pt.*.tmp"))
     os.killpg(process.pid, signal.SIGKILL)
-    assert finished(process).returncode == -signal.SIGKILL
+    process.join(PATIENCE_S)
+    assert process.exitcode == -signal.SIGKILL
     assert checkpoint.load(folder / "last.pt")["step"] == 4
-    assert run(folder, *LONG, "run.exists=resume", "compute.nproc=2") == 0
+    trained_by(2, folder, *LONG, "run.exists=resume")
     assert outcome(folder) == outcome(whole)
     assert is_complete(folder)
 
@@ -607,11 +609,14 @@ def test_evaluate_computes_what_the_last_validation_did(
     assert torch.equal(of_run, again)
 
 
-def test_evaluate_repeats_the_miou_of_the_run(whole: Path) -> None:
-    done = command("scripts/evaluate.py", f"run={whole}", "data.workers=1")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") == 1
-    printed, found = json.loads(done.stdout), result(whole)
+def test_evaluate_repeats_the_miou_of_the_run(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with torch_restored():
+        assert script("evaluate.py", f"run={whole}", "data.workers=1") == 0
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    printed, found = json.loads(said), result(whole)
     assert printed["miou"] == found["miou"]
     assert printed["iou"] == found["iou"]
     assert list(printed["iou"]) == list(STREET.names)

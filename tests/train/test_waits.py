@@ -1,18 +1,15 @@
 """What a host waits for in an update on a GPU, found without one: torch's fake tensors of CUDA, and no kernels.
 
 Fake tensors of CUDA replace torch's guard of its devices for good, after which a real backward crashes: another process
-runs the updates, this file as a program.
+runs the updates.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 import traceback
+import warnings
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ranks import launched
 from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
 from segpipe.distributed.group import Group
@@ -32,7 +30,6 @@ from segpipe.train.recorder import Watch
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep, train_step
 
-ROOT = Path(__file__).resolve().parents[2]
 GPU = torch.device("cuda", 0)
 LOSSES = ("ohem", "cross_entropy")
 READ = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal")
@@ -138,28 +135,20 @@ def waits_of_an_update(monkeypatch: pytest.MonkeyPatch, loss: str) -> list[str]:
     return waits.found
 
 
+def _waits(rank: int) -> list[str]:
+    """Of an update with each loss."""
+    warnings.simplefilter("ignore")
+    found: list[str] = []
+    for loss in LOSSES:
+        with pytest.MonkeyPatch.context() as patched:
+            found += waits_of_an_update(patched, loss)
+    return found
+
+
 def test_the_host_waits_for_nothing_in_an_update() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    controls = [
-        line.partition(" at ")[0]
-        for line in done.stdout.splitlines()
-        if "test_waits.py" in line
-    ]
+    (lines,) = launched(1, _waits)
+    controls = [line.partition(" at ")[0] for line in lines if "test_waits.py" in line]
     assert controls == ["_to_copy"] * len(LOSSES), (
         "a number that is copied to the GPU was not seen"
     )
-    assert len(done.stdout.splitlines()) == len(LOSSES), done.stdout
-
-
-if __name__ == "__main__":
-    for chosen in LOSSES:
-        with pytest.MonkeyPatch.context() as patched:
-            print(*waits_of_an_update(patched, chosen), sep="\n")
+    assert len(lines) == len(LOSSES), lines
