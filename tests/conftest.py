@@ -1,5 +1,6 @@
 """Settings of the whole suite: seeded generators, the marker `slow`, fixtures for a strict torch and for exports."""
 
+import functools
 import gc
 import random
 import signal
@@ -7,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,14 +105,27 @@ def project(
             del sys.modules[name]
 
 
+@functools.cache
+def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`make`, which runs once in this process."""
+    return functools.cache(make)
+
+
 @pytest.fixture(scope="module")
 def quick_exports() -> Iterator[None]:
-    """One thread and no wait for steady latencies, which tests of exports do not measure."""
+    """One thread and no wait for steady latencies, which tests of exports do not measure.
+
+    Conversions share torch's table of ONNX functions, which takes a third of their time to make.
+    """
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
     from segpipe.export.gates import judge
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(judge, "SECONDS", 0.0)
+        once = made_once(ONNXRegistry.from_torchlib)
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(once))
         yield
     torch.set_num_threads(threads)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from runs import scenes_painted_once
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import ClassTable
 from segpipe.data.samples import open_samples
@@ -179,12 +180,16 @@ FEW = ("export.images=2", "export.quality_images=4")
 
 def export(run: Path, folder: Path, *arguments: str) -> int:
     """Exit code of `segpipe export`, on few images unless told otherwise."""
-    return segpipe(["export", f"run={run}", f"export.dir={folder}", *FEW, *arguments])
+    with scenes_painted_once():
+        return segpipe(
+            ["export", f"run={run}", f"export.dir={folder}", *FEW, *arguments]
+        )
 
 
 def verify(run: Path, folder: Path, *arguments: str) -> int:
     """Exit code of `segpipe verify`, on few images unless told otherwise."""
-    return segpipe(["verify", f"run={run}", f"artifact={folder}", *FEW, *arguments])
+    with scenes_painted_once():
+        return segpipe(["verify", f"run={run}", f"artifact={folder}", *FEW, *arguments])
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> str:
