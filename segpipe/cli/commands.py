@@ -327,7 +327,6 @@ COMMANDS = {
             "model.weights",
             "loss.teacher",
         ),
-        starts="export.audit",
     ),
     "check-augment": Command(
         "check that augmentation is a pure function of sample and key",

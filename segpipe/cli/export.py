@@ -1,25 +1,21 @@
-"""`segpipe export`, `verify`, `weights`, `audit`: a trained network as files that compute the same, and its checks."""
+"""`segpipe export`, `verify`, `weights`: a trained network as files that compute the same, and its checks."""
 
 from __future__ import annotations
 
 import json
-import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.text import Text
 from safetensors.torch import save
 
 from segpipe import __version__
-from segpipe.audit.examine import AuditRequest, check_folder, examine, write_audit
 from segpipe.cli.commands import Given
 from segpipe.disk import sha256
 from segpipe.errors import (
     ConfigError,
     DataError,
     ExportMismatch,
-    SegpipeError,
     WeightsError,
 )
 from segpipe.export.artifact.manifest import origin_of
@@ -37,19 +33,11 @@ from segpipe.export.verify_report import (
 from segpipe.files import write_atomically
 from segpipe.ledger.inputs import changed_since
 from segpipe.models.weights import FORMAT, published_key
-from segpipe.run.console import CONSOLE, progress, table
+from segpipe.run.console import CONSOLE
 from segpipe.settings.compose import with_settings
-from segpipe.settings.config import Config, flat
 from segpipe.train.checkpoint import TrainedNetwork, load_network
 
 SUFFIX = ".safetensors"
-# Of verdicts of an audit.
-COLORS = {
-    "passed": "green",
-    "failed": "bold red",
-    "noted": "yellow",
-    "not checked": "dim",
-}
 
 
 def main(given: Given) -> int:
@@ -184,47 +172,3 @@ def _metadata(trained: TrainedNetwork, given: Given) -> dict[str, str]:
         "output_stride": str(trained.model.output_stride),
         "align_corners": json.dumps(trained.model.align_corners),
     }
-
-
-def audit(given: Given) -> int:
-    """Exit code of `segpipe audit`; draws a seed if none is given."""
-    out = Path(given["out"] or Path(given["run"], "audit"))
-    check_folder(out)
-
-    def gates(config: Config, folder: Path) -> str:
-        """The last line of `segpipe verify`, against the checkpoint that the folder says it was made of.
-
-        Whether it was, verify finds out by the digest of the weights.
-        """
-        made_of = read_manifest(folder)["source"]["checkpoint"] or {}
-        which = "best" if made_of.get("file") == "best.pt" else "last"
-        asked = {"run": given["run"], "which": which, "artifact": str(folder)}
-        return verify({**flat(config), **asked}).line("ARTIFACT")
-
-    request = AuditRequest(
-        Path(given["run"]),
-        seed=secrets.randbelow(2**32) if given["seed"] < 0 else given["seed"],
-        spans=given["spans"],
-        span_steps=given["span_steps"],
-        any_environment=given["any_environment"],
-        settings=given,
-    )
-    with progress("audit") as show:
-        found = examine(
-            request,
-            lambda what, done, total: show(done, total or None, what),
-            verify=gates if given["verify"] else None,
-        )
-    rows = [
-        (line.part, Text(line.status, COLORS[line.status]), line.text)
-        for line in found.lines
-    ]
-    columns = ("part", "verdict", "finding")
-    CONSOLE.print(table(columns, rows, f"audit of {found.run}"))
-    CONSOLE.print(f"{found.sentence}.")
-    try:
-        CONSOLE.print(f"Report: {write_audit(found, out)}")
-    except SegpipeError as error:
-        print(f"{error} Set out=FOLDER for the report.", file=sys.stderr)
-        return found.exit_code or error.exit_code
-    return found.exit_code

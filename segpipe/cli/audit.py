@@ -1,0 +1,69 @@
+"""`segpipe audit`: what a run says of itself, found again, as a table and a report."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from pathlib import Path
+
+from rich.text import Text
+
+from segpipe.audit.examine import AuditRequest, check_folder, examine, write_audit
+from segpipe.cli.commands import Given
+from segpipe.cli.export import verify
+from segpipe.errors import SegpipeError
+from segpipe.export.verify import read_manifest
+from segpipe.run.console import CONSOLE, progress, table
+from segpipe.settings.config import Config, flat
+
+# Of verdicts.
+COLORS = {
+    "passed": "green",
+    "failed": "bold red",
+    "noted": "yellow",
+    "not checked": "dim",
+}
+
+
+def main(given: Given) -> int:
+    """Exit code of `segpipe audit`; draws a seed if none is given."""
+    out = Path(given["out"] or Path(given["run"], "audit"))
+    check_folder(out)
+
+    def gates(config: Config, folder: Path) -> str:
+        """The last line of `segpipe verify`, against the checkpoint that the folder says it was made of.
+
+        Whether it was, verify finds out by the digest of the weights.
+        """
+        made_of = read_manifest(folder)["source"]["checkpoint"] or {}
+        which = "best" if made_of.get("file") == "best.pt" else "last"
+        asked = {"run": given["run"], "which": which, "artifact": str(folder)}
+        return verify({**flat(config), **asked}).line("ARTIFACT")
+
+    request = AuditRequest(
+        Path(given["run"]),
+        seed=secrets.randbelow(2**32) if given["seed"] < 0 else given["seed"],
+        spans=given["spans"],
+        span_steps=given["span_steps"],
+        any_environment=given["any_environment"],
+        settings=given,
+    )
+    with progress("audit") as show:
+        found = examine(
+            request,
+            lambda what, done, total: show(done, total or None, what),
+            verify=gates if given["verify"] else None,
+        )
+    rows = [
+        (line.part, Text(line.status, COLORS[line.status]), line.text)
+        for line in found.lines
+    ]
+    columns = ("part", "verdict", "finding")
+    CONSOLE.print(table(columns, rows, f"audit of {found.run}"))
+    CONSOLE.print(f"{found.sentence}.")
+    try:
+        CONSOLE.print(f"Report: {write_audit(found, out)}")
+    except SegpipeError as error:
+        print(f"{error} Set out=FOLDER for the report.", file=sys.stderr)
+        return found.exit_code or error.exit_code
+    return found.exit_code
