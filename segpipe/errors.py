@@ -132,6 +132,12 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f" Did you mean {best[0]}?" if best else ""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, at most 300 characters, without its full stop; its type if it is empty."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300].rstrip(".")
+
+
 def listed(names: Sequence[str], most: int = 5, joint: str = ", ") -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

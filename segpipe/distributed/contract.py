@@ -37,7 +37,7 @@ from sys import _getframe
 from types import CodeType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from segpipe.errors import CollectiveError, SegpipeError, listed
+from segpipe.errors import CollectiveError, SegpipeError, first_line, listed
 from segpipe.files import sha256_of
 from segpipe.processes import end_process, rounds
 
@@ -86,7 +86,7 @@ class CallLog:
     def add(self, op: str, tensor: Tensor | None = None, level: int = 0) -> None:
         """Append a call; its line is the nearest one outside segpipe/distributed. 2 to 4 us."""
         frame = _getframe(1)
-        while _is_here(frame.f_code) and frame.f_back is not None:
+        while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:
             frame = frame.f_back
         kind, shape = ("", ()) if tensor is None else (str(tensor.dtype), tensor.shape)
 
@@ -113,10 +113,6 @@ def _known(
     within = f" (level {level})" if level else ""
     text = f"{op}{tensor}{within} at {path}:{line} {code.co_name}"
     return text, int(sha256_of(text.encode())[:16], 16)
-
-
-def _is_here(code: CodeType) -> bool:
-    return code.co_filename.startswith(_HERE)
 
 
 def diagnose(
@@ -370,7 +366,8 @@ class Contract:
             self._stacks.dump_unless_called_again(self._timeout_s / 2)
         hashes = [(call.number, call.rolling) for call in self.log.last()[-POSTED:]]
         self._looks += 1
-        store.set(self._keys[self._rank], json.dumps([self._looks, hashes]))
+        state = self._looks, self.log.count, hashes
+        store.set(self._keys[self._rank], json.dumps(state))
 
         for key, text in tuple(self._posts.items()):
             store.compare_set(key, "", text)
@@ -383,12 +380,11 @@ class Contract:
         elif store.check(["alarm"]):
             self._answer(store)
         elif self._rank in (0, turn) and store.check(self._keys):
-            texts = store.multi_get(self._keys)
-            states = {rank: _state(text) for rank, text in enumerate(texts)}
-            silent = self._silent([json.loads(text)[0] for text in texts])
-            counts = [max(hashes, default=0) for hashes in states.values()]
+            states = map(json.loads, store.multi_get(self._keys))
+            looks, counts, last = zip(*states, strict=True)
+            silent = self._silent(looks)
             late = self._late(counts) or silent
-            if late or first_difference(states):
+            if late or first_difference(dict(enumerate(map(dict, last)))):
                 store.compare_set("alarm", "", "late" if late else "differ")
                 rounds.hurry()
 
@@ -445,11 +441,10 @@ class Contract:
 
     def _decide(self, store: Store, answers: Mapping[int, Mapping[int, str]]) -> None:
         """Write the verdict to the store; the lowest rank of each machine prints it."""
-        counts = []
-        for key in self._keys:
-            hashes = _state(store.get(key)) if store.check([key]) else {}
-            counts.append(max(hashes, default=0))
-
+        counts = [
+            json.loads(store.get(key))[1] if store.check([key]) else 0
+            for key in self._keys
+        ]
         known = store.get("alarm") == b"differ"
         text = diagnose(answers, counts, differ=known, hosts=self._hosts)
         if self._stacks is not None:
@@ -470,7 +465,7 @@ class Contract:
         others = f" of {_listed(away)}{_on(away, self._hosts)}" if away else ""
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return (
-            f"rank {self._rank}{_on([self._rank], self._hosts)} lost the store at {address} ({_first_line(error)}): "
+            f"rank {self._rank}{_on([self._rank], self._hosts)} lost the store at {address} ({first_line(error)}): "
             f"the process or machine that holds it ended, or the network{others} was cut."
         )
 
@@ -491,16 +486,8 @@ class Contract:
 def lost_rank(error: Exception, where: str) -> CollectiveError:
     """The error of a rank, `where`, that only knows that a collective broke."""
     return CollectiveError(
-        f"{where}: a collective failed, because another rank ended or cannot be reached: {_first_line(error)}."
+        f"{where}: a collective failed, because another rank ended or cannot be reached: {first_line(error)}."
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
-def _state(text: bytes) -> dict[int, int]:
-    return dict(json.loads(text)[1])
 
 
 class Stacks:

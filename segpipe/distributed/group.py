@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from segpipe.distributed import environment
 from segpipe.distributed.contract import MARGIN_S, Contract, watch
-from segpipe.errors import CollectiveError, ConfigError, SegpipeError
+from segpipe.errors import CollectiveError, ConfigError, SegpipeError, first_line
 from segpipe.processes import proc_lines, this_host
 from segpipe.settings.groups import ComputeConfig
 
@@ -286,10 +286,9 @@ def _open(rank: int, timeout_s: float, *, keeps: bool) -> Store:
             master_listen_fd=_listen(port).detach() if local else None,
         )
     except (RuntimeError, ValueError, OSError, OverflowError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
         place = "a free port" if keeps else "the address and port of a running rank 0"
         raise CollectiveError(
-            f"{_address()} on rank {rank}, but {place} was needed: {reason}. Give all ranks the same values."
+            f"{_address()} on rank {rank}, but {place} was needed: {first_line(error)}. Give all ranks the same values."
         ) from error
     # A launcher's agent keeps its store when it starts its ranks again. Where rank 0 keeps it, every start has its own,
     # and machines that joined at different times may have restarted their ranks differently often.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from segpipe.errors import OutOfMemory
+from segpipe.errors import OutOfMemory, first_line
 from segpipe.processes import memory_mib
 
 MIB = 2**20
@@ -79,14 +79,13 @@ def _explained(error: BaseException, rank: int, device: torch.device, step: int)
     cuda = device.type == "cuda"
     where = f"the GPU {device}" if cuda else "the machine"
     figures = [f"{name} {value:g}" for name, value in sample(device).items()]
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
     advice = (
         "When fragmented_mib or retries are high, set PYTORCH_ALLOC_CONF=expandable_segments:True."
         if cuda
         else "On a CPU, fewer data.workers, a lower data.prefetch and data.cache_mib help as well."
     )
     return (
-        f"step {step}: the memory of {where} ran out on rank {rank}. {reason.rstrip('.')}. Now: {'; '.join(figures)}. "
+        f"step {step}: the memory of {where} ran out on rank {rank}. {first_line(error)}. Now: {'; '.join(figures)}. "
         f"Take a smaller augment.crop_size, or a smaller compute.samples_per_shard with more compute.shards: the "
         f"global batch stays, and one shard at a time is in memory. {advice}"
     )

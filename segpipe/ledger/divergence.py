@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -150,7 +150,8 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
         step = int(pair[0]["step"][np.argmax(differs)])
         return _explain(step, pair, a, facts)
     if not facts["steps"]:
-        return not_comparable(f"no step is in both ledgers: {_spans(a, b)}.", **facts)
+        spans = f"A has {_span(a)}, B has {_span(b)}"
+        return not_comparable(f"no step is in both ledgers: {spans}.", **facts)
     last = int(steps_of(pair[0])[-1])
     here, there = _at(last, pair)
     facts["fields"] = _fields(here, there)
@@ -167,8 +168,8 @@ def _facts(a: RunLedger, b: RunLedger, pair: Pair, limits: list[str]) -> dict[st
     """What every verdict reports."""
     one, two = a.first, b.first
     recipes = [of_this_version(header.recipe) for header in (one, two)]
-    missing = missing_files(a.folder, b.folder)
-    notes = [*limits, *missing, *_of_both(a.notes, b.notes)]
+    notes = [*limits, *missing_files(a.folder, b.folder)]
+    notes += [f"A: {note}" for note in a.notes] + [f"B: {note}" for note in b.notes]
     return {
         "inputs": input_differences(a.folder, b.folder),
         "steps": len(steps_of(pair[0])),
@@ -188,17 +189,9 @@ def _processes(run: RunLedger) -> int | str:
 
 def _limits(a: RunLedger, b: RunLedger) -> list[str]:
     """Why equal common steps do not prove equal runs; empty when they do."""
-    spans = [_spans(a, b)] if _span(a) != _span(b) else []
-    return [*spans, *_of_both(a.faults, b.faults)]
-
-
-def _of_both(a: Sequence[str], b: Sequence[str]) -> list[str]:
-    """Phrases on both runs, each with the name of its run."""
-    return [f"{run}: {said}" for run, own in (("A", a), ("B", b)) for said in own]
-
-
-def _spans(a: RunLedger, b: RunLedger) -> str:
-    return f"A has {_span(a)}, B has {_span(b)}"
+    spans = [f"A has {_span(a)}, B has {_span(b)}"] if _span(a) != _span(b) else []
+    faults = [f"A: {fault}" for fault in a.faults]
+    return [*spans, *faults, *(f"B: {fault}" for fault in b.faults)]
 
 
 def _span(run: RunLedger) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, first_line
 from segpipe.models.layers import (
     Classifier,
     GlobalPool,
@@ -140,7 +140,7 @@ def create_encoder(name: str, *, pretrained: bool = False) -> Any:
     try:
         return timm.create_model(name, features_only=True, pretrained=pretrained)
     except Exception as error:  # of timm, of the hub's client, of the network
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = first_line(error)
         problem = (
             f"model.args.encoder = {name}: timm cannot build it for features: {reason}"
         )
@@ -233,9 +233,8 @@ def smp(
             arch, encoder, encoder_weights=None, classes=num_classes, **args
         )
     except Exception as error:  # KeyError, TypeError, ValueError ..., by what is wrong
-        reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"model.args: segmentation-models-pytorch cannot build {arch} on {encoder}: {reason}"
+            f"model.args: segmentation-models-pytorch cannot build {arch} on {encoder}: {first_line(error)}"
         ) from error
 
     net.output_stride = 1  # type: ignore[assignment]

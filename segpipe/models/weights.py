@@ -22,7 +22,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from segpipe.disk import patiently
-from segpipe.errors import CheckpointError, WeightsError, listed
+from segpipe.errors import CheckpointError, WeightsError, first_line, listed
 from segpipe.models.layers import Keys
 
 # Entries of a file that hold the state dict, the likeliest first.
@@ -110,8 +110,7 @@ def read_torch(path: Path) -> Any:
                 f"of tensors alone: .safetensors, or of torch.save(net.state_dict(), ...). If you trust who made it, "
                 f"docs/weights.md has a command that converts it."
             ) from None
-        lines = str(error).splitlines() or [type(error).__name__]
-        reason = "its pickle is damaged" if damaged else lines[0][:200]
+        reason = "its pickle is damaged" if damaged else first_line(error)
         raise CheckpointError(
             f"{path} ({len(content)} bytes) cannot be read as a file of torch: {reason}. It is truncated or foreign. "
             f"Fetch it again, or take another file of the run (last.pt, best.pt)."

@@ -371,6 +371,7 @@ class DdpGradients:
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
         """Leave the reduced gradients in `.grad`. A collective."""
         norms, world_size = self.loss.norms, self.group.world_size
+        device = self.group.device
         self.loss.watch.whole_batch(shards)
         norms.keep()
 
@@ -379,7 +380,7 @@ class DdpGradients:
         for name in ("image", "target", "color"):
             own = [getattr(batch, name) for batch in shards]
             if own[0] is not None:
-                there = [value.to(self.loss.device, non_blocking=True) for value in own]
+                there = [value.to(device, non_blocking=True) for value in own]
                 joined[name] = torch.cat(there)
         whole = shards[0]._replace(**joined)
 
