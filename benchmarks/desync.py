@@ -224,7 +224,7 @@ def provoke(name: str) -> dict[str, Any]:
     return judge(name, said, begun, exit_code)
 
 
-SMOKE = {"FAULTS": {"shape": FAULTS["shape"]}, "RANKS": 2}
+SMOKE = {"FAULTS": {"order": FAULTS["order"]}, "RANKS": 2}
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

@@ -85,3 +85,4 @@ def test_every_benchmark_runs(
     assert found["smoke"]
     assert {"what", "machine", "passed"} <= found.keys()
     assert found["passed"] or claim not in PROMISES, found
+    assert all(row["passed"] for row in found.get("faults", ())), found  # but for time
