@@ -199,11 +199,12 @@ def check_result(
 def check_export(run: Path, config: Config, verify: Verify | None) -> Line:
     """The gates of the exported folder, run again."""
     folder = Path(config.export.dir or run / "export")
+    status = UNCHECKED
     if not folder.is_dir() or not any(folder.iterdir()):
         status = UNCHECKED if config.export.enabled else NOTED
         text = f"{folder} holds no exported network"
     elif verify is None:
-        status, text = UNCHECKED, f"{folder} was not verified again"
+        text = f"{folder} was not verified again"
     else:
         try:
             status, text = PASSED, verify(config, folder)

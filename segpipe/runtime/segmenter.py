@@ -123,10 +123,8 @@ class Segmenter:
     def refuse(self, status: Status) -> Result:
         """A result without an answer, for a frame that could not even be read."""
         shape, coarse = self.artifact.answers
-        mask, confidence = (
-            np.full(shape, NO_ANSWER, np.uint8),
-            np.zeros(coarse, np.uint8),
-        )
+        mask = np.full(shape, NO_ANSWER, np.uint8)
+        confidence = np.zeros(coarse, np.uint8)
         return Result(status, mask, confidence, 0.0, self.artifact.model_id)
 
     def _answer(

@@ -562,8 +562,15 @@ def test_another_mask_stride_is_refused(tiny: TrainedNetwork, tmp_path: Path) ->
 
 
 @pytest.fixture
-def _run_exists(tiny: TrainedNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "load_network", lambda *_: tiny)
+def _run_exists(
+    tiny: TrainedNetwork,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path_factory.mktemp("run") / "last.pt"
+    path.write_bytes(b"weights")
+    loaded = dataclasses.replace(tiny, path=path)
+    monkeypatch.setattr(command, "load_network", lambda *_: loaded)
     monkeypatch.setattr(dataset, "open_samples", lambda *_, **__: FakeSamples(IMAGES))
 
 

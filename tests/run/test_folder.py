@@ -660,11 +660,11 @@ def test_a_run_that_failed_after_its_training_is_not_finished(tmp_path: Path) ->
     config.run_dir.mkdir()
     (config.run_dir / "report.html").write_text("")
     (config.run_dir / "result.json").write_text('{"steps": 3}')
-    assert folders.finished(config) == {"steps": 3}
+    assert folders.finished(config)
     (config.run_dir / "failure.json").write_text(
         '{"exit_code": 4, "reason": "an export was rejected"}'
     )
-    assert folders.finished(config) is None
+    assert not folders.finished(config)
 
 
 def test_another_recipe_is_refused_before_anything_is_loaded(
