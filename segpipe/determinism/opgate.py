@@ -207,16 +207,14 @@ class Violation:
         return f"{self.file}:{self.line} calls {self.op}: it {rule.why}, and {rule.state}. Use {rule.instead}."
 
 
-def check_ops(
-    call: Callable[[], object], rules: Sequence[Rule] = RULES
-) -> list[Violation]:
+def check_ops(call: Callable[[], object]) -> list[Violation]:
     """Forbidden ops in `call()`, which runs forward, loss and backward on a CPU; once per op and line.
 
     Inside, `segpipe.models.resize.bilinear` takes the path that it takes on CUDA. An op of the backward is named by the
     line of its forward, or by that of `backward()` when the forward ran before. Errors of `call` are not caught. Costs
     about half a millisecond per node of the autograd graph.
     """
-    watch = _Watch({op: rule for rule in rules for op in rule.ops})
+    watch = _Watch({op: rule for rule in RULES for op in rule.ops})
     # Anomaly mode stores in each node of the graph where its forward was called.
     with as_on_cuda(), torch.autograd.set_detect_anomaly(True, check_nan=False), watch:
         call()

@@ -237,11 +237,6 @@ def read_file(path: Path) -> LedgerFile:
     except OSError as error:
         text = f"{path} cannot be read: {error.strerror}. Check its permissions."
         raise CheckpointError(text) from error
-    return parse(raw, path)
-
-
-def parse(raw: bytes, path: Path) -> LedgerFile:
-    """Sessions in the bytes of a file; errors name it `path`."""
     sessions: list[LedgerSession] = []
     place = 0
     while (found := _decode(path, raw, place)) is not None:

@@ -44,8 +44,8 @@ class Witness(NamedTuple):
 
 def witness(crop: Crop, trail: Trail = ()) -> Witness:
     """The digests of a sample made in this process; that of the image covers a color that is not applied yet."""
-    image = [_tensor(part) for part in (crop.image, crop.color) if part is not None]
-    digests = digest_groups([image, [_tensor(crop.target)]]).tolist()
+    image = [writable(part) for part in (crop.image, crop.color) if part is not None]
+    digests = digest_groups([image, [writable(crop.target)]]).tolist()
     return Witness(os.getpid(), digests[0] % 2**64, digests[1] % 2**64, trail)
 
 
@@ -63,7 +63,7 @@ def augment_watched(
         trail: list[tuple[str, int]] = []
 
         def look(name: str, *arrays: NDArray[np.uint8]) -> None:
-            group = [_tensor(array) for array in arrays]
+            group = [writable(array) for array in arrays]
             trail.append((name, int(digest_groups([group]))))
 
         crop = augmenter.crop(*frame, key, look)
@@ -88,7 +88,7 @@ def another_worker() -> Iterator[None]:
         worker._worker_info = own
 
 
-def _tensor(array: NDArray[Any]) -> torch.Tensor:
+def writable(array: NDArray[Any]) -> torch.Tensor:
     """The array as a tensor; of a cached frame, which may not be written, as a copy: torch would warn."""
     return torch.from_numpy(np.require(array, requirements=("C", "W")))
 

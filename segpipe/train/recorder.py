@@ -6,7 +6,6 @@ shard and one per step. Level 1 (`compute.mode=audit`): also one row per sample 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from segpipe.ledger.rows import (
     next_session,
 )
 from segpipe.settings.config import config_hash, recipe
+from segpipe.train.canary import writable
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -49,9 +49,8 @@ class Watch(Agreement):
 
     state: TrainState
 
-    def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Context of one part of an update, which `segpipe profile` measures; spans do not overlap."""
-        return record_function(name)
+    # Context of one part of an update, which `segpipe profile` measures; spans do not overlap.
+    span = staticmethod(record_function)
 
     def _nothing(self, *given: Any, **named: Any) -> None:
         """What the hooks of a Recorder are here."""
@@ -162,15 +161,12 @@ class Recorder(Watch):
 
     def _decoded(self, batch: ShardBatch) -> dict[str, Tensor]:
         """Digests of the samples before augmentation; reads them again, in this process."""
-        images, targets = [], []
-        for index in batch.index:
-            image, target = self.samples.read(int(index))
-            images.append(torch.from_numpy(image.copy()))
-            targets.append(torch.from_numpy(target.copy()))
+        frames = [self.samples.read(int(index)) for index in batch.index]
+        images, targets = zip(*frames, strict=True)
 
         return {
-            "decoded_image": digest_groups([[image] for image in images]),
-            "decoded_target": digest_groups([[target] for target in targets]),
+            "decoded_image": _each(map(writable, images)),
+            "decoded_target": _each(map(writable, targets)),
         }
 
     @record_function("ledger")

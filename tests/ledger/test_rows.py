@@ -11,11 +11,11 @@ from segpipe.ledger.rows import (
     PART,
     SHARD,
     STEP,
+    LedgerFile,
     LedgerWriter,
     SessionHeader,
     encode,
     ledger_path,
-    parse,
     read_file,
     row_keys,
     row_type,
@@ -35,6 +35,13 @@ def _header(session: int) -> SessionHeader:
     return ledgers.header(
         session=session, first_step=session, sample_names=[], compute__shards=2
     )
+
+
+def parse(raw: bytes, path: Path) -> LedgerFile:
+    """What is read of a file with these bytes at `path`, or in this folder."""
+    path = path / "some.bin" if path.is_dir() else path
+    path.write_bytes(raw)
+    return read_file(path)
 
 
 def _sizes() -> tuple[int, int, int]:
