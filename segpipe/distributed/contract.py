@@ -292,10 +292,8 @@ class Contract:
         text = f"rank {self._rank}{own}: {type(error).__name__}: {error}"
         if not isinstance(error, SegpipeError):
             say(text)  # its traceback may not name the rank
-        here = self._hosts[self._rank]
-        others = [rank for rank, host in enumerate(self._hosts) if host != here]
         code = getattr(error, "exit_code", 1)
-        self._post("verdict", self._as_json(text, code, others))
+        self._post("verdict", self._as_json(text, code, self._elsewhere()))
         self._wait(REPORT_S)
 
     def keep_stacks(self, folder: Path) -> None:
@@ -458,10 +456,14 @@ class Contract:
         speakers = list(first.values())
         return json.dumps({"text": text, "exit_code": exit_code, "speakers": speakers})
 
+    def _elsewhere(self) -> list[int]:
+        """The ranks of other machines."""
+        here = self._hosts[self._rank]
+        return [rank for rank, host in enumerate(self._hosts) if host != here]
+
     def _without_store(self, error: RuntimeError) -> str:
         """What this rank can say when the store is gone."""
-        here = self._hosts[self._rank]
-        away = [rank for rank, host in enumerate(self._hosts) if host != here]
+        away = self._elsewhere()
         others = f" of {_listed(away)}{_on(away, self._hosts)}" if away else ""
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return (

@@ -246,7 +246,17 @@ def fit(
                 for name in misshapen
             ],
         }
-        _refuse(where, f"{type(model).__name__} with {num_classes} classes", problems)
+        faults = [
+            f"{len(keys)} {what} ({listed(keys)})"
+            for what, keys in problems.items()
+            if keys
+        ]
+        if faults:
+            raise WeightsError(
+                f"{where} does not fit {type(model).__name__} with {num_classes} classes: {'; '.join(faults)}. Check "
+                f"that model.name is the network that the weights were trained with, or set model.weights_partial=true "
+                f"to take what fits, such as an encoder alone."
+            )
 
     checked = {name: _checked(name, found[name], own[name], where) for name in kept}
     with torch.no_grad():
@@ -302,19 +312,6 @@ def _other_classes(value: Tensor, own: Tensor, num_classes: int) -> int:
             if list(value.shape) == shape != list(own.shape):
                 return shape[axis]
     return 0
-
-
-def _refuse(where: str, network: str, problems: Mapping[str, list[str]]) -> None:
-    faults = [
-        f"{len(keys)} {what} ({listed(keys)})"
-        for what, keys in problems.items()
-        if keys
-    ]
-    if faults:
-        raise WeightsError(
-            f"{where} does not fit {network}: {'; '.join(faults)}. Check that model.name is the network that the "
-            f"weights were trained with, or set model.weights_partial=true to take what fits, such as an encoder alone."
-        )
 
 
 def _names(

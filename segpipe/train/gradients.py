@@ -298,9 +298,10 @@ class _Exchange:
     def __post_init__(self) -> None:
         self.given = [False] * len(self.parameters)  # which have a gradient
         self._first = len(self.views) - len(self.parameters)  # the first gradient
-        self._missing = []  # gradients of each bucket
-        for members in self.layout.members:
-            self._missing.append(sum(place >= self._first for place in members))
+        self._missing = [  # gradients of each bucket
+            sum(place >= self._first for place in members)
+            for members in self.layout.members
+        ]
 
         self._next = len(self.layout.buckets) - 1
         # Buckets up to this one wait for statistics and figures.

@@ -145,9 +145,7 @@ def build_optimizer(
     if config.name == "sgd":
         built = _SGD(groups, lr=config.lr, momentum=config.momentum, **way)
     else:
-        built = _ADAMW(
-            groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), **way
-        )
+        built = _ADAMW(groups, lr=config.lr, betas=tuple(config.betas), **way)
 
     if fused:
         built.register_step_pre_hook(_fill_momenta)
@@ -174,9 +172,9 @@ def _light(kind: type[torch.optim.Optimizer]) -> Any:
     """
     names = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
 
-    methods = {}
-    for name in names:
-        methods[name] = torch.no_grad()(inspect.unwrap(getattr(kind, name)))
+    methods = {
+        name: torch.no_grad()(inspect.unwrap(getattr(kind, name))) for name in names
+    }
     return type(kind.__name__, (kind,), methods)
 
 

@@ -218,16 +218,12 @@ def _score(
     """mIoU of a batch. One image at a time has logits at full resolution, so training needs more memory."""
     with torch.inference_mode():
         logits = _logits(model, preprocess, image, precision)
-        total = torch.zeros((), dtype=torch.int64, device=image.device)
-        for part, wanted in zip(
-            torch.split(logits, 1), torch.split(target, 1), strict=True
-        ):
-            corners = model.align_corners
-            _, counts = classes_and_confusion(
-                part, wanted, align_corners=corners, backend="plain"
-            )
-            total = total + counts
-    return miou(total.cpu())
+        corners = model.align_corners
+        found = [
+            classes_and_confusion(*pair, align_corners=corners, backend="plain")[1]
+            for pair in zip(torch.split(logits, 1), torch.split(target, 1), strict=True)
+        ]
+        return miou(torch.stack(found).sum(0))
 
 
 def _take_statistics(
