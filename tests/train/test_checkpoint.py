@@ -154,7 +154,7 @@ def test_foreign_file_is_named(tmp_path: Path, content: Any, found: str) -> None
     ("error", "told", "hidden"),
     [
         (EOFError(), "EOFError", "EOFError:"),
-        (RuntimeError(f"{'x' * 300}\nmore"), f": {'x' * 200}.", "more"),
+        (RuntimeError(f"{'x' * 400}\nmore"), f": {'x' * 300}.", "more"),
     ],
 )
 def test_what_torch_says_is_told_in_one_line(
