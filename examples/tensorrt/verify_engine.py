@@ -203,7 +203,6 @@ def main(arguments: Sequence[str]) -> int:
             f"usage: {sys.argv[0]} RUN FOLDER [PLAN] [KEY=VALUE ...]", file=sys.stderr
         )
         return 2
-    command = COMMANDS["verify"]
     run, folder, plan = (*paths, Path("model.plan"))[:3]
     try:
         manifest = read_manifest(folder)
@@ -217,8 +216,7 @@ def main(arguments: Sequence[str]) -> int:
         report = verify(
             parse(
                 [f"run={run}", f"artifact={folder}", *settings],
-                command.keys,
-                command.settings,
+                COMMANDS["verify"].known,
             ),
             engines=["tensorrt"],
         )

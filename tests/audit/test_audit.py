@@ -21,7 +21,7 @@ from segpipe.audit import evidence
 from segpipe.audit import examine as examination
 from segpipe.audit.evidence import FAILED, NOTED, PASSED, UNCHECKED, Line
 from segpipe.audit.examine import Audit, AuditRequest, Progress, examine
-from segpipe.cli import export as command
+from segpipe.cli import audit as command
 from segpipe.cli.main import main as segpipe
 from segpipe.data.samples import open_splits
 from segpipe.determinism import flags

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from segpipe.cli.main import main as segpipe
+from segpipe.data.readers import silent
 from segpipe.data.samples import open_samples
 from segpipe.datasets.problems import take
 from segpipe.settings.groups import DataConfig
@@ -207,10 +208,10 @@ def test_a_census_counts_colors_and_samples_of_any_kind(tmp_path: Path) -> None:
         "names: [floor, shelf]\npalette: [[0, 0, 0], [7, 7, 7]]\nmasks: colors\nignore: [[255, 255, 255]]\n"
     )
     opened = open_samples(DataConfig(name="folder", root=str(root)), "train", 0)
-    colors = take("train", opened)
+    colors = take("train", opened, silent)
     assert colors.table[:, -2].tolist() == [128] * 4  # white
     assert colors.table[:, 1].tolist() == [10 * number * 128 for number in (1, 2, 3, 4)]
     scenes = open_samples(DataConfig(size=[64, 96], num_train=3), "train", 0)
-    painted = take("train", scenes)
+    painted = take("train", scenes, silent)
     assert painted.table.shape == (3, 12)
     assert painted.table.sum(1).tolist() == [64 * 96] * 3

@@ -132,7 +132,7 @@ def test_control_the_other_align_corners_fails_parity(
     net = published_network("ddrnet23_slim")
     monkeypatch.setattr(
         "segpipe.models.layers.bilinear",
-        lambda x, size: bilinear(x, size, align_corners=True),
+        lambda x, size, **_: bilinear(x, size, align_corners=True),
     )
     assert worst_disagreement("ddrnet23_slim", net) > EVAL
 

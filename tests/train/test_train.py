@@ -547,7 +547,8 @@ def test_full_disk_leaves_the_last_good_checkpoint(
 ) -> None:
     folder, sync, written = tmp_path / "run", os.fsync, []
 
-    def full(number: int) -> None:
+    def full(file: Any) -> None:
+        number = file if isinstance(file, int) else file.fileno()
         written.append(os.readlink(f"/proc/self/fd/{number}"))
         if sum(".last.pt." in path for path in written) == 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
