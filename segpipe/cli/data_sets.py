@@ -12,7 +12,7 @@ import numpy as np
 from segpipe.cli.commands import Given
 from segpipe.data.catalog import table_path
 from segpipe.data.data_set import DataSet
-from segpipe.data.pairs import scan, scan_undivided
+from segpipe.data.pairs import Scan, scan, scan_undivided
 from segpipe.data.readers import threaded
 from segpipe.data.samples import file_samples, open_samples, over, sequence
 from segpipe.datasets.division import divide
@@ -85,13 +85,14 @@ def split(given: Given) -> int:
             raise ConfigError(
                 f"{path} already divides the images. Set replace=true to write train.txt and val.txt anew."
             )
-    found = scan_undivided(data)
-    if faults := found.faults:
+    found, test = scan_undivided(data), Scan([], [], [], [])
+    if any((root / f"test{end}").exists() for end in (".csv", ".txt")):
+        test = scan(data, "test")
+    if faults := [*found.faults, *test.faults]:
         more = f" ({len(faults)} problems in all)" if len(faults) > 1 else ""
         raise DataError(f"{faults[0]}{more}")
-    if any((root / f"test{end}").exists() for end in (".csv", ".txt")):
-        kept = set(scan(data, "test").pairs)
-        found = found._replace(pairs=[p for p in found.pairs if p not in kept])
+    if kept := {pair.image for pair in test.pairs}:  # a table names pairs otherwise
+        found = found._replace(pairs=[p for p in found.pairs if p.image not in kept])
         CONSOLE.print(f"{len(kept)} images of the split test are left out.")
     names, pixels = [pair.name for pair in found.pairs], None
     if table_path(data).is_file():

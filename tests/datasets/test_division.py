@@ -351,15 +351,24 @@ def test_no_table_is_proposed_for_what_are_no_classes(tmp_path: Path) -> None:
         proposal(tmp_path, [COLORED, mask_of(0, 1)])
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".csv"])
 def test_images_of_a_test_list_are_in_no_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
 ) -> None:
     root = flat(
         tmp_path, {f"{drive}_{n}": mask_of(n) for drive in "ab" for n in (0, 1)}
     )
-    (tmp_path / "test.txt").write_text("a_1\n")
+    listing = (tmp_path / "test").with_suffix(suffix)
+    line = {".txt": "{0}\n", ".csv": "image,mask\nimages/{0}.png,masks/{0}.png\n"}
+    listing.write_text(line[suffix].format("a_1"))
     assert segpipe(["split", root, "val=0.3", "by=image"]) == 0
     assert "1 images of the split test are left out" in capsys.readouterr().out
-    lists = (tmp_path / f"{split}.txt" for split in ("train", "val"))
+    lists = [tmp_path / f"{split}.txt" for split in ("train", "val")]
     names = [name for path in lists for name in path.read_text().split()]
     assert sorted(names) == ["a_0", "b_0", "b_1"]
+    for path in lists:
+        path.unlink()
+    listing.write_text(line[suffix].format("c_1"))
+    assert segpipe(["split", root, "val=0.3", "by=image"]) == 2
+    assert "c_1" in capsys.readouterr().err
+    assert not lists[0].exists(), "a list that names no image keeps none out"
