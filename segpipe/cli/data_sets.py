@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -71,9 +72,8 @@ def _read(place: tuple[DataSet, int]) -> None:
 
 def split(given: Given) -> int:
     """Exit code. Divides a folder of images into training and validation, whole sequences at a time."""
-    of_data = {key: given[key] for key in given if key.startswith("data.")}
-    values = {key.removeprefix("data."): value for key, value in of_data.items()}
-    data = DataConfig(name="folder", **values)
+    of_data = [key for key in given if key.startswith("data.")]
+    data = DataConfig(name="folder", **{key[5:]: given[key] for key in of_data})
     root = Path(data.root)
     if not data.root or not root.is_dir():
         raise ConfigError(
@@ -103,7 +103,7 @@ def split(given: Given) -> int:
     chosen = np.array(divide(names, **ways, pixels=pixels))
     sides = {"train": ~chosen, "val": chosen}
     for side, places in sides.items():
-        own = [names[place] for place in np.flatnonzero(places)]
+        own = [*compress(names, places)]
         path = root / f"{side}.txt"
         write_atomically(path, "".join(f"{name}\n" for name in own).encode())
         counts = Counter(sequence(name, given["pattern"]) for name in own)

@@ -44,7 +44,7 @@ ARGUMENTS: list[Any] = [*[_ARRAY] * 3, *[_NUMBER] * 3, _ARRAY, _NUMBER, _ARRAY]
 def kernels() -> Any:
     """digest.c, 15 times as fast as numpy, as a ctypes library; None where it cannot be compiled."""
     library = native.load(SOURCE)
-    if library is not None:
+    if library:
         library.segpipe_digests.argtypes = ARGUMENTS
         library.segpipe_digests.restype = None
     return library
@@ -154,6 +154,12 @@ def digest_groups(
     if device == _CPU:
         return _by_c(parts, lengths, ends)
     return _by_triton(parts, lengths, ends, device)
+
+
+def as_tensors(*arrays: NDArray[Any]) -> list[Tensor]:
+    """The arrays; a copy of a cached frame, which may not be written, since torch would warn."""
+    owned = (np.require(array, requirements=("C", "W")) for array in arrays)
+    return [*map(torch.from_numpy, owned)]
 
 
 def _in_words(

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from segpipe.data.order import REPEATS, Member
 from segpipe.errors import ImpureAugmentError
-from segpipe.ledger.digest import digest_groups, kernels
+from segpipe.ledger.digest import as_tensors, digest_groups, kernels
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter, Crop
@@ -44,8 +43,8 @@ class Witness(NamedTuple):
 
 def witness(crop: Crop, trail: Trail = ()) -> Witness:
     """The digests of a sample made in this process; that of the image covers a color that is not applied yet."""
-    image = [writable(part) for part in (crop.image, crop.color) if part is not None]
-    digests = digest_groups([image, [writable(crop.target)]]).tolist()
+    image = [part for part in (crop.image, crop.color) if part is not None]
+    digests = digest_groups([as_tensors(*image), as_tensors(crop.target)]).tolist()
     return Witness(os.getpid(), digests[0] % 2**64, digests[1] % 2**64, trail)
 
 
@@ -56,17 +55,13 @@ def augment_watched(
 
     With `again`, as a worker of another layout: a transform that reads the number of workers then makes another sample.
     """
+    trail: list[tuple[str, int]] = []
+
+    def look(name: str, *arrays: NDArray[np.uint8]) -> None:
+        trail.append((name, int(digest_groups([as_tensors(*arrays)]))))
+
     with another_worker() if again else nullcontext():
-        if kernels() is None:
-            crop = augmenter.crop(*frame, key)
-            return crop, witness(crop)
-        trail: list[tuple[str, int]] = []
-
-        def look(name: str, *arrays: NDArray[np.uint8]) -> None:
-            group = [writable(array) for array in arrays]
-            trail.append((name, int(digest_groups([group]))))
-
-        crop = augmenter.crop(*frame, key, look)
+        crop = augmenter.crop(*frame, key, look if kernels() else None)
         return crop, witness(crop, tuple(trail))
 
 
@@ -74,11 +69,11 @@ def augment_watched(
 def another_worker() -> Iterator[None]:
     """In the block, this process looks to a transform like a loader worker with another number, seed and layout."""
     worker: Any = sys.modules.get("torch.utils.data._utils.worker")
-    if worker is None:  # then nothing can ask
+    if not worker:  # then nothing can ask
         yield
         return
     own = worker._worker_info
-    number, total = (own.id, own.num_workers) if own is not None else (0, 0)
+    number, total = (own.id, own.num_workers) if own else (0, 0)
     worker._worker_info = worker.WorkerInfo(
         id=number + 7, num_workers=total + 11, seed=OTHER_SEED, dataset=None
     )
@@ -86,11 +81,6 @@ def another_worker() -> Iterator[None]:
         yield
     finally:
         worker._worker_info = own
-
-
-def writable(array: NDArray[Any]) -> torch.Tensor:
-    """The array as a tensor; of a cached frame, which may not be written, as a copy: torch would warn."""
-    return torch.from_numpy(np.require(array, requirements=("C", "W")))
 
 
 def first_difference(expected: Frame, found: Frame) -> str:

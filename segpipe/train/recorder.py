@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from segpipe.distributed.agreement import Agreement
-from segpipe.ledger.digest import digest_groups, digest_many, float_bits
+from segpipe.ledger.digest import as_tensors, digest_groups, digest_many, float_bits
 from segpipe.ledger.rows import (
     LedgerWriter,
     SessionHeader,
@@ -23,7 +23,6 @@ from segpipe.ledger.rows import (
     next_session,
 )
 from segpipe.settings.config import config_hash, recipe
-from segpipe.train.canary import writable
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -165,8 +164,8 @@ class Recorder(Watch):
         images, targets = zip(*frames, strict=True)
 
         return {
-            "decoded_image": _each(map(writable, images)),
-            "decoded_target": _each(map(writable, targets)),
+            "decoded_image": _each(as_tensors(*images)),
+            "decoded_target": _each(as_tensors(*targets)),
         }
 
     @record_function("ledger")
