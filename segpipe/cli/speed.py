@@ -109,8 +109,8 @@ def counts(
         "parameters": params - auxiliary,
         "parameters_in_training": params,
         "macs": macs,
-        "inference_memory_mib": _mib(inference + weights),
-        f"training_memory_mib_at_batch_{batch}": _mib(training + weights),
+        "inference_memory_mib": round((inference + weights) / 2**20, 1),
+        f"training_memory_mib_at_batch_{batch}": round((training + weights) / 2**20, 1),
         "output_stride": net.output_stride,
         "size_multiple": net.size_multiple,
     }
@@ -144,10 +144,6 @@ def _peak(call: Callable[[], object]) -> int:
     with Memory():  # type: ignore[no-untyped-call]
         call()
     return peak
-
-
-def _mib(num_bytes: int) -> float:
-    return round(num_bytes / 2**20, 1)
 
 
 def operations(net: torch.nn.Module, image: torch.Tensor) -> int:
@@ -252,23 +248,20 @@ def _profiled(config: Config, group: Group, folder: Path) -> Given:
 
     from segpipe.data.augment import Augmenter
     from segpipe.data.samples import open_samples
-    from segpipe.train import checkpoint
+    from segpipe.train import opening
     from segpipe.train.batches import counted, loss_weights, shard_stream
     from segpipe.train.recorder import open_watch, spent
-    from segpipe.train.state import build_state
     from segpipe.train.step import TrainStep, train_step
 
-    flags.apply(config.compute.threads, config.compute.mode)
     samples = open_samples(config.data, "train", config.seed)
     shards = group.own_shards(config.compute.shards)
     counts = counted(config, group, samples, say=print)
-    state = build_state(config, samples.classes, group.device)
-    state.teacher = checkpoint.teacher_of(config, group.device)
+    state, fingerprint, _ = opening.state_of(config, group, samples.classes, None)
     steps = range(FIRST + TIMED + TRACED)
     stream = shard_stream(config, group, samples, steps, counts)
     with tempfile.TemporaryDirectory() as scratch, closing(stream):
         elsewhere = replace(config, run=replace(config.run, root=scratch))
-        watch = open_watch(elsewhere, group, state, samples, flags.fingerprint())
+        watch = open_watch(elsewhere, group, state, samples, fingerprint)
         step = TrainStep(config, watch, loss_weights(config, samples, counts))
 
         def updates(number: int) -> float:

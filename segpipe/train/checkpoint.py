@@ -251,11 +251,11 @@ def load(path: Path) -> dict[str, Any]:
         altered = [part for part in digests if recorded.get(part) != digests[part]]
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is not {expected}: its weights are missing, or are not tensors ({error!r})."
+            f"{path} is not {expected}: an entry is missing or of another type ({error!r})."
         ) from error
     if altered:
         raise CheckpointError(
-            f"{path}: {' and '.join(altered)} were altered after they were written. Restore the file."
+            f"{path}: {' and '.join(altered)} were altered or lost after they were written. Restore the file."
         )
     return {"stale": 0, **state}  # which older files lack
 

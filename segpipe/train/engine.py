@@ -136,10 +136,11 @@ class Run:
     watch: Watch
     view: View
     log: Log
+    saved: int | None  # step of last.pt, if there is one
+    ended: bool  # at the step from which it goes on, and is made longer
+    kept: float  # mIoU of best.pt: of a run made longer also that of its end
     clock: Clock = field(default_factory=Clock)
-    saved: int | None = None  # step of last.pt, if there is one
     saved_at: float = -math.inf  # time.monotonic() of this session's last one
-    ended: bool = False  # at the step from which it goes on, and is made longer
     log_after: int = 1  # step of the next line of metrics.jsonl
     # Writes one checkpoint at a time, while the updates go on.
     writer: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
@@ -182,10 +183,7 @@ def train(
     """
     for key, path in config.import_paths:
         plugins.load(key, path)
-    flags.apply(config.compute.threads, config.compute.mode)
     run, stream, notes = _open(config, group, open_outputs, splits)
-    # Again: what code of the user sets must not last, as other processes import it at other times.
-    flags.apply(config.compute.threads, config.compute.mode)
     exit_code = 1
     try:
         named = out_of_memory_named(group.rank, group.device, lambda: run.state.step)
@@ -229,7 +227,12 @@ def _open(
         config, group, data.train.classes, found
     )
     done = state.step if found else None
+    kept = -1.0
     if found:
+        with contextlib.suppress(CheckpointError):  # there may be none yet
+            if group.is_main:
+                kept = checkpoint.load(config.run_dir / "best.pt")["best_miou"]
+        kept = max(state.best_miou, group.gather(kept)[0])
         notes = [f"resuming {config.run_dir} at step {done}"]
     agree_on_step(
         found.path if found else config.run_dir / "last.pt", state.step, group
@@ -258,6 +261,7 @@ def _open(
         log,
         saved=done if found and not found.note else None,
         ended=found is not None and found.content["config"]["train"]["steps"] == done,
+        kept=kept,
     )
     about = opening.header(config, group, data.train, data.val, state.model)
     return run, stream, [*state.notes, about, *warnings, *notes]
@@ -480,8 +484,8 @@ def _is_settled(config: Config, step: int) -> bool:
     return step == min(-(-SETTLED // every) * every, steps) >= SETTLED
 
 
-def _keep_best(run: Run, found: Validation, *, final: bool = False) -> bool:
-    """Whether this validation is the best so far; its weights are then in best.pt.
+def _keep_best(run: Run, found: Validation, *, final: bool = False) -> None:
+    """Write best.pt if this validation is better than that of the file.
 
     The final one does not count for `train.patience`: a run that has stopped must not go on when it is resumed.
     """
@@ -489,11 +493,11 @@ def _keep_best(run: Run, found: Validation, *, final: bool = False) -> bool:
     better = score > run.state.best_miou
     if not final:
         run.state.stale = 0 if better else run.state.stale + 1
-    if not better:
-        return False
-    run.state.best_miou = score
-    _save(run, "best.pt", wait=final)
-    return True
+    if better:
+        run.state.best_miou = score
+    if score > run.kept:
+        run.kept = score
+        _save(run, "best.pt", wait=final)
 
 
 def _save(run: Run, name: str, *, wait: bool = True) -> None:
@@ -533,7 +537,7 @@ def result_of(run: Run, found: Validation, *, stopped_early: bool) -> dict[str, 
         "name": config.run.name,
         "images": len(run.val_samples),
         **scores(found, run.val_samples.classes.names, where, set(seen)),
-        "best_miou": current.best_miou,
+        "best_miou": run.kept,
         "steps": current.step,
         "stopped_early": stopped_early,
         # Unknown when a finished run is resumed.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from segpipe.data.order import COUNTS_NAME
+from segpipe.determinism import flags
 from segpipe.distributed.agreement import common_fingerprint
 from segpipe.errors import CheckpointError
 from segpipe.files import to_json, write_atomically
@@ -40,6 +41,7 @@ def state_of(
     weights = None if found else checkpoint.read_start(config)
     state = build_state(config, classes, group.device, weights)
     state.teacher = checkpoint.teacher_of(config, group.device)
+    flags.apply(config.compute.threads, config.compute.mode)  # a plug-in set others
     fingerprint, rank_differences = common_fingerprint(
         config, group, backend(config.loss, group.device.type)
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from segpipe.determinism import flags
 from segpipe.losses.total import valid_pixels
 from segpipe.train.forward import copy_all, frozen_modules
 from segpipe.train.gradients import BatchLoss, DdpGradients, ElasticGradients
@@ -144,7 +145,9 @@ def train_step(
     the update goes on, and `check` reports it. `check` sees the result before it is applied, and may raise. Without
     `wait` the host neither checks nor stops, so that a GPU is not waited for.
     """
-    watch = step.watch
+    watch, compute = step.watch, step.config.compute
+    # Code of the user may have set others, which other processes run at other times.
+    flags.apply(compute.threads, compute.mode)
 
     with watch.span("counts"):
         own = sum(valid_pixels(batch.target) for batch in shards)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from runs import run, torch_restored
+from runs import result, run, torch_restored
 from segpipe import plugins
 from segpipe.checks import contracts
 from segpipe.checks.contracts import (
@@ -27,6 +27,7 @@ from segpipe.checks.contracts import (
 from segpipe.checks.contracts import check_plugin as check_network_of
 from segpipe.checks.elsewhere import UnansweredError, started
 from segpipe.cli import checks
+from segpipe.cli.main import main
 from segpipe.errors import ConfigError
 from segpipe.export.publish import trial_export
 from segpipe.run import launch
@@ -624,18 +625,25 @@ def test_the_command_checks_what_is_named(
         checks.check_plugin({"overrides": ["seed=1"]})
 
 
-def test_what_a_network_sets_when_it_is_made_does_not_last(
+def test_what_plug_ins_set_when_they_are_made_does_not_last(
     project: Write, tmp_path: Path
 ) -> None:
-    """Processes import and build at other times: one would train with other switches than another."""
+    """Processes import and build at other times: one would train, or audit, with other switches than another."""
     project(
         "greedy.py",
         """
+        import albumentations
         import torch
         from torch import nn
 
         torch.set_num_threads(2)
         SEEN = []
+
+        class Flip(albumentations.HorizontalFlip):
+            def __init__(self):
+                super().__init__()
+                torch.set_num_threads(3)
+                torch.backends.cudnn.benchmark = True
 
         class Net(nn.Conv2d):
             def __init__(self, num_classes):
@@ -648,8 +656,12 @@ def test_what_a_network_sets_when_it_is_made_does_not_last(
                 return super().forward(x)
         """,
     )
-    assert run(tmp_path / "run", "model.name=greedy:Net", "train.steps=1") == 0
+    changes = ("model.name=greedy:Net", "augment.extra=[greedy:Flip]", "train.steps=1")
+    assert run(tmp_path / "run", *changes) == 0
     import greedy  # type: ignore[import-not-found]
 
     assert greedy.SEEN[-1] == (1, False)
     assert (2, True) in greedy.SEEN, "the control: as it was made"
+    assert result(tmp_path / "run")["versions"]["threads"] == 1
+    with torch_restored():
+        assert main(["audit", f"run={tmp_path / 'run'}"]) == 0

@@ -202,6 +202,20 @@ def test_a_run_made_longer_stops_where_one_run_does(tmp_path: Path) -> None:
         assert result(folder)[key] == result(tmp_path / "whole")[key], key
 
 
+@pytest.mark.usefixtures("scripted")
+def test_a_run_made_longer_keeps_the_better_network_of_its_first_end(
+    tmp_path: Path,
+) -> None:
+    """Its score of 0.9 is no bar for train.patience, but best.pt holds it."""
+    changes = ("train.validate_every=10", "compute.shards=1", "optim.schedule_steps=40")
+    folder = tmp_path / "run"
+    assert run(folder, *changes, "train.steps=12") == 0
+    assert run(folder, *changes, "train.steps=14", "run.exists=resume") == 0
+    best, last = (checkpoint.load(folder / f"{name}.pt") for name in ("best", "last"))
+    assert best["best_miou"] == result(folder)["best_miou"] == 0.9
+    assert (best["step"], last["best_miou"]) == (12, 0.25)
+
+
 def test_a_finished_run_that_is_resumed_keeps_its_hours(tmp_path: Path) -> None:
     assert run(tmp_path / "run", "compute.shards=1") == 0
     before = result(tmp_path / "run")["train_seconds"]
