@@ -85,7 +85,6 @@ def configuration(settings: Settings = ()) -> Config:
     return compose([settings] if isinstance(settings, str) else list(settings))
 
 
-@alone()
 def load(
     folder: Path | str,
     *,
@@ -108,7 +107,6 @@ def load(
     return predict.predictor(given)
 
 
-@alone()
 def evaluate(
     run: Path | str,
     *,
@@ -122,7 +120,6 @@ def evaluate(
     return scored(given)[0]
 
 
-@alone()
 def export(
     run: Path | str,
     *,
@@ -143,8 +140,9 @@ def compare(a: Path | str, b: Path | str, **keys: Any) -> Comparison:
     return compared(_given("compare", keys | {"a": a, "b": b}, {}))
 
 
+@alone()
 def _given(name: str, values: Mapping[str, Any], settings: Replaced) -> Given:
-    """What the command line of these values would give."""
+    """What the command line of these values would give. Raises ConfigError beside a training."""
     given = complete({**values, **(settings or {})}, COMMANDS[name].known)
     plugins.trust(given["trust"])
     return given

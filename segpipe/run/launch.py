@@ -97,7 +97,7 @@ BYTES_PER_PIXEL = 4  # RGB and class id
 MUCH_PADDING = 0.2  # of the crops
 LONGEST_SOCKET = 107  # bytes of a path, on Linux
 SOCKET_NAME = len("/pymp-12345678/listener-12345678")  # as multiprocessing makes it
-_ALONE = threading.Lock()
+_ALONE = threading.RLock()  # held by a training, and for a moment by who asks
 # Raised on all ranks at once, so that rank 0 alone reports them.
 COMMON_ERRORS = (
     ConfigError, CheckpointError, NumericsError, DivergenceError, Interrupted,
@@ -107,7 +107,7 @@ COMMON_ERRORS = (
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Raises ConfigError while another thread of this process trains, whose generators and switches are torch's."""
-    if not _ALONE.acquire(blocking=False):
+    if not _ALONE.acquire(timeout=1):
         raise ConfigError(
             "this process trains already, in another thread. Wait for that run, or start another process."
         )
@@ -676,10 +676,9 @@ def _this_command() -> str:
     """How the user can type `segpipe`: as such where it is on the path, or with this Python."""
     if shutil.which("segpipe") == sys.argv[0]:
         return "segpipe"
-    python, here = Path(sys.executable), Path.cwd()
     # Links stay: the interpreter of a virtual environment is one.
-    near = python.relative_to(here) if python.is_relative_to(here) else python
-    return f"{shlex.quote(str(near))} -m segpipe"
+    python = sys.executable.removeprefix(f"{os.getcwd()}/")
+    return f"{shlex.quote(python)} -m segpipe"
 
 
 def train(

@@ -16,6 +16,8 @@ import pytest
 import segpipe
 from runs import outcome, run, settings, torch_restored
 from segpipe.cli.api import configuration
+from segpipe.data import Sample
+from segpipe.data.data_set import SyntheticSamples
 from segpipe.errors import ConfigError, NumericsError
 from segpipe.run.trackers import TRACKERS
 from segpipe.settings.compose import compose
@@ -101,6 +103,27 @@ def test_a_second_training_of_a_process_is_refused(
             finally:
                 end.set()
             assert first.result().miou is not None
+
+
+def test_threads_load_networks_in_turn_and_a_training_loads_its_own(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service answers from a pool of threads; a data set may ask a teacher."""
+    with ThreadPoolExecutor(3) as threads:
+        found = [*threads.map(segpipe.load, [trained] * 3)]
+    assert all(each.names for each in found)
+
+    read = SyntheticSamples.read
+
+    def taught(self: SyntheticSamples, index: int) -> Sample:
+        if index == 0:
+            segpipe.load(trained)
+        return read(self, index)
+
+    monkeypatch.setattr(SyntheticSamples, "read", taught)
+    for workers in (0, 1):
+        folder = tmp_path / f"run{workers}"
+        assert run(folder, "train.steps=1", f"data.workers={workers}") == 0
 
 
 def test_settings_are_given_as_typed_by_name_or_whole() -> None:
