@@ -277,9 +277,11 @@ def _closure(module: str, root: Path) -> dict[str, str]:
         top = _top(name)
         files = list(_files(root, name)) if is_local or top == _top(module) else []
         for file, package in files:
-            text = file.read_bytes()
-            found[file.relative_to(root).as_posix()] = hashlib.sha256(text).hexdigest()
-            waiting += _imports(text, package)
+            key = file.relative_to(root).as_posix()
+            if key not in found:
+                text = file.read_bytes()
+                found[key] = hashlib.sha256(text).hexdigest()
+                waiting += _imports(text, package)
         is_here = (root / f"{top}.py").is_file() or (root / top).is_dir()
         if files or is_here or top in RECORDED:
             continue

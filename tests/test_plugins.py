@@ -198,6 +198,21 @@ def test_arguments_are_those_of_the_signature() -> None:
         plugins.call(KEY, "f:function", function, {})
 
 
+def test_a_file_is_read_once_however_many_names_are_imported_from_it(
+    project: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large package this took minutes."""
+    project("net.py", "from parts import a, b, c\nimport parts")
+    project("parts.py", "a = b = c = 1")
+    read = []
+    real = plugins._imports
+    monkeypatch.setattr(
+        plugins, "_imports", lambda *given: read.append(given) or real(*given)
+    )
+    assert sorted(plugins.sources([(KEY, "net:Net")])) == ["net.py", "parts.py"]
+    assert len(read) == 2
+
+
 def test_sources_are_what_the_import_statements_reach(project: Write) -> None:
     project(
         "net.py",

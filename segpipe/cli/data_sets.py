@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -88,13 +89,15 @@ def split(given: Given) -> int:
     found, test = scan_undivided(data), Scan([], [], [], [])
     if any((root / f"test{end}").exists() for end in (".csv", ".txt")):
         test = scan(data, "test")
-    if faults := [*found.faults, *test.faults]:
+    if faults := found.faults + test.faults:
         more = f" ({len(faults)} problems in all)" if len(faults) > 1 else ""
         raise DataError(f"{faults[0]}{more}")
-    if kept := {pair.image for pair in test.pairs}:  # a table names pairs otherwise
-        found = found._replace(pairs=[p for p in found.pairs if p.image not in kept])
-        CONSOLE.print(f"{len(kept)} images of the split test are left out.")
-    names, pixels = [pair.name for pair in found.pairs], None
+    kept = {os.path.realpath(pair.image) for pair in test.pairs}
+    pairs = [p for p in found.pairs if os.path.realpath(p.image) not in kept]
+    if left_out := len(found.pairs) - len(pairs):
+        CONSOLE.print(f"{left_out} images of the split test are left out.")
+    found = found._replace(pairs=pairs)
+    names, pixels = [pair.name for pair in pairs], None
     if table_path(data).is_file():
         samples = file_samples(data, found)
         with progress("reading masks", len(names)) as show:

@@ -202,7 +202,9 @@ def missing_labels(split: str, samples: DataSet) -> Iterator[str]:
     """Warnings about images without a labelled pixel, classes that no image has, and a few black-and-white masks."""
     indices = samples.countable()
     content = np.array(over(samples, samples.content, indices))
-    counts, ignored = content[:, :-2], content[:, -2]
+    counts, ignored, unknown = content[:, :-2], content[:, -2], content[:, -1]
+    if unknown.any():
+        samples.counts(indices[unknown.argmax()])  # raises, and names a pixel
     empty = np.flatnonzero(counts.sum(1) == 0)
     if empty.size:
         yield (

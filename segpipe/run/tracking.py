@@ -159,7 +159,7 @@ class Tracker:
     def _end(self, result: Mapping[str, Any], names: Iterable[str]) -> None:
         ended = [self._callbacks.pop(each) for each in {*names} & {*self._callbacks}]
         for called in ended:
-            called.calls.put(("on_end", (result,)))
+            called.calls.put(("on_end", (copy.deepcopy(result),)))
         for called in ended:
             called.join(PATIENCE_S)
             if called.is_alive():

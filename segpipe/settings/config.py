@@ -119,7 +119,7 @@ def from_mapping(values: Values) -> Config:
     config = Config()
     given: dict[str, Any] = {}
     for name, value in values.items():
-        is_group = is_dataclass(getattr(config, name, None))
+        is_group = is_dataclass(getattr(config, str(name), None))
         if is_group and isinstance(value, Mapping):
             given |= {f"{name}.{key}": each for key, each in value.items()}
         else:

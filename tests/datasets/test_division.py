@@ -225,6 +225,21 @@ def test_doctor_of_a_folder_without_images_does_not_suggest_itself(
     assert "`segpipe doctor" not in said
 
 
+def test_doctor_writes_no_page_about_masks_that_it_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Headers do not show the id, so the check of labels meets it first."""
+    root = flat(tmp_path, {f"{drive}_0": mask_of(0, ord(drive) - 97) for drive in "ab"})
+    (tmp_path / "classes.yaml").write_text("names: [x]\n")
+    for split, name in (("train", "a_0"), ("val", "b_0")):
+        (tmp_path / f"{split}.txt").write_text(f"{name}\n")
+    out = tmp_path / "page.html"
+    words = ["doctor", "data=folder", root, "data.verify=headers", f"out={out}"]
+    assert segpipe(words) == 2
+    assert "b_0.png has id 1" in "".join(capsys.readouterr())
+    assert not out.exists()
+
+
 def test_doctor_prints_some_of_many_problems(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -351,16 +366,22 @@ def test_no_table_is_proposed_for_what_are_no_classes(tmp_path: Path) -> None:
         proposal(tmp_path, [COLORED, mask_of(0, 1)])
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".csv"])
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".CSV"])
 def test_images_of_a_test_list_are_in_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
 ) -> None:
     root = flat(
         tmp_path, {f"{drive}_{n}": mask_of(n) for drive in "ab" for n in (0, 1)}
     )
-    listing = (tmp_path / "test").with_suffix(suffix)
-    line = {".txt": "{0}\n", ".csv": "image,mask\nimages/{0}.png,masks/{0}.png\n"}
-    listing.write_text(line[suffix].format("a_1"))
+    listing = (tmp_path / "test").with_suffix(suffix.lower())
+    lines = {
+        ".txt": "a_1\n",
+        ".csv": "image,mask\nimages/a_1.png,masks/a_1.png\n",
+        # Found below another name of the folder.
+        ".CSV": f"image,mask\n{tmp_path}/link/images/a_1.png,{tmp_path}/masks/a_1.png\n",
+    }
+    (tmp_path / "link").symlink_to(tmp_path)
+    listing.write_text(lines[suffix])
     assert segpipe(["split", root, "val=0.3", "by=image"]) == 0
     assert "1 images of the split test are left out" in capsys.readouterr().out
     lists = [tmp_path / f"{split}.txt" for split in ("train", "val")]
@@ -368,7 +389,7 @@ def test_images_of_a_test_list_are_in_no_other(
     assert sorted(names) == ["a_0", "b_0", "b_1"]
     for path in lists:
         path.unlink()
-    listing.write_text(line[suffix].format("c_1"))
+    listing.write_text(lines[suffix].replace("a_1", "c_1"))
     assert segpipe(["split", root, "val=0.3", "by=image"]) == 2
     assert "c_1" in capsys.readouterr().err
     assert not lists[0].exists(), "a list that names no image keeps none out"

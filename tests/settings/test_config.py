@@ -89,7 +89,13 @@ def test_every_misspelled_key_is_refused_with_the_right_one(key: str) -> None:
 
 @pytest.mark.parametrize(
     "mapping",
-    [{"optimizer": {"lr": 1}}, {"optim": {1: 2}}, {"optim": {"lr": {"a": 1}}}, {"": 1}],
+    [
+        {"optimizer": {"lr": 1}},
+        {"optim": {1: 2}},
+        {"optim": {"lr": {"a": 1}}},
+        {"": 1},
+        {1: {}},
+    ],
 )
 def test_odd_mappings_are_refused(mapping: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
