@@ -48,7 +48,7 @@ def check_set(
     `size` is that size where there is no real image.
     """
     shape = images[0].shape if images else (*(size or ()), 3)
-    real = [Check(name, image) for name, image in zip(names, images, strict=True)]
+    real = [Check(*each) for each in zip(names, images, strict=True)]
     copies = [copy for check in real[:_COPIED] for copy in _copies(check)]
     generated = {
         f"constant_{level}": np.full(shape, level, np.uint8) for level in (0, 128, 255)

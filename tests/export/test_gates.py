@@ -246,6 +246,20 @@ def test_quality_gate_at_its_limits(wrong: int, precision: str, passed: bool) ->
     assert gained.passed is (passed or precision != "fp32")
 
 
+def test_a_mean_within_its_limit_is_not_refused() -> None:
+    """What rises within its ties counts where the mean would move too far, not against it."""
+    before, now = (
+        Score(torch.tensor(matrix), 4)
+        for matrix in (
+            [[50, 13, 0, 27], [15, 500, 10, 15], [7, 18, 500, 2], [7, 15, 14, 5000]],
+            [[50, 13, 0, 27], [0, 500, 10, 30], [0, 51, 476, 0], [7, 15, 14, 5000]],
+        )
+    )
+    found = gate_quality(before, now, ("a", "b", "c", "d"), LIMITS["fp16"])
+    assert abs(found.figures["points"]) < LIMITS["fp16"].miou_points
+    assert "limit 0.1" not in found.message
+
+
 def test_quality_gate_sees_one_class_among_many() -> None:
     names = tuple(f"class_{index}" for index in range(20))
     right = {(index, index): 100_000 for index in range(20)}

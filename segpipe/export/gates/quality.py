@@ -182,12 +182,6 @@ def scores(
     return found
 
 
-def _ties(counts: torch.Tensor) -> list[float]:
-    """Points by which the IoU of each class may move by TIED pixels; counts as in `Score`."""
-    union = counts.sum(0) + counts.sum(1) - counts.diagonal()
-    return list((100 * TIED / union.clamp(min=1)).tolist())
-
-
 def gate_quality(
     reference: Score,
     found: Score,
@@ -219,7 +213,10 @@ def gate_quality(
     def size(move: float) -> float:
         return abs(move) if limits.both_ways else -move
 
-    ties = dict(zip(names, _ties(reference.counts), strict=True))
+    counts = reference.counts
+    union = counts.sum(0) + counts.sum(1) - counts.diagonal()
+    # Points by which the IoU of each class may move by TIED pixels.
+    ties = dict(zip(names, (100 * TIED / union.clamp(min=1)).tolist(), strict=True))
     room = {name: max(limits.class_points, ties[name]) for name in moves}
     # A class with few pixels lends its room to no other.
     beyond = gain - fmean(
@@ -243,7 +240,7 @@ def gate_quality(
     failure = ""
     if found.invalid_pixels:
         failure = f"quality: {found.invalid_pixels} pixels have an id that is no class"
-    elif not size(beyond) <= limits.miou_points:
+    elif not min(size(gain), size(beyond)) <= limits.miou_points:
         failure = (
             f"quality: mIoU {old_miou:.3f} -> {new_miou:.3f} % moves by {gain:+.3f} points, limit "
             f"{limits.miou_points:g}"
