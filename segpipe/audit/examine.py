@@ -26,7 +26,7 @@ from segpipe.audit.evidence import (
 from segpipe.audit.replay import first_difference, read_config, replay
 from segpipe.data.samples import absent_root
 from segpipe.determinism import flags
-from segpipe.distributed.agreement import plugin_sources
+from segpipe.distributed.agreement import own_fingerprint
 from segpipe.errors import CHECKED_IN_PART, CheckpointError, ConfigError, SegpipeError
 from segpipe.files import to_json, write_atomically
 from segpipe.ledger.divergence import compare
@@ -221,11 +221,7 @@ def _obstacle(config: Config, ledger: RunLedger, request: AuditRequest) -> str:
     if request.any_environment:
         return ""
     on_gpu = torch.cuda.is_available() and config.compute.device != "cpu"
-    now = {
-        **flags.fingerprint(),
-        **plugin_sources(config),
-        flags.LOSS: backend(config.loss, "cuda" if on_gpu else "cpu"),
-    }
+    now = own_fingerprint(config, backend(config.loss, "cuda" if on_gpu else "cpu"))
     for header in ledger.headers:
         if changed := flags.differences(header.fingerprint, now):
             named = evidence.differences(changed, "the ledger", "this environment")

@@ -220,20 +220,15 @@ def _probed(
 
     # What each transform is probed with, cut to the largest size that is asked for.
     cut = slice(largest)
-    small = []
-    for frame in frames:
-        image, target = first.fresh()(*_copied(frame), KEYS[0])
-        small.append((image[cut, cut], target[cut, cut]))
+    made = [first.fresh()(*_copied(frame), KEYS[0]) for frame in frames]
+    small = [(image[cut, cut], target[cut, cut]) for image, target in made]
 
     # Further images for transforms of the user, each of another brightness.
     image, target = small[0]
-    further = [(image // 2 + np.uint8(4 * i), target) for i in range(MANY - 2)]
-    many = [*small, *further]
+    many = small + [(image // 2 + np.uint8(4 * i), target) for i in range(MANY - 2)]
 
-    probed = [Probed(first, frames)]
-    for part in parts:
-        probed.append(Probed(part, many if is_path(part.name) else small))
-    return [*probed, Probed(augmenter.fresh(), frames)]
+    probed = [Probed(part, many if is_path(part.name) else small) for part in parts]
+    return [Probed(first, frames), *probed, Probed(augmenter.fresh(), frames)]
 
 
 def _outputs(probed: Sequence[Probed], order: int = 1) -> list[Outputs | str]:

@@ -276,10 +276,9 @@ def _first_batch(config: Config, samples: DataSet) -> tuple[list[Shown], list[st
     from segpipe.distributed.group import Group
     from segpipe.train.batches import shard_stream
 
-    workers = min(config.data.workers, 1)
-    data = replace(config.data, workers=workers, cache_mib=0, balance=0.0)
-    # Without a canary.
-    alone = replace(config, data=data, compute=replace(config.compute, mode="off"))
+    data, compute = config.data, replace(config.compute, mode="off")  # no canary
+    data = replace(data, workers=min(data.workers, 1), cache_mib=0, balance=0.0)
+    alone = replace(config, data=data, compute=compute)
     group = Group(0, 0, 1, torch.device("cpu"))
     try:
         with closing(shard_stream(alone, group, samples, range(1), None)) as batches:

@@ -98,9 +98,8 @@ def settings_page() -> str:
     lines = [SETTINGS_PAGE]
     by_group = groupby(SETTINGS.values(), lambda entry: entry.key.rpartition(".")[0])
     for group, settings in by_group:
-        lines.append(f"## {group or 'General'}\n")
-        lines.append("| setting | default | meaning | valid |")
-        lines.append("|---|---|---|---|")
+        heading = "| setting | default | meaning | valid |"
+        lines += [f"## {group or 'General'}\n", heading, "|---|---|---|---|"]
         for entry in settings:
             default = f"`{shown(entry.default)}`".replace("``", "")
             name = f"`{entry.key}`" + " *" * entry.free

@@ -26,7 +26,7 @@ def common_fingerprint(
 
     `loss`: what computes it here. Raises ConfigError on every rank when that differs, or the code of a plug-in.
     """
-    own = {**flags.fingerprint(), **plugin_sources(config), flags.LOSS: loss}
+    own = own_fingerprint(config, loss)
     if config.compute.mode not in ("elastic", "audit"):
         own["world_size"] = group.world_size
     first, *others = group.gather(own)
@@ -48,10 +48,12 @@ def common_fingerprint(
     return first, phrases
 
 
-def plugin_sources(config: Config) -> dict[str, dict[str, str]]:
-    """The entry of a fingerprint for the plug-ins of a configuration; empty without any."""
-    found = plugins.sources(config.import_paths)
-    return {flags.PLUGINS: found} if found else {}
+def own_fingerprint(config: Config, loss: str) -> dict[str, Any]:
+    """That of this process, with the code of plug-ins if there are any, and what computes the loss."""
+    found = flags.fingerprint() | {flags.LOSS: loss}
+    if code := plugins.sources(config.import_paths):
+        found[flags.PLUGINS] = code
+    return found
 
 
 def agree_on_step(last: Path, step: int, group: Group) -> None:

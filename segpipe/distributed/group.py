@@ -78,7 +78,7 @@ class Group:
         """The shards of every rank, `[rank*V/R, (rank+1)*V/R)` rounded down; their numbers differ by one at most."""
         size = self.world_size
         bounds = [rank * shards // size for rank in range(size + 1)]
-        return [range(first, end) for first, end in pairwise(bounds)]
+        return [range(*ends) for ends in pairwise(bounds)]
 
     def sum_tensor(self, counts: Tensor) -> Tensor:
         """Sum over the ranks of an integer tensor; floats are refused because their sum depends on the order."""
@@ -305,8 +305,8 @@ def _exchange(
     end = time.monotonic() + timeout_s
     cards: list[Card] = []
     while True:
-        for place in range(len(cards), store.add("cards", 0)):
-            cards.append(json.loads(store.get(f"card/{place + 1}")))
+        further = range(len(cards), store.add("cards", 0))
+        cards += [json.loads(store.get(f"card/{place + 1}")) for place in further]
         if problem := conflict(cards):
             raise CollectiveError(problem)
         if len(cards) == world_size:
@@ -349,8 +349,7 @@ def _who(card: Card) -> str:
 
 
 def _missing(cards: Sequence[Card], world_size: int, timeout_s: float) -> str:
-    present = [card["rank"] for card in cards]
-    missing = [rank for rank in range(world_size) if rank not in present]
+    missing = sorted({*range(world_size)} - {card["rank"] for card in cards})
     return (
         f"ranks {missing[:16]} of WORLD_SIZE = {world_size} did not come to {_address()} within {timeout_s:.0f} s; "
         f"there were {', '.join(_who(card) for card in cards[:16])}. Check how they were started; if they only needed "

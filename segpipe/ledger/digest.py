@@ -181,10 +181,8 @@ def _in_words(
 
 def _joined(tensors: Iterable[Tensor], channels_last: bool) -> Tensor:
     """The words of all tensors, int64 (n,), on the CPU."""
-    words = [torch.zeros(0, dtype=torch.int64)]
-    for tensor in tensors:
-        words.append(_words(tensor, channels_last=channels_last).cpu())
-    return torch.cat(words)
+    words = [_words(each, channels_last=channels_last).cpu() for each in tensors]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *words])
 
 
 def _by_c(

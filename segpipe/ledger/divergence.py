@@ -361,11 +361,11 @@ def input_differences(a: Path, b: Path) -> str:
     if not _both_have(INPUTS, a, b):
         return ""
     one, two = (read_inputs(folder / INPUTS) for folder in (a, b))
-    found = []
-    for part in ("data", "code"):
-        if changed := changes(one[part]["files"], two[part]["files"]):
-            found.append(f"{part} of B: {listed(changed)}")
-    return "; ".join(found)
+    return "; ".join(
+        f"{part} of B: {listed(changed)}"
+        for part in ("data", "code")
+        if (changed := changes(one[part]["files"], two[part]["files"]))
+    )
 
 
 def missing_files(a: Path, b: Path) -> list[str]:

@@ -37,6 +37,7 @@ _METHODS = ("on_start", "on_metrics", "on_validation", "on_end")  # of `Callback
 _PROJECT = "segpipe"
 # Values of WANDB_MODE: run and dryrun are older names of online and offline.
 _WANDB_MODES = ("online", "offline", "disabled", "shared", "run", "dryrun")
+_WANDB_KEYS = ("entity", "group", "job_type", "tags", "notes")  # of `track`
 _MLFLOW_TAG, _MLFLOW_GROUP = "segpipe.id", "segpipe.group"
 _MLFLOW_BATCH = 100  # parameters that MLflow takes at once
 _MLFLOW_VALUE = 500  # characters of a parameter
@@ -149,11 +150,7 @@ class Wandb(Callback):
         self._config = config
         self._run: Any = wandb.init(
             project=track.project or os.environ.get("WANDB_PROJECT", _PROJECT),
-            entity=track.entity or None,
-            group=track.group or None,
-            job_type=track.job_type or None,
-            tags=track.tags or None,
-            notes=track.notes or None,
+            **{key: getattr(track, key) or None for key in _WANDB_KEYS},
             name=config.run.name,
             id=os.environ.get("WANDB_RUN_ID") or run_id(config, config.run_dir),
             resume="allow" if step else None,  # None replaces an earlier run

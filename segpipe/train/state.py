@@ -106,8 +106,8 @@ def parameter_groups(
             raise ConfigError(
                 f"optim.lr_scale: {pattern!r} matches only parameters that model.freeze keeps from training."
             )
-        for group in _by_decay(own, weight_decay):
-            groups.append({**group, "lr_scale": float(factor)})
+        scaled = {"lr_scale": float(factor)}
+        groups += [group | scaled for group in _by_decay(own, weight_decay)]
 
     return [*_by_decay(list(left.values()), weight_decay), *groups]
 
