@@ -275,7 +275,8 @@ def _closure(module: str, root: Path) -> dict[str, str]:
             continue
         seen.add(name)
         top = _top(name)
-        files = list(_files(root, name)) if is_local or top == _top(module) else []
+        hashed = is_local or top == _top(module) != "torch"  # of 1,800 files
+        files = list(_files(root, name)) if hashed else []
         for file, package in files:
             key = file.relative_to(root).as_posix()
             if key not in found:

@@ -211,6 +211,8 @@ def test_a_file_is_read_once_however_many_names_are_imported_from_it(
     )
     assert sorted(plugins.sources([(KEY, "net:Net")])) == ["net.py", "parts.py"]
     assert len(read) == 2
+    assert not plugins.sources([("loss.name", "torch.nn:CrossEntropyLoss")])
+    assert len(read) == 2, "each fingerprint has torch's version"
 
 
 def test_sources_are_what_the_import_statements_reach(project: Write) -> None:

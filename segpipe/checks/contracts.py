@@ -266,10 +266,8 @@ class LossContract:
 
     def _call(self) -> str:
         """Whether it takes these arguments. Raises what the call raises."""
-        loss = self.config.loss
-        if is_path(loss.name):
-            weighted = loss.class_weights != "none"
-            losses.check_call(loss.name, loss.args, weighted=weighted)
+        if is_path(self.name):
+            losses.check_call(self.config.loss)
         self.total()
         return ""
 

@@ -300,11 +300,17 @@ def plugin_sum(
     )
 
 
-def check_call(name: str, args: Mapping[str, Any], *, weighted: bool) -> None:
-    """Raise ConfigError unless the function can be imported and called with `args`. Calls nothing."""
-    weights = {"class_weights": None} if weighted else {}
+def check_call(config: LossConfig) -> None:
+    """Raise ConfigError unless the function can be imported and called with its arguments. Calls nothing."""
+    found, named = _loss(config.name), {"ignore_index": 0}
+    if isinstance(found, type):
+        raise ConfigError(
+            f"{KEY} = {config.name} is a class, but a function of logits and target was needed. See docs/plugins.md."
+        )
+    if config.class_weights != "none":
+        named["class_weights"] = 0
     plugins.check_arguments(
-        KEY, name, _loss(name), args, "logits", "target", ignore_index=0, **weights
+        KEY, config.name, found, config.args, "logits", "target", **named
     )
 
 

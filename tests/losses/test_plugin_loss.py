@@ -14,6 +14,7 @@ from segpipe.settings.groups import LossConfig
 
 LOSSES = """
     import torch.nn.functional as F
+    from torch.nn import CrossEntropyLoss
 
     def pixels(logits, target, *, ignore_index, class_weights=None, factor=1.0):
         assert target.dtype.is_signed
@@ -98,16 +99,17 @@ def test_results_of_another_kind_are_refused(name: str, found: str) -> None:
 
 
 def test_calls_are_checked_by_the_signature() -> None:
-    check_call("losses:total", {"factor": 2}, weighted=False)
-    with pytest.raises(
-        ConfigError, match="losses:total must take the keyword class_weights"
-    ):
-        check_call("losses:total", {}, weighted=True)
-    with pytest.raises(
-        ConfigError,
-        match=r"loss.args.gamma is not an argument of losses:total, which takes factor",
-    ):
-        check_call("losses:total", {"gamma": 2}, weighted=False)
+    def call(name: str, weights: str = "none", **args: float) -> None:
+        check_call(LossConfig(name=name, class_weights=weights, args=args))
+
+    call("losses:total", factor=2)
+    with pytest.raises(ConfigError, match="losses:total must take the keyword class_w"):
+        call("losses:total", "log")
+    unknown = r"loss.args.gamma is not an argument of losses:total, which takes factor"
+    with pytest.raises(ConfigError, match=unknown):
+        call("losses:total", gamma=2)
+    with pytest.raises(ConfigError, match="Loss is a class, but a function of logits"):
+        call("losses:CrossEntropyLoss")
 
 
 def test_pixels_are_passed_over_only_where_it_is_used(
