@@ -1,4 +1,4 @@
-/* Digests of 8-byte words that lie in several places: digest.py on a CPU. */
+/* Digests of the elements of a tensor, and of 8-byte words that lie in several places: digest.py on a CPU. */
 
 #include <stdint.h>
 
@@ -12,6 +12,20 @@ static inline uint64_t mix64(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
     return x ^ (x >> 31);
+}
+
+#define SUM(type)                                                                                                      \
+    for (int64_t i = 0; i < count; i++)                                                                                \
+        sum += mix64((uint64_t)(int64_t)((const type *)elements)[i] ^ mix64((uint64_t)i * PHI))
+
+/* H of `count` elements of `size` bytes, as `digest` in digest.py; 0 for another size. */
+int64_t segpipe_digest(const void *elements, int64_t size, int64_t count) {
+    uint64_t sum = 0;
+    if (size == 1) SUM(uint8_t);
+    if (size == 2) SUM(int16_t);
+    if (size == 4) SUM(int32_t);
+    if (size == 8) SUM(int64_t);
+    return (int64_t)sum;
 }
 
 static inline uint64_t part_sum(const word *words, const uint64_t *indices, int64_t count) {

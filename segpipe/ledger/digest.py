@@ -47,6 +47,8 @@ def kernels() -> Any:
     if library:
         library.segpipe_digests.argtypes = ARGUMENTS
         library.segpipe_digests.restype = None
+        library.segpipe_digest.argtypes = [_ARRAY, _NUMBER, _NUMBER]
+        library.segpipe_digest.restype = _NUMBER
     return library
 
 
@@ -90,24 +92,22 @@ def _mix64_(x: Tensor) -> Tensor:
 def digest(tensor: Tensor) -> Tensor:
     """H of a tensor's elements in row-major order, 0-d int64 on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    bits = flat.view(_BITS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64)
-    start = 0
-    for part in torch.split(bits, BLOCK):
-        total += _mix64_(part ^ _mixed_indices(start, len(part))).sum()
-        start += len(part)
-    return total
+    size = flat.element_size()
+    bits = flat.view(_BITS[size])
+    if library := kernels():
+        return torch.tensor(library.segpipe_digest(bits.data_ptr(), size, len(bits)))
+    return _mix64_(bits ^ _mixed_indices(len(bits))).sum()
 
 
-def _mixed_indices(start: int, num: int) -> Tensor:
-    """mix64(i * phi) for `num` indices i from `start`, int64."""
-    indices = np.arange(start, start + num, dtype=np.uint64) * np.uint64(_PHI)
+def _mixed_indices(num: int) -> Tensor:
+    """mix64(i * phi) for `num` indices i, int64."""
+    indices = np.arange(num, dtype=np.uint64) * np.uint64(_PHI)
     return _mix64_(torch.from_numpy(indices.view(np.int64)))
 
 
 @lru_cache(maxsize=1)
 def _block_indices() -> Tensor:
-    return _mixed_indices(0, BLOCK)
+    return _mixed_indices(BLOCK)
 
 
 def _words(tensor: Tensor, *, channels_last: bool = False) -> Tensor:
