@@ -1,6 +1,11 @@
 """The recipes of other projects do what they claim: image and target of the crop's size, moved together."""
 
+from __future__ import annotations
+
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
@@ -8,9 +13,18 @@ import pytest
 import torch
 
 from benchmarks import frames
-from benchmarks.baselines.recipes import IGNORE, Mmseg, Pidnet, Recipe, Torchvision
+from segpipe import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from benchmarks.baselines.recipes import Recipe
 
 CROP, SCALE = 64, (0.5, 2.0)
+
+
+@pytest.fixture
+def recipes() -> ModuleType:
+    """Imported where it is needed: torchvision takes 2 s."""
+    return import_module("benchmarks.baselines.recipes")
 
 
 @pytest.fixture
@@ -29,21 +43,24 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 @pytest.mark.parametrize("color", [True, False])
 @pytest.mark.parametrize("raw", [True, False])
-def test_torchvision(files: tuple[str, str], color: bool, raw: bool) -> None:
+def test_torchvision(
+    recipes: ModuleType, files: tuple[str, str], color: bool, raw: bool
+) -> None:
     check(
-        Torchvision(CROP, SCALE, color=color, raw=raw),
+        recipes.Torchvision(CROP, SCALE, color=color, raw=raw),
         files,
         torch.uint8 if raw else torch.float32,
         0,
     )
 
 
-def test_pidnet(files: tuple[str, str]) -> None:
-    check(lambda *given: parts(Pidnet(CROP, SCALE)(*given)), files, torch.float32, 0)
+def test_pidnet(recipes: ModuleType, files: tuple[str, str]) -> None:
+    pidnet = recipes.Pidnet(CROP, SCALE)
+    check(lambda *given: parts(pidnet(*given)), files, torch.float32, 0)
 
 
-def test_mmseg(files: tuple[str, str]) -> None:
-    check(Mmseg(CROP, SCALE), files, torch.uint8, 2)
+def test_mmseg(recipes: ModuleType, files: tuple[str, str]) -> None:
+    check(recipes.Mmseg(CROP, SCALE), files, torch.uint8, 2)
 
 
 def parts(
@@ -62,7 +79,7 @@ def check(recipe: Recipe, files: tuple[str, str], dtype: torch.dtype, red: int) 
         assert max(target.shape) == CROP  # mmseg pads on the GPU
         bright = image[red].float()
         bright = bright > (bright.min() + bright.max()) / 2
-        known = target != IGNORE
+        known = target != IGNORE_INDEX
         agreeing.append(float((bright == target.bool())[known].float().mean()))
     assert min(agreeing) > 0.85  # but for edges
 

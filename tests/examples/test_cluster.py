@@ -269,8 +269,8 @@ def test_a_machine_is_lost_and_comes_back_with_the_bits_of_one_process(
     """Two launchers of one host that meet as two machines would, over c10d, with one process each."""
     project("slow.py", SLOW)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path.cwd()), str(ROOT))))
-    monkeypatch.setenv("PAUSE", "0.3")
+    monkeypatch.setenv("PAUSE", "0.6")
     folder = tmp_path / "runs"
-    demo = Story(folder, Console(), steps=40, after=2, changes=CHANGES)
+    demo = Story(folder, Console(), steps=24, after=2, changes=CHANGES)
     assert demo.story(), capsys.readouterr().out
     assert result(folder / "two")["world_size"] == 2

@@ -89,7 +89,6 @@ def test_multirun_makes_two_runs_and_a_table(alone: Path, tmp_path: Path) -> Non
     changes = (
         *RECIPE,
         "compute.nproc=3",
-        "data.workers=1",
         "optim.clip_norm=1,2",
         "run.name=clip${optim.clip_norm}",
     )
