@@ -227,16 +227,17 @@ def _open(
         config, group, data.train.classes, found
     )
     done = state.step if found else None
+    if found:
+        notes = [f"resuming {config.run_dir} at step {done}"]
+    agree_on_step(
+        found.path if found else config.run_dir / "last.pt", state.step, group
+    )
     kept = -1.0
     if found:
         with contextlib.suppress(CheckpointError):  # there may be none yet
             if group.is_main:
                 kept = checkpoint.load(config.run_dir / "best.pt")["best_miou"]
         kept = max(state.best_miou, group.gather(kept)[0])
-        notes = [f"resuming {config.run_dir} at step {done}"]
-    agree_on_step(
-        found.path if found else config.run_dir / "last.pt", state.step, group
-    )
     group.together(lambda: opening.check_space(config, state, group))
 
     counts = opening.counts_of(config, group, data.train, found)
