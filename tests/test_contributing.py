@@ -69,6 +69,20 @@ def missing(kind: str, name: str) -> list[str]:
     return lacking
 
 
+def test_the_tests_that_a_page_names_exist() -> None:
+    """Pages say which test shows a claim; tests are renamed and merged."""
+    paths = [*(ROOT / "tests").rglob("test_*.py")]
+    known = {path.stem for path in paths}
+    for path in paths:
+        known |= set(re.findall(r"def (test_\w+)", path.read_text(encoding="utf8")))
+    for page in (ROOT / "docs").glob("*.md"):
+        text = page.read_text(encoding="utf8")
+        named = set(re.findall(r"\b(test_\w+?)(?:_\*|\b(?!_\*))", text))
+        for name in named:
+            assert any(each.startswith(name) for each in known), f"{page.name}: {name}"
+            assert name in known or f"{name}_*" in text, f"{page.name}: {name}"
+
+
 def test_every_kind_has_a_recipe_whose_files_exist() -> None:
     assert RECIPES.keys() == BUILT_IN.keys()
     paths = [
