@@ -44,6 +44,13 @@ def drawn(order: Draws, epochs: range) -> list[tuple[int, int]]:
     ]
 
 
+def test_an_order_takes_the_positions_that_it_was_given() -> None:
+    order, found = Order(3, 18, 2, 4, mixture()), []
+    for step, shard in ((0, 0), (0, 1), (1, 0)):
+        found += order.shard(step, shard)
+    assert found == [mixture().sample(position) for position in range(12)]
+
+
 def test_a_pass_holds_every_sample_as_often_as_its_repeats_rounded() -> None:
     order = Passes(0, 0, 100, REPEATS)
     assert order.length == 13
