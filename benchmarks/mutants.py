@@ -74,6 +74,7 @@ MODULES: dict[
     "segpipe/models/weights.py": (
         "tests/models/test_parity.py",
         "tests/models/test_weights.py",
+        "tests/train/test_start.py::test_other_classes_are_initialized_from_the_seed_or_told",
     ),
     "segpipe/ledger/digest.py": (
         "tests/ledger/test_digest.py",
