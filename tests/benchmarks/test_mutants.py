@@ -28,8 +28,9 @@ def halved(number):
 WEAK = "import mod\ndef test(): assert mod.mean(6, 1) == 6\n"
 STRONG = """
 import mod, pytest
+assert mod.LIMIT == 3  # while tests are collected
 def test_mean():
-    assert mod.mean(6, 3) == 2 and mod.mean(1, 1) == 1 and mod.LIMIT == 3
+    assert mod.mean(6, 3) == 2 and mod.mean(1, 1) == 1
     with pytest.raises(ValueError):
         mod.mean(1, 0)
 def test_halved():
@@ -94,12 +95,17 @@ def mutation_run(folder: Path, test: str, **options: Any) -> dict[str, Any]:
     (folder / "conftest.py").write_text(
         "def pytest_configure(config): config.addinivalue_line('markers', 'slow: not here')"
     )
-    given = {"folder": str(folder), "options": {"sample": None, "seed": 0, **options}}
+    names = [line[4:-3] for line in test.splitlines() if line.startswith("def test")]
+    given = {
+        "folder": str(folder),
+        "tests": [f"test_mod.py::{name.partition('(')[0]}" for name in names],
+        "options": {"sample": None, "seed": 0, **options},
+    }
     code = (
         "import json, sys, pytest; from pathlib import Path; from benchmarks import mutants;"
         "mutants.SLOWER, mutants.GRACE_S = 2, 1.0;"
         "given = json.loads(sys.argv[1]); folder = Path(given['folder']);"
-        "print(json.dumps(mutants.run_module(folder, 'mod.py', ['test_mod.py'], **given['options'])))"
+        "print(json.dumps(mutants.run_module(folder, 'mod.py', given['tests'], **given['options'])))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(given)],
