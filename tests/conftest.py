@@ -62,8 +62,12 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture
-def strict_torch() -> Iterator[None]:
-    """Deterministic algorithms; new tensors are filled with NaN, which exposes a read before a write."""
+def strict_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Deterministic algorithms; new tensors are filled with NaN, which exposes a read before a write.
+
+    They stay so: an update sets the switches of a training, which fills nothing.
+    """
+    monkeypatch.setattr("segpipe.determinism.flags.apply", lambda *_: None)
     threads = torch.get_num_threads()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.set_num_threads(1)

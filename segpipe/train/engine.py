@@ -232,12 +232,10 @@ def _open(
     agree_on_step(
         found.path if found else config.run_dir / "last.pt", state.step, group
     )
-    kept = -1.0
-    if found:
-        with contextlib.suppress(CheckpointError):  # there may be none yet
-            if group.is_main:
-                kept = checkpoint.load(config.run_dir / "best.pt")["best_miou"]
-        kept = max(state.best_miou, group.gather(kept)[0])
+    kept = state.best_miou
+    with contextlib.suppress(CheckpointError):  # there may be none yet
+        if found and group.is_main:
+            kept = max(kept, checkpoint.load(config.run_dir / "best.pt")["best_miou"])
     group.together(lambda: opening.check_space(config, state, group))
 
     counts = opening.counts_of(config, group, data.train, found)
@@ -262,7 +260,7 @@ def _open(
         log,
         saved=done if found and not found.note else None,
         ended=found is not None and found.content["config"]["train"]["steps"] == done,
-        kept=kept,
+        kept=group.gather(kept)[0],
     )
     about = opening.header(config, group, data.train, data.val, state.model)
     return run, stream, [*state.notes, about, *warnings, *notes]

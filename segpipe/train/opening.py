@@ -6,6 +6,7 @@ import math
 import shutil
 import sys
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,10 +39,13 @@ def state_of(
     config: Config, group: Group, classes: ClassTable, found: checkpoint.Found | None
 ) -> tuple[TrainState, dict[str, Any], list[str]]:
     """The state, fresh or that of the checkpoint; the fingerprint of rank 0, and warnings."""
-    weights = None if found else checkpoint.read_start(config)
-    state = build_state(config, classes, group.device, weights)
+    apply = partial(flags.apply, config.compute.threads, config.compute.mode)
+    apply()  # modules of plug-ins may have set others when they were imported
+    state = build_state(
+        config, classes, group.device, None if found else checkpoint.read_start(config)
+    )
     state.teacher = checkpoint.teacher_of(config, group.device)
-    flags.apply(config.compute.threads, config.compute.mode)  # a plug-in set others
+    apply()  # the network did
     fingerprint, rank_differences = common_fingerprint(
         config, group, backend(config.loss, group.device.type)
     )

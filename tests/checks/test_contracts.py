@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tables import CAMVID
 
 from runs import result, run, torch_restored
 from segpipe import plugins
@@ -28,11 +29,13 @@ from segpipe.checks.contracts import check_plugin as check_network_of
 from segpipe.checks.elsewhere import UnansweredError, started
 from segpipe.cli import checks
 from segpipe.cli.main import main
+from segpipe.distributed.group import Group
 from segpipe.errors import ConfigError
 from segpipe.export.publish import trial_export
 from segpipe.run import launch
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, from_mapping
+from segpipe.train import opening
 
 Write = Callable[[str, str], None]
 AFRESH = NetworkContract._afresh
@@ -637,7 +640,7 @@ def test_what_plug_ins_set_when_they_are_made_does_not_last(
         from torch import nn
 
         torch.set_num_threads(2)
-        SEEN = []
+        SEEN, BUILT = [], []
 
         class Flip(albumentations.HorizontalFlip):
             def __init__(self):
@@ -648,6 +651,7 @@ def test_what_plug_ins_set_when_they_are_made_does_not_last(
         class Net(nn.Conv2d):
             def __init__(self, num_classes):
                 super().__init__(3, num_classes, 3, padding=1)
+                BUILT.append(torch.get_num_threads())
                 torch.set_num_threads(2)
                 torch.backends.cudnn.benchmark = True
 
@@ -665,3 +669,10 @@ def test_what_plug_ins_set_when_they_are_made_does_not_last(
     assert result(tmp_path / "run")["versions"]["threads"] == 1
     with torch_restored():
         assert main(["audit", f"run={tmp_path / 'run'}"]) == 0
+        torch.set_num_threads(3)  # as a rank that has just imported the plug-in
+        config, alone = (
+            from_mapping({"model": {"name": "greedy:Net"}, "compute": {"threads": 1}}),
+            Group(0, 0, 1, torch.device("cpu")),
+        )
+        opening.state_of(config, alone, CAMVID, None)
+        assert greedy.BUILT[-1] == torch.get_num_threads() == 1

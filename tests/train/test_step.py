@@ -557,6 +557,7 @@ def test_a_train_step_is_seen_by_its_watch_in_order_and_checked_before_it_is_app
 
     def check(result: StepResult) -> None:
         watch.calls.append("check")
+        assert torch.empty(3).isnan().all(), "strict_torch holds inside of an update"
         seen.append((bits(state) == before, float(result.loss)))
 
     result = train_step(TrainStep(settings, watch), shards, check=check)

@@ -43,6 +43,7 @@ from segpipe.data.catalog import STREET, ClassTable
 from segpipe.data.data_set import Samples, SyntheticSamples
 from segpipe.data.samples import open_samples
 from segpipe.distributed.agreement import agree_on_step
+from segpipe.distributed.group import Group, leave
 from segpipe.errors import CheckpointError
 from segpipe.export.gates import judge
 from segpipe.export.gates.controls import CONTROLS
@@ -761,6 +762,36 @@ def test_ranks_that_see_different_checkpoints_are_told_apart() -> None:
         match=r"not the same file on every machine.*\[20, 0\].*run\.root",
     ):
         agree_on_step(Path("last.pt"), 20, rank)  # type: ignore[arg-type]
+
+
+def test_ranks_with_and_without_a_checkpoint_of_step_0_call_the_same_collectives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are at step 0: one was interrupted before the first update, and has no disk in common with the other."""
+    config = compose(settings(tmp_path / "run", "run.exists=resume"))
+    config.run_dir.mkdir()
+    calls: list[object] = []
+    found: checkpoint.Found | None = None
+    gather = Group.gather
+    monkeypatch.setattr(
+        Group, "gather", lambda self, item: calls.append(item) or gather(self, item)
+    )
+    monkeypatch.setattr(checkpoint, "newest_whole", lambda folder: found)
+    numbers = []
+    with torch_restored():
+        for _ in range(2):
+            calls.clear()
+            group = Group(0, 0, 1, torch.device("cpu"))
+            run, stream, _ = engine._open(config, group, lambda _: (None, None), None)  # type: ignore[arg-type, return-value]
+            numbers.append(len(calls))
+            stream.close()
+            run.watch.close()
+            leave(group)
+            path, classes = config.run_dir / "last.pt", run.train_samples.classes
+            content = checkpoint.snapshot(run.state, config, classes, run.fingerprint)
+            checkpoint.save(path, content)
+            found = checkpoint.Found(path, checkpoint.load(path))
+    assert numbers[0] == numbers[1]
 
 
 def test_training_and_validation_each_read_their_own_split(
