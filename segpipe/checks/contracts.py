@@ -100,8 +100,7 @@ def refusal(*questions: Question) -> str:
 def forbidden_ops(call: Callable[[], object]) -> str:
     """Answer to the question whether CUDA repeats the ops of a call."""
     found = check_ops(call)
-    refused = [str(one) for one in found if one.rule.state != SLOW]
-    if refused:
+    if refused := [str(one) for one in found if one.rule.state != SLOW]:
         return " ".join(refused[:3])
     return f"{NOTE}slow on GPUs: {found[0]}" if found else ""
 
@@ -133,13 +132,11 @@ class DataContract:
     def _opened(self) -> str:
         self.samples = self._open()
         total = len(self.samples)
-        number = min(SOME, total)
-        self.indices = [place * total // SOME for place in range(number)]
+        self.indices = [place * total // SOME for place in range(min(SOME, total))]
         return ""
 
     def _samples(self) -> str:
-        problems = self.samples.problems(sorted(set(self.indices)))
-        return " ".join(list(problems)[:3])
+        return " ".join([*self.samples.problems(sorted(set(self.indices)))][:3])
 
     def _twice(self) -> str:
         """In another order, by another object, with other global generators."""
@@ -149,8 +146,11 @@ class DataContract:
         seed_globals(2)
         again = contents(self._open(), self.indices[::-1])[::-1]
 
-        how = "read twice. Let the index alone decide, and draw nothing at random."
-        return self._different(before, again, how)
+        return self._different(
+            before,
+            again,
+            "read twice. Let the index alone decide, and draw nothing at random.",
+        )
 
     def _other_process(self) -> str:
         """A forked one, as loader processes are, and one of another start of the program."""
@@ -174,8 +174,7 @@ class DataContract:
     def _different(self, before: list[str], now: list[str], how: str) -> str:
         for index, one, two in zip(self.indices, before, now, strict=True):
             if one != two:
-                name = self.samples.name(index)
-                return f"sample {name} has other bytes when {how}"
+                return f"sample {self.samples.name(index)} has other bytes when {how}"
         return ""
 
 
@@ -252,13 +251,12 @@ class LossContract:
 
     def total(self, weights: Tensor | None = None, **given: Tensor) -> Tensor:
         """Loss of the batch, or of the `logits` and `target` given, divided by the valid pixels of the batch."""
-        plain = replace(
-            self.config.loss, backend="plain", dice_weight=0.0, lovasz_weight=0.0
-        )
         return shard_loss(
             {"main": given.get("logits", self.logits)},
             given.get("target", self.target),
-            plain,
+            replace(
+                self.config.loss, backend="plain", dice_weight=0.0, lovasz_weight=0.0
+            ),
             class_weights=weights,
             global_valid=torch.tensor(valid_pixels(self.target)),
             align_corners=False,
@@ -285,9 +283,7 @@ class LossContract:
 
         if abs(one + two - whole) <= CLOSE * abs(whole):
             return ""
-        mean = (
-            " It looks like a mean." if min(one, two) <= whole <= max(one, two) else ""
-        )
+        mean = " It looks like a mean." * (min(one, two) <= whole <= max(one, two))
         return (
             f"{losses.KEY} = {self.name}: a batch has the loss {whole:.6g}, its halves together {one + two:.6g}.{mean} "
             f'Return the loss of each pixel (reduction="none"), or their sum: segpipe divides by the number of valid '
@@ -345,8 +341,8 @@ class LossContract:
     def _weights(self) -> str:
         """Whether weights of the classes change it."""
         if is_path(self.name):
-            signature = inspect.signature(plugins.load(losses.KEY, self.name))
-            if "class_weights" not in signature.parameters:
+            loss = plugins.load(losses.KEY, self.name)
+            if "class_weights" not in inspect.signature(loss).parameters:
                 return (
                     f"{NOTE}it has no class_weights, so loss.class_weights must be none"
                 )
@@ -617,8 +613,7 @@ class NetworkContract:
 
     def _export(self) -> str:
         """Whether the export of these weights, with images of this size, would be published."""
-        formats = self.export(self.config, self.net, self.num_classes, self.size)
-        return f"{NOTE}{formats}"
+        return NOTE + self.export(self.config, self.net, self.num_classes, self.size)
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
@@ -633,11 +628,10 @@ def _differ(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 def _moved_by_seeds(call: Callable[[], Tensor]) -> bool:
     """Whether the global generators decide what a call returns."""
-    found = []
-    for seed in (1, 2):
-        seed_globals(seed)
-        found.append(call())
-    return not _same(*found)
+    seed_globals(1)
+    first = call()
+    seed_globals(2)
+    return not _same(first, call())
 
 
 def passed_afresh(

@@ -28,7 +28,7 @@ from segpipe.cli.commands import COMMANDS, Given
 from segpipe.distributed.environment import local_rank, rank, wait_to_be_ended
 from segpipe.errors import Interrupted, SegpipeError
 from segpipe.files import read_json
-from segpipe.run.launch import alone, check_job, examine, launch, launch_apart
+from segpipe.run.launch import check_job, examine, launch, launch_apart, reading
 from segpipe.run.tracking import failure
 from segpipe.settings.compose import (
     command_line,
@@ -85,6 +85,7 @@ def configuration(settings: Settings = ()) -> Config:
     return compose([settings] if isinstance(settings, str) else list(settings))
 
 
+@reading()
 def load(
     folder: Path | str,
     *,
@@ -107,6 +108,7 @@ def load(
     return predict.predictor(given)
 
 
+@reading()
 def evaluate(
     run: Path | str,
     *,
@@ -120,6 +122,7 @@ def evaluate(
     return scored(given)[0]
 
 
+@reading()
 def export(
     run: Path | str,
     *,
@@ -140,9 +143,8 @@ def compare(a: Path | str, b: Path | str, **keys: Any) -> Comparison:
     return compared(_given("compare", keys | {"a": a, "b": b}, {}))
 
 
-@alone()
 def _given(name: str, values: Mapping[str, Any], settings: Replaced) -> Given:
-    """What the command line of these values would give. Raises ConfigError beside a training."""
+    """What the command line of these values would give."""
     given = complete({**values, **(settings or {})}, COMMANDS[name].known)
     plugins.trust(given["trust"])
     return given

@@ -46,7 +46,6 @@ def kernels() -> Any:
     library = native.load(SOURCE)
     if library:
         library.segpipe_digests.argtypes = ARGUMENTS
-        library.segpipe_digests.restype = None
         library.segpipe_digest.argtypes = [_ARRAY, _NUMBER, _NUMBER]
         library.segpipe_digest.restype = _NUMBER
     return library

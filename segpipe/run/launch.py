@@ -97,7 +97,7 @@ BYTES_PER_PIXEL = 4  # RGB and class id
 MUCH_PADDING = 0.2  # of the crops
 LONGEST_SOCKET = 107  # bytes of a path, on Linux
 SOCKET_NAME = len("/pymp-12345678/listener-12345678")  # as multiprocessing makes it
-_ALONE = threading.RLock()  # held by a training, and for a moment by who asks
+_TRAINS, _READS = threading.RLock(), threading.RLock()
 # Raised on all ranks at once, so that rank 0 alone reports them.
 COMMON_ERRORS = (
     ConfigError, CheckpointError, NumericsError, DivergenceError, Interrupted,
@@ -106,15 +106,22 @@ COMMON_ERRORS = (
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Raises ConfigError while another thread of this process trains, whose generators and switches are torch's."""
-    if not _ALONE.acquire(timeout=1):
+    """Raises ConfigError while another thread of this process trains or reads: generators and switches are torch's."""
+    if not _TRAINS.acquire(blocking=False):
         raise ConfigError(
-            "this process trains already, in another thread. Wait for that run, or start another process."
+            "this process trains already, or loads a network, in another thread. Wait for it, or start another process."
         )
     try:
         yield
     finally:
-        _ALONE.release()
+        _TRAINS.release()
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """`alone`, but one that reads a network waits for others that do."""
+    with _READS, alone():
+        yield
 
 
 @alone()

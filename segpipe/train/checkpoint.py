@@ -95,8 +95,8 @@ class Found(NamedTuple):
 
 def candidates(folder: Path) -> list[Path]:
     """Checkpoints in the folder from which a run could be resumed, whole or not: last.pt first, then the newest."""
-    numbered = [path for path in folder.glob("step_*.pt") if path.stem[5:].isdecimal()]
-    newest_first = sorted(numbered, key=lambda path: int(path.stem[5:]), reverse=True)
+    numbered = (path for path in folder.glob("step_*.pt") if path.stem[5:].isdecimal())
+    newest_first = sorted(numbered, key=lambda path: -int(path.stem[5:]))
     paths = (folder / "last.pt", folder / "best.pt", *newest_first)
     return [path for path in paths if path.is_file()]
 

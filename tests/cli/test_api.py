@@ -9,12 +9,14 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import segpipe
 from runs import outcome, run, settings, torch_restored
+from segpipe.cli import predict
 from segpipe.cli.api import configuration
 from segpipe.data import Sample
 from segpipe.data.data_set import SyntheticSamples
@@ -100,6 +102,7 @@ def test_a_second_training_of_a_process_is_refused(
                     segpipe.train(settings(tmp_path / "second"))
                 with pytest.raises(ConfigError, match="trains already"):
                     segpipe.load(trained)  # which draws initial weights
+                assert segpipe.compare(trained, trained).verdict == "identical"
             finally:
                 end.set()
             assert first.result().miou is not None
@@ -112,6 +115,16 @@ def test_threads_load_networks_in_turn_and_a_training_loads_its_own(
     with ThreadPoolExecutor(3) as threads:
         found = [*threads.map(segpipe.load, [trained] * 3)]
     assert all(each.names for each in found)
+
+    def loads(*given: Any) -> Any:
+        with pytest.raises(ConfigError, match="trains already"):
+            trains.submit(segpipe.train, settings(tmp_path / "no")).result()
+        return real(*given)
+
+    real = predict.predictor
+    with ThreadPoolExecutor(1) as trains, monkeypatch.context() as patch:
+        patch.setattr(predict, "predictor", loads)
+        assert segpipe.load(trained)
 
     read = SyntheticSamples.read
 
