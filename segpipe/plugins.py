@@ -275,7 +275,8 @@ def _closure(module: str, root: Path) -> dict[str, str]:
             continue
         seen.add(name)
         top = _top(name)
-        hashed = is_local or top == _top(module) != "torch"  # of 1,800 files
+        # torch has 1,800 files, and its version is in each fingerprint.
+        hashed = is_local or top == _top(module) != "torch"
         files = list(_files(root, name)) if hashed else []
         for file, package in files:
             key = file.relative_to(root).as_posix()
