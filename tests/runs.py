@@ -35,8 +35,8 @@ from segpipe.settings.config import Config
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (
     "model=fast_scnn", "data=synthetic", "data.size=[64,96]", "data.num_train=16", "data.num_val=4", "data.workers=0",
-    "augment.crop_size=[64,64]", "train.steps=3", "train.progress=false", "compute.device=cpu",
-    "compute.shards=2", "compute.samples_per_shard=2", "compute.threads=1", "export.enabled=false", "augment.check=false",
+    "augment.crop_size=[64,64]", "train.steps=3", "train.progress=false", "compute.device=cpu", "compute.shards=2",
+    "compute.samples_per_shard=2", "compute.threads=1", "export.enabled=false", "augment.check=false",
 )  # fmt: skip
 DIGESTS = ("weights_digest", "ema_digest", "miou")
 PATIENCE_S = (

@@ -409,12 +409,12 @@ BAD_SETTINGS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
         ("crop_size = [64, 160]", "72x96", "'augment.crop_size=[64, 144]'"),
     ),
     (
-        ("compute.nproc=3", "compute.mode=ddp"),
+        ("compute.nproc=3", "compute.shards=4", "compute.mode=ddp"),
         ("compute.shards = 4 cannot be divided among 3", "compute.mode=elastic"),
     ),
     (
         ("compute.nproc=5",),
-        ("compute.shards = 4, but there are 5 processes", "compute.shards=5"),
+        ("compute.shards = 2, but there are 5 processes", "compute.shards=5"),
     ),
     (("compute.nproc=many",), ("compute.nproc = ", "many", "auto")),
     (("compute.nproc=0",), ("compute.nproc = ", "auto")),
@@ -441,7 +441,7 @@ BAD_SETTINGS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("compute.threads=1000000",), ("compute.threads = 1000000", "1 to 1024")),
     (
         ("compute.nproc=1000000",),
-        ("compute.shards = 4, but there are 1000000 processes",),
+        ("compute.shards = 2, but there are 1000000 processes",),
     ),
     (
         ("data.max_pixels=1000",),

@@ -241,7 +241,11 @@ def test_children_find_their_environment_and_nothing_of_it_stays(
     try:
         for nproc in (4, 1):
             config = compose(
-                settings(tmp_path / f"of{nproc}", f"compute.nproc={nproc}")
+                settings(
+                    tmp_path / f"of{nproc}",
+                    "compute.shards=4",
+                    f"compute.nproc={nproc}",
+                )
             )
             assert launch.launch_apart(config) == 0
             assert signal.getsignal(signal.SIGTERM) == before
@@ -505,6 +509,7 @@ def test_an_error_on_one_rank_ends_all_and_is_named(
         "data.verify=headers",
         "train.steps=9",
         "train.log_every=1",
+        "compute.shards=4",
     )
     nproc = () if launcher else ("compute.nproc=2",)
     process = start(

@@ -640,6 +640,7 @@ def test_all_ranks_end_when_one_finds_it(
         f"augment.canary={every}",
         "train.steps=9",
         "data.workers=1",
+        "compute.shards=4",
     )
     codes = launched(2, _started, str(tmp_path / "run"), changes)
     assert codes == [ImpureAugmentError.exit_code] * 2
