@@ -28,7 +28,7 @@ from segpipe.cli.commands import COMMANDS, Given
 from segpipe.distributed.environment import local_rank, rank, wait_to_be_ended
 from segpipe.errors import Interrupted, SegpipeError
 from segpipe.files import read_json
-from segpipe.run.launch import check_job, examine, launch, launch_apart, reading
+from segpipe.run.launch import alone, check_job, examine, launch, launch_apart
 from segpipe.run.tracking import failure
 from segpipe.settings.compose import (
     command_line,
@@ -85,7 +85,7 @@ def configuration(settings: Settings = ()) -> Config:
     return compose([settings] if isinstance(settings, str) else list(settings))
 
 
-@reading()
+@alone(reads=True)
 def load(
     folder: Path | str,
     *,
@@ -108,7 +108,7 @@ def load(
     return predict.predictor(given)
 
 
-@reading()
+@alone(reads=True)
 def evaluate(
     run: Path | str,
     *,
@@ -118,11 +118,10 @@ def evaluate(
     """Scores of a run on a split: what `segpipe evaluate` prints, by the same names."""
     from segpipe.cli.evaluate import scored
 
-    given = _given("evaluate", keys | {"run": run}, settings)
-    return scored(given)[0]
+    return scored(_given("evaluate", keys | {"run": run}, settings))[0]
 
 
-@reading()
+@alone(reads=True)
 def export(
     run: Path | str,
     *,
@@ -132,8 +131,7 @@ def export(
     """Export a run; the published folder with the result of every gate. Raises ExportMismatch if it fails one."""
     from segpipe.cli import export as command
 
-    given = _given("export", keys | {"run": run}, settings)
-    return command.export(given)
+    return command.export(_given("export", keys | {"run": run}, settings))
 
 
 def compare(a: Path | str, b: Path | str, **keys: Any) -> Comparison:

@@ -97,7 +97,7 @@ BYTES_PER_PIXEL = 4  # RGB and class id
 MUCH_PADDING = 0.2  # of the crops
 LONGEST_SOCKET = 107  # bytes of a path, on Linux
 SOCKET_NAME = len("/pymp-12345678/listener-12345678")  # as multiprocessing makes it
-_TRAINS, _READS = threading.RLock(), threading.RLock()
+_HERE, _USERS = threading.Condition(), list[tuple[int, bool]]()
 # Raised on all ranks at once, so that rank 0 alone reports them.
 COMMON_ERRORS = (
     ConfigError, CheckpointError, NumericsError, DivergenceError, Interrupted,
@@ -105,23 +105,26 @@ COMMON_ERRORS = (
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Raises ConfigError while another thread of this process trains or reads: generators and switches are torch's."""
-    if not _TRAINS.acquire(blocking=False):
-        raise ConfigError(
-            "this process trains already, or loads a network, in another thread. Wait for it, or start another process."
-        )
+def alone(*, reads: bool = False) -> Iterator[None]:
+    """Raises ConfigError while another thread of this process trains or, unless this one `reads` only, reads a network.
+
+    Generators and switches are torch's. Waits for a second, in which a network is loaded.
+    """
+    me = threading.get_ident(), reads
+    with _HERE:
+        if not _HERE.wait_for(
+            lambda: all(who == me[0] or reads & too for who, too in _USERS), timeout=1
+        ):
+            raise ConfigError(
+                "another thread of this process trains, or reads a network. Wait for it, or start another process."
+            )
+        _USERS.append(me)
     try:
         yield
     finally:
-        _TRAINS.release()
-
-
-@contextlib.contextmanager
-def reading() -> Iterator[None]:
-    """`alone`, but one that reads a network waits for others that do."""
-    with _READS, alone():
-        yield
+        with _HERE:
+            _USERS.remove(me)
+            _HERE.notify_all()
 
 
 @alone()
@@ -537,8 +540,8 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
 def _version() -> str:
     """What ranks compare of segpipe itself: its version, and a hash of its modules, which differ between checkouts."""
     folder = Path(segpipe.__file__).parent
-    modules = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
-    return f"{segpipe.__version__} (modules {sha256_of(modules)[:12]})"
+    found = sha256_of(b"".join(map(Path.read_bytes, sorted(folder.rglob("*.py")))))
+    return f"{segpipe.__version__} (modules {found[:12]})"
 
 
 def _prepare_together(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -98,9 +99,9 @@ def test_a_second_training_of_a_process_is_refused(
             first = thread.submit(segpipe.train, waits)
             try:
                 assert begun.wait(60)
-                with pytest.raises(ConfigError, match="trains already"):
+                with pytest.raises(ConfigError, match="another thread"):
                     segpipe.train(settings(tmp_path / "second"))
-                with pytest.raises(ConfigError, match="trains already"):
+                with pytest.raises(ConfigError, match="another thread"):
                     segpipe.load(trained)  # which draws initial weights
                 assert segpipe.compare(trained, trained).verdict == "identical"
             finally:
@@ -117,14 +118,21 @@ def test_threads_load_networks_in_turn_and_a_training_loads_its_own(
     assert all(each.names for each in found)
 
     def loads(*given: Any) -> Any:
-        with pytest.raises(ConfigError, match="trains already"):
-            trains.submit(segpipe.train, settings(tmp_path / "no")).result()
+        with pytest.raises(ConfigError, match="another thread"):
+            others.submit(segpipe.train, settings(tmp_path / "no")).result()
+        patch.setattr(predict, "predictor", real)
+        assert others.submit(segpipe.load, trained).result(60)  # it does not wait
+        begun.set()
+        time.sleep(0.3)
         return real(*given)
 
-    real = predict.predictor
-    with ThreadPoolExecutor(1) as trains, monkeypatch.context() as patch:
+    real, begun = predict.predictor, threading.Event()
+    with ThreadPoolExecutor(2) as others, monkeypatch.context() as patch:
         patch.setattr(predict, "predictor", loads)
-        assert segpipe.load(trained)
+        reader = others.submit(segpipe.load, trained)
+        assert begun.wait(60)
+        assert run(tmp_path / "waits", "train.steps=1") == 0  # for the reader
+        assert reader.result()
 
     read = SyntheticSamples.read
 
