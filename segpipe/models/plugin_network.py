@@ -152,7 +152,7 @@ class ShardGuard:
     def __init__(self, config: Config, model: nn.Module) -> None:
         names = {"model.name": config.model.name, "loss.name": config.loss.name}
         own = [f"{key} = {name}" for key, name in names.items() if is_path(name)]
-        self._names = ", ".join(own)
+        self.names = ", ".join(own)
         compute = config.compute
         watches = bool(own) and compute.mode != "off" and not compute.compile
 
@@ -174,7 +174,7 @@ class ShardGuard:
     def check(self, step: int, shard: int) -> None:
         """The shard's backward is done. Raises ConfigError that names the parameter, buffer or generator."""
         if found := self.found():
-            raise ConfigError(f"{self._names}: in step {step}, shard {shard}, {found}")
+            raise ConfigError(f"{self.names}: in step {step}, shard {shard}, {found}")
 
     def found(self) -> str:
         """What changed since the start, and what to do; empty if nothing did."""

@@ -131,7 +131,8 @@ def counted(
     # Balance needs each sample by itself.
     indices = list(range(len(samples))) if data.balance else samples.countable()
     earlier = load_counts(kept) if kept and group.is_main else None
-    if kept and (found := group.gather(earlier)[0]) is not None:
+    # Of all ranks: a checkpoint of step 0 may be on one machine alone.
+    if (found := group.gather(earlier)[0]) is not None:
         same = np.array_equal(found.indices, indices)
         if not same or found.pixels.shape[1] != samples.classes.num_classes:
             raise DataError(

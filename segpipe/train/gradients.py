@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from segpipe.determinism import flags
 from segpipe.distributed.reduce import FlatLayout, RankSum, TreeSum, tree_over_ranks
 from segpipe.errors import CollectiveError
 from segpipe.keys import torch_seed
@@ -76,6 +77,8 @@ class BatchLoss:
     ) -> dict[str, Tensor]:
         """Loss parts, 0-d; dropout is keyed by the step and the shard, not by what ran before."""
         config, watch = self.config, self.watch
+        if self.guard.names:  # whose code in the shard before may have set others
+            flags.apply(config.compute.threads, config.compute.mode)
         self.guard.start()
         torch.manual_seed(
             torch_seed(config.seed, self.state.step, batch.shard, "dropout")

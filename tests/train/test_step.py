@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from segpipe.data.loader import ShardBatch
 from segpipe.data.samples import open_samples
+from segpipe.determinism import flags
 from segpipe.distributed.group import Group
 from segpipe.errors import ConfigError
 from segpipe.losses.total import valid_pixels
@@ -310,6 +311,27 @@ def test_what_a_network_of_the_user_leaves_to_the_next_shard_is_named(
             step(batches(1), valid(batches(1)))
 
 
+def test_each_shard_of_a_network_of_the_user_begins_with_the_threads_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its forward sets others: a process with two shards would give the second other bits than two processes do."""
+
+    def hook(*_: object) -> None:
+        seen.append(torch.get_num_threads())
+        torch.set_num_threads(2)
+
+    monkeypatch.setattr(
+        flags, "apply", lambda threads, _: torch.set_num_threads(threads)
+    )
+    settings = config(
+        compute={"shards": V, "samples_per_shard": B, "threads": 1}, **MINE
+    )
+    state, seen = fresh(settings), list[int]()
+    state.model.main.register_forward_pre_hook(hook)  # type: ignore[operator,union-attr]
+    step_of(state, settings)(batches(), valid(batches()))
+    assert seen == [1] * V
+
+
 @pytest.mark.parametrize(
     "groups", [{}, {"train": {"precision": "fp16"}}, {"compute": {"mode": "ddp"}}]
 )
@@ -380,6 +402,27 @@ def test_the_start_says_how_far_the_weights_of_classes_go_apart(balance: float) 
     ratio = f"weighs {present.max() / present.min():.1f} times as much"
     assert ratio in lines[-1]
     assert lines[-1].startswith("loss.class_weights = log1.10: ")
+
+
+def test_a_rank_without_the_counts_of_an_earlier_session_gets_those_of_rank_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A checkpoint of step 0 may be on one machine alone; ranks that ask for other collectives end in a traceback."""
+    settings = from_mapping(
+        {
+            "loss": {"class_weights": "log"},
+            "data": {"num_train": 4, "size": [64, 64]},
+        }
+    )
+    samples = open_samples(settings.data, "train", 0)
+    whole = counted(settings, ALONE, samples)
+    assert whole is not None
+    second = Group(1, 0, 2, torch.device("cpu"))
+    monkeypatch.setattr(Group, "gather", lambda self, item: [whole, item])
+    found = counted(settings, second, samples)
+    assert found is not None
+    assert np.array_equal(found.indices, whole.indices)
+    assert np.array_equal(found.pixels, whole.pixels)
 
 
 def named(state: TrainState) -> list[tuple[str, nn.Parameter]]:
