@@ -94,8 +94,7 @@ def predictor(given: Given) -> Predictor:
     trained = load_network(Path(given["run"]), given["which"])
     config = with_settings(trained.config, given)
     flags.apply(config.compute.threads)
-    device = choose_device(config.compute.device, 0)
-    return of_network(trained, device, how)
+    return of_network(trained, choose_device(config.compute.device, 0), how)
 
 
 def summary(done: PredictJob, outputs: Outputs) -> dict[str, Any]:

@@ -97,8 +97,7 @@ class DataSet(Samples, Protocol):
 
     def content(self, index: int) -> Int64:
         """Pixels of each class, of ignored ones, and of values that the class table lacks, int64 (C + 2,)."""
-        target = self.read(index)[1]
-        pixels = np.bincount(target.ravel(), minlength=IGNORE_INDEX + 1)
+        pixels = np.bincount(self.read(index)[1].ravel(), minlength=IGNORE_INDEX + 1)
         counts = pixels[: self.classes.num_classes]
         return np.append(counts, [pixels[IGNORE_INDEX], 0])
 

@@ -322,8 +322,7 @@ def runs(values: NDArray[Any]) -> tuple[Int64, Int64]:
     """Where each run of equal values starts, and its length."""
     changes = np.flatnonzero(values[1:] != values[:-1]) + 1
     starts = np.append(0, changes)
-    lengths = np.diff(starts, append=values.size)
-    return starts, lengths
+    return starts, np.diff(starts, append=values.size)
 
 
 def check_mask(header: Header, path: str) -> None:

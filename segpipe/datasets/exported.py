@@ -161,8 +161,9 @@ def find_image(folders: Sequence[Path], file_name: str) -> Path:
 def entry_name(file_name: str) -> str:
     """Where the files of an image go below those of its split, without suffix: never outside, whatever its path is."""
     path = PurePosixPath(file_name.replace("\\", "/"))
-    parts = path.with_suffix("").parts
-    return "/".join(part for part in parts if part not in ("/", ".."))
+    return "/".join(
+        part for part in path.with_suffix("").parts if part not in ("/", "..")
+    )
 
 
 def split_name(name: str) -> str:

@@ -36,7 +36,7 @@ NOT_SELECTING = re.compile(
     r"|\w+_(DEBUG|DISPLAY|DUMP|LOG|VERBOSE)|\w+_(DIR|HOME|PATH|ROOT|TRACE|VERSION)$"
 )
 PLUGINS = "plugins"  # in a fingerprint: hashes of the user's own code, as plugins.sources has them
-LOSS = "loss"  # in a fingerprint: what computed the loss; releases that did not record it had one way only
+LOSS = "loss"  # in a fingerprint: what computed the loss
 INSTRUCTIONS = (  # beyond `cpu_capability`; they select kernels, above all for bf16 and int8
     "avx_vnni", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "amx_fp16", "bf16", "i8mm",
     "sve_bf16",
@@ -181,11 +181,9 @@ def differences(
 ) -> dict[str, tuple[Any, Any]]:
     """Entries of two fingerprints that differ, as name -> (value in a, value in b); None stands for a missing one.
 
-    Environment variables are entries of their own. A fingerprint of a release that did not record them does not differ
-    by them. So are the files of plug-ins; a fingerprint has them only if there are some.
+    Environment variables are entries of their own, and so are the files of plug-ins.
     """
-    recorded = "variables" in a and "variables" in b
-    return mapping_differences(*(_flat(each, variables=recorded) for each in (a, b)))
+    return mapping_differences(_flat(a), _flat(b))
 
 
 def mapping_differences(
@@ -204,12 +202,10 @@ def changed_plugins(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     return list(mapping_differences(*(each.get(PLUGINS, {}) for each in (a, b))))
 
 
-def _flat(entries: Mapping[str, Any], *, variables: bool) -> dict[str, Any]:
-    flat = {LOSS: "plain", **entries, **entries.get(PLUGINS, {})}
-    if variables:
-        flat |= entries["variables"]
-    flat.pop("variables", None)
-    flat.pop(PLUGINS, None)
+def _flat(entries: Mapping[str, Any]) -> dict[str, Any]:
+    flat = dict(entries)
+    for name in ("variables", PLUGINS):
+        flat |= flat.pop(name, {})
     return flat
 
 

@@ -80,9 +80,9 @@ class RegSeg(SegmentationNet):
         x8 = self.head8(stride8)
         x8 = self.conv8(x8 + upsample_like(x16, x8))
         x4 = self.head4(stride4)
-        x4 = self.conv4(torch.cat([upsample_like(x8, x4), x4], dim=1))
+        joined = torch.cat([upsample_like(x8, x4), x4], dim=1)
 
-        return self.head(x4), {}
+        return self.head(self.conv4(joined)), {}
 
 
 class DBlock(nn.Module):

@@ -307,8 +307,7 @@ def _owner(content: bytes) -> Owner:
     try:
         return Owner(**json.loads(content))
     except (ValueError, TypeError):
-        name = "an unknown process (its lock is not readable)"
-        return Owner("", 0, "", name, "")
+        return Owner("", 0, "", "an unknown process (its lock is not readable)", "")
 
 
 def _dead_lock(path: Path) -> bytes | None:

@@ -274,12 +274,11 @@ def _digests(state: dict[str, Any]) -> dict[str, str]:
             tensors[name] = leaf
         else:
             plain.append(f"{name}={leaf!r}")
-    content = "\n".join(sorted(plain)).encode()
-    text = hashlib.blake2b(content, digest_size=16).hexdigest()
+    text = hashlib.blake2b("\n".join(sorted(plain)).encode(), digest_size=16)
     return {
         "model": state_digest(state["model"]),
         "ema": state_digest(state["ema"]),
-        "rest": f"{state_digest(tensors)}-{text}",
+        "rest": f"{state_digest(tensors)}-{text.hexdigest()}",
     }
 
 

@@ -341,9 +341,8 @@ def _long_ago(run: Run) -> bool:
     """Whether last.pt may be written again, by the clock of rank 0. A collective."""
     if run.group.device.type == "cpu":
         return True
-    passed = time.monotonic() - run.saved_at
-    is_long = run.group.is_main and passed >= run.config.checkpoint.every_s
-    return bool(run.watch.sum([int(is_long)])[0])
+    is_long = time.monotonic() - run.saved_at >= run.config.checkpoint.every_s
+    return bool(run.watch.sum([int(run.group.is_main and is_long)])[0])
 
 
 def _next_line(run: Run) -> int:

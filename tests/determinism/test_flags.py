@@ -231,20 +231,18 @@ def test_a_fingerprint_does_not_hold_what_launchers_set_or_what_selects_no_kerne
     assert flags.fingerprint() == before
 
 
-def test_a_fingerprint_without_variables_does_not_differ_by_them() -> None:
-    """As those of checkpoints and ledgers that were written before variables were recorded."""
-    old, plain = {"torch": "2.14.1"}, {"torch": "2.14.1", "variables": {}}
-    narrow = {"torch": "2.14.1", "variables": {"ONEDNN_MAX_CPU_ISA": "AVX2"}}
-    assert flags.differences(old, narrow) == flags.differences(narrow, old) == {}
-    assert flags.differences(plain, narrow) == {"ONEDNN_MAX_CPU_ISA": (None, "AVX2")}
-    assert flags.differences(old | {"threads": 1}, narrow) == {"threads": (1, None)}
-
-
-def test_a_fingerprint_without_what_computed_the_loss_means_the_only_way_of_its_time() -> (
-    None
-):
-    assert flags.differences({}, {"loss": "plain"}) == {}
-    assert flags.differences({}, {"loss": "native"}) == {"loss": ("plain", "native")}
+def test_variables_and_plug_ins_are_entries_of_their_own() -> None:
+    plain = {"torch": "2.14.1", "threads": 1, "variables": {}}
+    narrow = {
+        "torch": "2.14.1",
+        "variables": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+        "plugins": {"net.py": "a"},
+    }
+    assert flags.differences(plain, narrow) == {
+        "threads": (1, None),
+        "ONEDNN_MAX_CPU_ISA": (None, "AVX2"),
+        "net.py": (None, "a"),
+    }
 
 
 def test_another_backend_of_the_loss_is_refused_and_the_same_one_resumes(
