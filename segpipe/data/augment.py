@@ -317,26 +317,15 @@ class CallableTransform(A.DualTransform):  # type: ignore[misc]
     Shapes: image uint8 (H, W, 3), target uint8 (H, W) -> both of the same size.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(p=1.0)
-        self.function, self.name = function, name
+        self.function = function
 
     def __call__(self, *args: Any, force_apply: bool = False, **data: Any) -> Any:
-        """The sample that the function makes. Raises ConfigError for other shapes or dtypes."""
+        """The sample that the function makes."""
         before = data["image"], data["mask"]
-        now = self.function(*before, self.random_generator)
-        for what, old, new in zip(("image", "target"), before, now, strict=True):
-            wanted = f"{old.dtype} {old.shape}"
-            found = f"a {type(new).__name__}"
-            if isinstance(new, np.ndarray):
-                found = f"{new.dtype} {new.shape}"
-            if found != wanted:
-                raise ConfigError(
-                    f"{KEY} = {self.name} made {found} of the {what} {wanted}, but dtype and shape must stay: the crop "
-                    "has its size already."
-                )
-
-        return {**data, "image": now[0], "mask": now[1]}
+        image, mask = self.function(*before, self.random_generator)
+        return {**data, "image": image, "mask": mask}
 
 
 def builder(name: str) -> Builder:
@@ -364,7 +353,7 @@ def _made(kind: Callable[..., Any], path: str) -> Any:
             f"image, target and a random generator, was needed."
         )
 
-    return CallableTransform(built, path)
+    return CallableTransform(built)
 
 
 def _steps(config: AugmentConfig) -> list[tuple[str, Builder]]:
@@ -453,10 +442,9 @@ class Augmenter:
 
         more = {"color": IDENTITY} if self.defers_color else {}
         inner = pipeline.transforms
-        if look is not None:
-            names = [name for name, _ in self.steps]
-            pairs = zip(names, inner, strict=True)
-            pipeline.transforms = [partial(_shown, *pair, look) for pair in pairs]
+        names = [name for name, _ in self.steps]
+        pairs = zip(names, inner, strict=True)
+        pipeline.transforms = [partial(_applied, *pair, look) for pair in pairs]
 
         try:
             made = pipeline(image=image, mask=target, **more)
@@ -505,10 +493,27 @@ class Augmenter:
         return A.Compose(transforms, seed=None if self.config.keyed else 0)
 
 
-def _shown(name: str, step: Transform, look: Look, **data: Any) -> dict[str, Any]:
-    """What the step makes of a sample, which `look` sees first."""
-    look(_title(name, step), data["image"], data["mask"])
+def _applied(
+    name: str, step: Transform, look: Look | None, **data: Any
+) -> dict[str, Any]:
+    """What the step makes of a sample, which `look` sees first.
+
+    Raises ConfigError where a transform of `augment.extra` changes dtype or shape.
+    """
+    if look is not None:
+        look(_title(name, step), data["image"], data["mask"])
     output: dict[str, Any] = step(**data)
+    for part, value in data.items() if name else ():
+        wanted, found = (
+            f"{getattr(each, 'dtype', type(each).__name__)} {np.shape(each)}"
+            for each in (value, output[part])
+        )
+        if found != wanted:
+            what = "target" if part == "mask" else part
+            raise ConfigError(
+                f"{KEY} = {name} made {found} of the {what} {wanted}, but dtype and shape must stay: the crop has its "
+                f"size already."
+            )
     return output
 
 

@@ -44,21 +44,21 @@ PURE = {
         A.MedianBlur, A.Morphological, A.MotionBlur, A.MultiplicativeNoise, A.NoOp, A.OpticalDistortion, A.Pad,
         A.Perspective, A.PixelDropout, A.PlanckianJitter, A.PlasmaBrightnessContrast, A.PlasmaShadow, A.Posterize,
         A.RandomBrightnessContrast, A.RandomFog, A.RandomGamma, A.RandomGravel, A.RandomGridShuffle, A.RandomRain,
-        A.RandomRotate90, A.RandomScale, A.RandomShadow, A.RandomSnow, A.RandomSunFlare, A.RandomToneCurve,
+        A.RandomRotate90, A.RandomShadow, A.RandomSnow, A.RandomSunFlare, A.RandomToneCurve,
         A.RingingOvershoot, A.Rotate, A.SafeRotate, A.SaltAndPepper, A.Sharpen, A.ShotNoise, A.Solarize, A.Spatter,
         A.SquareSymmetry, A.ThinPlateSpline, A.ToGray, A.ToSepia, A.Transpose, A.UnsharpMask,
         A.VerticalFlip, A.XYMasking, A.ZoomBlur, A.GaussNoise, A.AdditiveNoise, A.RGBShift,
     )
 } | {
     "GridElasticDeform": partial(A.GridElasticDeform, num_grid_xy=(4, 4), magnitude=5),
-    "PadIfNeeded": partial(A.PadIfNeeded, 64, 64),
+    "PadIfNeeded": partial(A.PadIfNeeded, 48, 48),
     "RandomCrop": partial(A.RandomCrop, 48, 48),
     "CropAndPad": partial(A.CropAndPad, px=2),
     "RandomResizedCrop": partial(A.RandomResizedCrop, (48, 48)),
     "RandomSizedCrop": partial(A.RandomSizedCrop, (24, 48), (48, 48)),
-    "LongestMaxSize": partial(A.LongestMaxSize, 64),
+    "LongestMaxSize": partial(A.LongestMaxSize, 48),
     "Resize": partial(A.Resize, 48, 48),
-    "CenterCrop": partial(A.CenterCrop, 32, 32),
+    "CenterCrop": partial(A.CenterCrop, 48, 48),
 }  # fmt: skip
 DOCS = Path(__file__).parents[2] / "docs"
 

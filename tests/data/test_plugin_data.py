@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from segpipe import plugins
 from segpipe.data.augment import Augmenter
 from segpipe.data.samples import class_pixels, image_sizes, open_samples
 from segpipe.datasets.problems import problems
@@ -262,3 +263,33 @@ def test_transforms_of_the_user_follow_the_key() -> None:
 def test_a_transform_that_does_not_fit_is_refused(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         augmented(f"transforms:{name}")
+
+
+@pytest.mark.parametrize("name", ["ToFloat", "Normalize", "RandomScale"])
+def test_a_transform_of_albumentations_keeps_dtype_and_shape(name: str) -> None:
+    """ToFloat trained on pictures of 0 and 1: batches are uint8."""
+    plugins.trust(["albumentations"])
+    with pytest.raises(ConfigError, match=rf"albumentations:{name} made .* must stay"):
+        [augmented(f"albumentations:{name}", key) for key in range(20)]
+
+
+def test_a_mask_of_another_shape_is_refused(project: Write) -> None:
+    project(
+        "rows.py",
+        """
+        import albumentations
+
+        class Row(albumentations.DualTransform):
+            def __init__(self):
+                super().__init__(p=1.0)
+
+            def apply(self, image, **params):
+                return image
+
+            def apply_to_mask(self, mask, **params):
+                return mask[0]
+        """,
+    )
+    plugins.trust(["rows:Row"])
+    with pytest.raises(ConfigError, match=r"rows:Row made uint8 \(32,\) of the target"):
+        augmented("rows:Row")
