@@ -29,7 +29,7 @@ FORM = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 INSTALLED = ("site-packages", "dist-packages")
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 RECORDED = ("albumentations", "cv2", "numpy", "segpipe", "torch")  # in each fingerprint
-RUN_FILES = ("last.pt", "best.pt", "step_*.pt", "metrics.jsonl")
+RUN_FILES = ("last.pt", "best.pt", "step_*.pt", "metrics.jsonl", "inputs.json")
 _trusted: set[str] = set()  # import paths, and packages
 # Of import paths that a training of this process named: what was found, and the files behind it.
 _trained: dict[str, tuple[Any, dict[str, str]]] = {}
@@ -150,10 +150,10 @@ def _fault_of_place(top: str, place: Path) -> str:
     if place.is_dir() and not (place / "__init__.py").is_file():
         return f"is no package: {place}/__init__.py is missing"
     around = [folder for folder in place.parents if folder.is_relative_to(here)]
-    for pattern in RUN_FILES:
-        inside = place.rglob(pattern) if place.is_dir() else ()
-        beside = (path for folder in around for path in folder.glob(pattern))
-        if path := next(chain(inside, beside), None):
+    for pattern in ("*.pt", *RUN_FILES):  # a checkpoint inside may have any name
+        folders = around if pattern in RUN_FILES else []
+        beside = (path for folder in folders for path in folder.glob(pattern))
+        if path := next(chain(place.rglob(pattern), beside), None):
             return f"lies in one folder with a run: {path}"
     return ""
 
