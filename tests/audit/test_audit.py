@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -662,3 +663,30 @@ def test_hashes_of_many_files_are_one_that_sees_names_and_contents() -> None:
         "a is missing",
         "c was added",
     ]
+
+
+def test_changed_code_of_a_network_is_named_and_not_imported(
+    project: Callable[[str, str], None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    project(
+        "mynet.py",
+        """
+        from torch import nn
+
+        class Net(nn.Conv2d):
+            def __init__(self, num_classes):
+                super().__init__(3, num_classes, 3, padding=1)
+        """,
+    )
+    assert run(tmp_path / "run", "model.name=mynet:Net", "train.steps=1") == 0
+    project("mynet.py", "raise SystemExit('was imported')")
+    del sys.modules["mynet"]
+    capsys.readouterr()
+    with torch_restored():
+        code = segpipe(["audit", f"run={tmp_path / 'run'}"])
+    said = "".join(capsys.readouterr())
+    assert code == 2, said
+    assert "mynet.py" in said
+    assert "was imported" not in said
