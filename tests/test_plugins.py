@@ -119,12 +119,15 @@ def test_code_beside_a_run_is_not_imported_because_the_run_names_it(
     assert "trust=[received]" in message
 
 
-def test_a_package_that_brings_its_checkpoint_is_not_imported(project: Write) -> None:
+@pytest.mark.parametrize("file", ["a/weights.pt", "inputs.json", "a/inputs.json"])
+def test_a_package_that_brings_its_checkpoint_is_not_imported(
+    project: Write, file: str
+) -> None:
     """Under any name: `segpipe evaluate run=received/weights.pt`. One beside the packages of a project says nothing."""
     project("weights.pt", "weights")
     project("received/__init__.py", "Net = dict")
     assert plugins.load(KEY, "received:Net")
-    project("received/a/weights.pt", "weights")
+    project(f"received/{file}", "weights")
     assert "trust=[received]" in refused("received:Net")
 
 

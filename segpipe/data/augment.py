@@ -442,9 +442,10 @@ class Augmenter:
 
         more = {"color": IDENTITY} if self.defers_color else {}
         inner = pipeline.transforms
-        names = [name for name, _ in self.steps]
-        pairs = zip(names, inner, strict=True)
-        pipeline.transforms = [partial(_applied, *pair, look) for pair in pairs]
+        if look is not None or self.config.extra:
+            names = [name for name, _ in self.steps]
+            pairs = zip(names, inner, strict=True)
+            pipeline.transforms = [partial(_applied, *pair, look) for pair in pairs]
 
         try:
             made = pipeline(image=image, mask=target, **more)
@@ -509,9 +510,8 @@ def _applied(
             for each in (value, output[part])
         )
         if found != wanted:
-            what = "target" if part == "mask" else part
             raise ConfigError(
-                f"{KEY} = {name} made {found} of the {what} {wanted}, but dtype and shape must stay: the crop has its "
+                f"{KEY} = {name} made {found} of the {part} {wanted}, but dtype and shape must stay: the crop has its "
                 f"size already."
             )
     return output

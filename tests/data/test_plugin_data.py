@@ -291,5 +291,5 @@ def test_a_mask_of_another_shape_is_refused(project: Write) -> None:
         """,
     )
     plugins.trust(["rows:Row"])
-    with pytest.raises(ConfigError, match=r"rows:Row made uint8 \(32,\) of the target"):
+    with pytest.raises(ConfigError, match=r"rows:Row made uint8 \(32,\) of the mask"):
         augmented("rows:Row")
