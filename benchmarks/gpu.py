@@ -151,7 +151,10 @@ def loss_and_gradients(bench: Bench) -> dict[str, Any]:
 def _loss(
     heads: dict[str, Tensor], target: Tensor, config: LossConfig, device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
-    leaves = {name: value.to(device).requires_grad_() for name, value in heads.items()}
+    leaves = {  # copies: a leaf of the CPU would give the device's tensor a history
+        name: value.detach().clone().to(device).requires_grad_()
+        for name, value in heads.items()
+    }
     valid = torch.tensor(valid_pixels(target), device=device)
     parts = shard_loss(
         leaves,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
@@ -58,10 +59,24 @@ class AllHeads(nn.Module):
 
 
 class _Traced(AllHeads):
-    """Heads that keep their last outputs."""
+    """Heads that keep their last outputs, under the autocast in which they were made."""
+
+    def __init__(self, model: nn.Module, kind: str) -> None:
+        super().__init__(model)
+        self.autocast = partial(
+            torch.autocast, kind, torch.get_autocast_dtype(kind),
+            torch.is_autocast_enabled(kind), cache_enabled=False,
+        )  # fmt: skip
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
-        self.last = super().forward(image)
+        with self.autocast():
+            heads = super().forward(image)
+        # The loss gives gradients in this format, which torch would copy into that of the heads: the sum that makes the
+        # gradient of a bias would be taken in another order than without a recording.
+        self.last = {
+            name: logits.clone(memory_format=torch.contiguous_format)
+            for name, logits in heads.items()
+        }
         return self.last
 
 
@@ -87,16 +102,16 @@ class GraphedHeads(AllHeads):
         kind = image.device.type
         before = [buffer.clone() for buffer in self.model.buffers()]
         random = torch.random.fork_rng([image.device] if kind == "cuda" else [])
-        traced = _Traced(self.model)
-        with random:
+        traced = _Traced(self.model, kind)
+        # The backward is recorded as it runs otherwise: without autocast.
+        with random, torch.autocast(kind, enabled=False):
             replay = torch.cuda.make_graphed_callables(
                 traced, (image.detach().clone(),), allow_unused_input=True
             )
         # torch keeps these for the replays, and their graph would keep the nodes that take the parameters' gradients on
         # the stream of the recording: a wait between streams per parameter and step, and hooks on that stream.
         for logits in traced.last.values():
-            if not logits._is_view():  # torch refuses those
-                logits.detach_()
+            logits.detach_()
         for buffer, value in zip(self.model.buffers(), before, strict=True):
             buffer.copy_(value)
         return replay
