@@ -397,8 +397,8 @@ def _recorded_by_nobody() -> Iterator[None]:
     from segpipe.train import gradients
     from segpipe.train.forward import GraphedHeads
 
-    def heads(model: Any, compute: Any, device: torch.device) -> Any:
-        return GraphedHeads(model)
+    def heads(model: Any, config: Any, device: torch.device) -> Any:
+        return GraphedHeads(model, config.train.precision)
 
     def record(callables: Any, *given: Any, **named: Any) -> Any:
         callables(*given[0])  # the pass that is recorded

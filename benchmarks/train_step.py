@@ -146,7 +146,7 @@ def ours(
         threads,
     )
     config.compute.cuda_graph, config.augment.crop_size = (
-        cuda_graph,
+        "on" if cuda_graph else "off",
         [scene.size, scene.size],
     )
     kept = min(

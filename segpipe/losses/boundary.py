@@ -42,8 +42,7 @@ def as_two_classes(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tens
     total = (~ignored).sum().clamp_min(1)
     weights = torch.stack([positives, total - positives]) / total
     ids = edge.view(torch.uint8).masked_fill(ignored, IGNORE_INDEX)
-    # Not by torch.cat, whose gradient is a view with gaps: a CUDA graph copies it, and sums it in another order.
-    return F.pad(logits, (0, 0, 0, 0, 1, 0)), ids, weights
+    return torch.cat([torch.zeros_like(logits), logits], 1), ids, weights
 
 
 def detail_target(target: Tensor) -> Tensor:

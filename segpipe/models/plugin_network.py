@@ -159,7 +159,7 @@ class ShardGuard:
         self._tensors: dict[str, Tensor] = {}
         if watches:
             self._tensors = dict(model.named_parameters())
-            if not compute.cuda_graph:  # its recording puts buffers back
+            if compute.cuda_graph != "on":  # its recording puts buffers back
                 plain = _buffers(model).items()
                 self._tensors |= {k: v.tensor for k, v in plain if not v.averaged}
 

@@ -412,14 +412,11 @@ def _processes(config: Config, world_size: int) -> Iterator[str]:
             f"{compute.mode} gives all of them equal batches. Use compute.mode=elastic, which takes any number of "
             f"processes up to {compute.shards}, or a number that divides it."
         )
-    for name in ("compile", "cuda_graph"):
-        if getattr(compute, name) and compute.mode != "elastic":
-            yield (
-                f"compute.{name} = true, but compute.mode = {compute.mode}: DDP needs the gradients one by one, and an "
-                f"audit the layers. Set compute.mode=elastic or compute.{name}=false."
-            )
-    if compute.compile and compute.cuda_graph:
-        yield "compute.compile = true and compute.cuda_graph = true: set one of them to false."
+    if compute.compile and compute.mode != "elastic":
+        yield (
+            f"compute.compile = true, but compute.mode = {compute.mode}: DDP needs the gradients one by one, and an "
+            f"audit the layers. Set compute.mode=elastic or compute.compile=false."
+        )
     if config.model.norm == "sync" and not by_torch:
         yield (
             f"model.norm = sync, but compute.mode = {compute.mode} promises the same bits for any number of processes, "

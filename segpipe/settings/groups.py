@@ -452,9 +452,11 @@ class ComputeConfig:
         False,
         "torch.compile for the network; other bits than without, see docs/performance.md",
     )
-    cuda_graph: bool = setting(
-        False,
-        "record the network's passes at the first batch, and replay them: fewer launches",
+    cuda_graph: str = setting(
+        "auto",
+        "on a GPU, in mode elastic: record the network's passes at the first batch, and replay them; on: yours too",
+        choices=("auto", "on", "off"),
+        free=True,
     )
     ledger: bool = setting(
         True,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator, Sequence
-from functools import partial
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from segpipe.errors import ConfigError
+from segpipe.plugins import is_path
 
 if TYPE_CHECKING:
-    from segpipe.settings.groups import ComputeConfig
+    from segpipe.settings.config import Config
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -59,20 +60,15 @@ class AllHeads(nn.Module):
 
 
 class _Traced(AllHeads):
-    """Heads that keep their last outputs, under the autocast in which they were made."""
+    """Heads that keep their last outputs, in the format in which BatchLoss has their gradients."""
 
-    def __init__(self, model: nn.Module, kind: str) -> None:
+    def __init__(self, model: nn.Module, precision: str) -> None:
         super().__init__(model)
-        self.autocast = partial(
-            torch.autocast, kind, torch.get_autocast_dtype(kind),
-            torch.is_autocast_enabled(kind), cache_enabled=False,
-        )  # fmt: skip
+        self.precision = precision
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
-        with self.autocast():
+        with autocast(image.device, self.precision):
             heads = super().forward(image)
-        # The loss gives gradients in this format, which torch would copy into that of the heads: the sum that makes the
-        # gradient of a bias would be taken in another order than without a recording.
         self.last = {
             name: logits.clone(memory_format=torch.contiguous_format)
             for name, logits in heads.items()
@@ -83,44 +79,77 @@ class _Traced(AllHeads):
 class GraphedHeads(AllHeads):
     """Heads whose forward and backward are recorded at the first batch, as one CUDA graph each, and replayed.
 
-    A replay starts the kernels that were recorded, so its bits should be those of AllHeads; gpu-check compares them.
-    All batches must have the shape of the first, and outputs are overwritten by the next forward.
+    If a replay has other bits than AllHeads there, or nothing can be recorded, they are AllHeads, with a warning. All
+    batches must have the shape of the first, and outputs are overwritten by the next forward.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, precision: str) -> None:
         super().__init__(model)
-        self._replay: Any = None
+        self.precision = precision
+        self._heads: Any = None
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
-        if self._replay is None:
-            self._replay = self._recorded(image)
-        heads: dict[str, Tensor] = self._replay(image)
+        if self._heads is None:
+            self._heads = self._replayed(image)
+        heads: dict[str, Tensor] = self._heads(image)
         return heads
 
-    def _recorded(self, image: Tensor) -> Any:
-        """The callable that replays. Trial passes precede the recording; what they change is put back."""
-        kind = image.device.type
-        before = [buffer.clone() for buffer in self.model.buffers()]
-        random = torch.random.fork_rng([image.device] if kind == "cuda" else [])
-        traced = _Traced(self.model, kind)
-        # The backward is recorded as it runs otherwise: without autocast.
-        with random, torch.autocast(kind, enabled=False):
-            replay = torch.cuda.make_graphed_callables(
-                traced, (image.detach().clone(),), allow_unused_input=True
+    def _replayed(self, image: Tensor) -> Any:
+        """The callable that replays, if it may. What trial passes change is put back."""
+        eager, before = super().forward, [b.clone() for b in self.model.buffers()]
+        with torch.random.fork_rng([image.device] if image.is_cuda else []):
+            try:
+                replay = self._recorded(image)
+                found = [self._trial(c, image, before) for c in (eager, replay)]
+                same = all(map(torch.equal, *found))
+                wrong = "" if same else "other bits than without"
+            except RuntimeError as error:
+                wrong = str(error)
+        copy_all(list(self.model.buffers()), before)
+        if wrong:
+            warnings.warn(
+                f"compute.cuda_graph: this network is not recorded, and its kernels start one by one: {wrong}",
+                stacklevel=2,
             )
+        return eager if wrong else replay
+
+    def _recorded(self, image: Tensor) -> Any:
+        traced = _Traced(self.model, self.precision)
+        with warnings.catch_warnings():
+            # True while recording, when no gradient is kept.
+            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
+            # The backward is recorded as it runs otherwise: without autocast.
+            with torch.autocast(image.device.type, enabled=False):
+                replay = torch.cuda.make_graphed_callables(
+                    traced, (image.detach().clone(),), allow_unused_input=True
+                )
         # torch keeps these for the replays, and their graph would keep the nodes that take the parameters' gradients on
         # the stream of the recording: a wait between streams per parameter and step, and hooks on that stream.
         for logits in traced.last.values():
             logits.detach_()
-        for buffer, value in zip(self.model.buffers(), before, strict=True):
-            buffer.copy_(value)
         return replay
 
+    def _trial(self, heads: Any, image: Tensor, buffers: list[Tensor]) -> list[Tensor]:
+        """Logits, gradients and buffers of a pass from these buffers and a fixed state of the random numbers."""
+        own, trained = (
+            list(self.model.buffers()),
+            [p for p in self.model.parameters() if p.requires_grad],
+        )
+        copy_all(own, buffers)
+        torch.manual_seed(0)
+        found = list(heads(image).values())
+        given = [logits.detach().contiguous() for logits in found]
+        with torch.autocast(image.device.type, enabled=False):
+            grads = torch.autograd.grad(found, trained, given, allow_unused=True)
+        return [*given, *(g for g in grads if g is not None), *(b.clone() for b in own)]
 
-def training_heads(
-    model: nn.Module, compute: ComputeConfig, device: torch.device
-) -> Any:
-    """The heads as `compute.compile` and `compute.cuda_graph` want them. Raises ConfigError without what these need."""
+
+def training_heads(model: nn.Module, config: Config, device: torch.device) -> Any:
+    """The heads as `compute.compile` and `compute.cuda_graph` want them. Raises ConfigError without a compiler.
+
+    The Python of a recorded forward runs once, which that of a user's network is not made for.
+    """
+    compute = config.compute
     if compute.compile:
         # torch would say so in the first update, with a traceback.
         variable, compiler = ("CC", "gcc") if device.type == "cuda" else ("CXX", "g++")
@@ -129,18 +158,18 @@ def training_heads(
                 f"compute.compile = true needs {compiler}, which is not installed, or {variable} as another compiler. "
                 "Install it, or set compute.compile=false."
             )
-        from torch._inductor import config
+        from torch._inductor import config as inductor
 
         # Without trials on the device, which choose kernels by their speed, ranks with equal hardware compile alike.
-        config.deterministic = True
+        inductor.deterministic = True
         return torch.compile(AllHeads(model), dynamic=False)
-    if not compute.cuda_graph:
-        return AllHeads(model)
-    if device.type != "cuda":
-        raise ConfigError(
-            "compute.cuda_graph = true, but training runs on a CPU. Set compute.cuda_graph=false."
-        )
-    return GraphedHeads(model)
+    recorded = ("on",) if is_path(config.model.name) else ("on", "auto")
+    if (device.type, compute.mode) == (
+        "cuda",
+        "elastic",
+    ) and compute.cuda_graph in recorded:
+        return GraphedHeads(model, config.train.precision)
+    return AllHeads(model)
 
 
 def frozen_modules(model: nn.Module) -> list[nn.Module]:

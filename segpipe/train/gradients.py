@@ -106,6 +106,10 @@ class BatchLoss:
                 with torch.no_grad():
                     wanted = TeacherLogits(teacher(seen), teacher.align_corners)
 
+        # As a CUDA graph takes them: in another format, the sum for a bias is taken in another order.
+        for logits in heads.values():
+            if logits.requires_grad:
+                logits.register_hook(Tensor.contiguous)
         watch.forward(seen, heads)
         with watch.span("loss"):
             return shard_loss(
@@ -126,9 +130,7 @@ class ElasticGradients:
         self.loss = loss
         self.state = loss.state
         self.group = loss.group
-        self.network = training_heads(
-            self.state.model, loss.config.compute, self.group.device
-        )
+        self.network = training_heads(self.state.model, loss.config, self.group.device)
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
         # Of a vector, those of the gradients come after statistics and figures.
         self._first = len(loss.norms.statistics) + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
 from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
@@ -28,7 +29,13 @@ from segpipe.train.batches import counted, loss_weights
 from segpipe.train.forward import AllHeads, GraphedHeads, statistics, training_heads
 from segpipe.train.gradients import ElasticGradients
 from segpipe.train.recorder import Watch
-from segpipe.train.state import Ema, TrainState, build_optimizer, learning_rate
+from segpipe.train.state import (
+    Ema,
+    TrainState,
+    build_optimizer,
+    build_state,
+    learning_rate,
+)
 from segpipe.train.step import NEVER, StepResult, TrainStep, train_step
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
@@ -82,16 +89,16 @@ def step_of(state: TrainState, settings: Config) -> TrainStep:
     return TrainStep(settings, Watch(ALONE, state))
 
 
-def batches(step: int = 0) -> list[ShardBatch]:
+def batches(step: int = 0, size: int = SIZE) -> list[ShardBatch]:
     draws = torch.Generator().manual_seed(step)
-    image = torch.randint(0, 256, (V, B, SIZE, SIZE, 3), generator=draws).to(
+    image = torch.randint(0, 256, (V, B, size, size, 3), generator=draws).to(
         torch.uint8
     )
-    target = torch.randint(0, C, (V, B, SIZE, SIZE), generator=draws).to(torch.uint8)
+    target = torch.randint(0, C, (V, B, size, size), generator=draws).to(torch.uint8)
     for shard in range(
         V
     ):  # labels are spread unevenly over the shards; the last has none
-        target[shard, :, : (0, 4, 8, SIZE)[shard]] = 255
+        target[shard, :, : (0, 4, 8, size)[shard]] = 255
     ids = torch.zeros(B, dtype=torch.int64)
     return [
         ShardBatch(step, shard, image[shard], target[shard], ids, ids)
@@ -657,7 +664,7 @@ def test_a_compiled_network_is_compiled_once_and_without_trials(
 def test_without_a_compiler_a_compiled_network_is_refused_before_the_first_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = config(compute={"compile": True}).compute
+    settings = config(compute={"compile": True})
     monkeypatch.setenv("PATH", "")
     for variable in ("CC", "CXX"):
         monkeypatch.delenv(variable, raising=False)
@@ -665,47 +672,130 @@ def test_without_a_compiler_a_compiled_network_is_refused_before_the_first_updat
         with pytest.raises(ConfigError, match=f"compile = true needs {missing}"):
             training_heads(nn.Identity(), settings, torch.device(device))
     monkeypatch.setenv("CXX", "/opt/c++")
-    training_heads(nn.Identity(), settings, torch.device("cpu"))
+    training_heads(nn.Identity(), settings, ALONE.device)
 
 
-def test_a_network_is_recorded_once_with_statistics_and_random_numbers_put_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With a stand-in for the recording, which a CPU cannot do: trial passes, and an end to the cache of autocast."""
-    recorded: list[bool] = []
-    outputs: list[Tensor] = []
+class Recorded:
+    """What torch.cuda.make_graphed_callables does, without a device: fixed inputs, gradients and formats.
 
-    def record(
-        network: nn.Module, inputs: tuple[Tensor, ...], *, allow_unused_input: bool
-    ) -> nn.Module:
-        recorded.append(torch.is_autocast_cache_enabled())
-        assert allow_unused_input, (
-            "a parameter of this network has no part in the heads"
+    Kernels run again where a GPU would replay them, under the autocast that held while they were recorded.
+    """
+
+    def __init__(
+        self, network: nn.Module, inputs: tuple[Tensor], *, allow_unused_input: bool
+    ) -> None:
+        assert allow_unused_input, "of parameters that have no part in the heads"
+        assert not torch.is_autocast_cache_enabled(), "weights that were cast once"
+        (self.image,), self.network = inputs, network
+        self.parameters = list(network.parameters())
+        self.autocast = [torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()]
+        for _ in range(3):  # trial passes
+            self.backward([torch.ones_like(each) for each in self.forward()])
+        # Of the recording itself, whose graph must not be kept.
+        self.outputs = list(network(self.image).values())
+
+    def forward(self) -> list[Tensor]:
+        with torch.enable_grad(), self.cast():
+            self.heads = self.network.forward(self.image)
+        return [logits.detach() for logits in self.heads.values()]
+
+    def cast(self) -> Any:
+        enabled = self.autocast[0]
+        return torch.autocast(
+            "cpu", torch.bfloat16, enabled=enabled, cache_enabled=False
         )
-        for _ in range(3):
-            outputs[:] = network(*inputs).values()
-        assert all(output.requires_grad for output in outputs)
-        return network
 
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
-    settings = config()
-    state = fresh(settings, dropout=0.5)
-    step = step_of(state, settings)
-    assert isinstance(step.gradients, ElasticGradients)
-    step.gradients.network = GraphedHeads(state.model)
-    for number in range(2):
-        train_step(step, batches(number))
-    assert not any(output.requires_grad for output in outputs), (
+    def backward(self, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        heads = list(self.heads.values())
+        given = [
+            torch.empty_like(h).copy_(g) for h, g in zip(heads, grads, strict=True)
+        ]
+        with self.cast():
+            return torch.autograd.grad(heads, self.parameters, given, allow_unused=True)
+
+    def __call__(self, image: Tensor) -> dict[str, Tensor]:
+        recorded = self
+
+        class Replay(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, image: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+                recorded.image.copy_(image)
+                return tuple(recorded.forward())
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor) -> Any:
+                assert all(g.is_contiguous() for g in grads), "copied to another format"
+                return (None, *recorded.backward(grads))
+
+        found = Replay.apply(image, *self.parameters)  # type: ignore[no-untyped-call]
+        return dict(zip(self.heads, found, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["fast_scnn", "pidnet_s", "stdc1"])
+def test_a_recorded_network_has_the_bits_of_eager(
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropout, statistics and all: gradients in another format, or autocast in the backward, would change them."""
+    made: list[Recorded] = []
+    monkeypatch.setattr(
+        torch.cuda,
+        "make_graphed_callables",
+        lambda *given, **more: made.append(Recorded(*given, **more)) or made[0],
+    )
+    settings = config(model={"name": name}, train={"precision": precision})
+    found = []
+    for recorded in (False, True):
+        state = build_state(settings, STREET, ALONE.device)
+        step = step_of(state, settings)
+        assert isinstance(step.gradients, ElasticGradients)
+        if recorded:
+            step.gradients.network = GraphedHeads(state.model, settings.train.precision)
+        for number in range(2):
+            train_step(step, batches(number, 64))
+        found.append(bits(state))
+    assert found[0] == found[1]
+    assert len(made) == 1, "recorded once"
+    assert not any(each.requires_grad for each in made[0].outputs), (
         "their graph keeps nodes on the recording's stream"
     )
-    assert recorded == [False], (
-        "recorded once, and weights that were cast are not kept between passes"
-    )
+
+
+@pytest.mark.parametrize("fault", ["other bits", "no capture"])
+def test_a_network_is_not_recorded_where_that_would_change_it(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(network: nn.Module, inputs: Any, **more: Any) -> Any:
+        if fault == "no capture":
+            network(*inputs)
+            raise RuntimeError("no capture: .item() while recording")
+        replay = Recorded(network, inputs, **more)
+        return lambda image: {k: 2 * v for k, v in replay(image).items()}
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
+    state = fresh(config(), dropout=0.5)
+    step = step_of(state, config())
+    assert isinstance(step.gradients, ElasticGradients)
+    step.gradients.network = GraphedHeads(state.model, "fp32")
+    with pytest.warns(UserWarning, match=f"is not recorded.*{fault}"):
+        train_step(step, batches(0))
+    train_step(step, batches(1))
     assert bits(state) == bits(run(config(), 2, dropout=0.5)[0])
-    with pytest.raises(
-        ConfigError, match=r"compute\.cuda_graph = true, but training runs on a CPU"
-    ):
-        run(config(compute={"cuda_graph": True}), 1)
+
+
+def test_networks_are_recorded_on_a_gpu_in_mode_elastic() -> None:
+    """Those of users on request alone: their Python would run once."""
+
+    def kind(
+        given: str, device: str = "cuda", mode: str = "elastic", name: str = "erfnet"
+    ) -> type:
+        compute = {"cuda_graph": given, "mode": mode}
+        settings = config(compute=compute, model={"name": name})
+        return type(training_heads(nn.Identity(), settings, torch.device(device)))
+
+    assert kind("auto") is kind("on") is kind("on", name="a:Net") is GraphedHeads
+    eager = kind("off"), kind("auto", "cpu"), kind("auto", name="a:Net")
+    assert {*eager, kind("on", mode="ddp")} == {AllHeads}
 
 
 class Questions(TorchDispatchMode):
