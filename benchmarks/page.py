@@ -59,19 +59,22 @@ loss, `loss.stride=2` takes a quarter of the pixels; where updates wait for grad
   `compute.mode=elastic` alone. A compiled backward hands over all gradients at its end, so with several processes
   nothing is sent while it runs. The first update takes up to minutes. Every network is one graph
   (`python benchmarks/run.py host` counts them): matrices of resizes and pooling are an operator of it.
-- `compute.cuda_graph=true` records forward and backward of the network at the first batch and replays them, which pays
-  where launches take longer than kernels: small networks, small crops. Numbers: the kernels are those of eager, so the
-  bits should be too; `segpipe gpu-check only=[graphs]` compares them on your GPU. As compiled networks, recorded ones
-  hand over all gradients at the end. A graph of the whole step is not offered: learning rate, step and decay of the
-  average are values of the host.
+- On a GPU, in mode elastic, forward and backward of the network are recorded at the first batch as CUDA graphs, and
+  replayed: an update of pidnet_s takes 0.85 of the time at 12 x 1024x1024 on an H200, a third at 4 x 256x256. The kernels are
+  those of eager. The first batch compares logits, gradients and statistics of a replay with eager's, bit for bit;
+  where they differ, or nothing can be recorded, training goes on without, with a warning. `compute.cuda_graph=off` turns
+  it off. The Python of a recorded forward runs once, so networks of yours are recorded with `compute.cuda_graph=on` alone.
+  Recorded networks hand over all gradients at the end, as compiled ones do. A graph of the whole step is not offered:
+  learning rate, step and decay of the average are values of the host.
 """
 
-UNMEASURED = """Nothing here has run on a GPU yet. [gpu.md](gpu.md) has the two commands that measure these rows."""
+UNMEASURED = """Not measured on a GPU yet. [gpu.md](gpu.md) has the two commands that measure these rows."""
 RESULTS_HEAD = """## Results
 
 Every row is one command, `python benchmarks/run.py ID`, which prints JSON; `benchmarks/results/` keeps it. Arms are
 interleaved in one run; a figure in brackets is its 95 % interval. A row is met by the end of the interval that speaks
-against it. What is not met stays in the table. Figures of a CPU say nothing about a GPU.
+against it. What is not met stays in the table. Figures of a CPU say nothing about a GPU; [gpu.md](gpu.md) says what
+those of the GPU are worth.
 
 The name of a figure is its place in the JSON. `A over B` is the time of A divided by that of B, and `over B` before a
 name the time under that name divided by that of B; `times as fast` and `speedup` are above 1 where segpipe is faster.
@@ -139,12 +142,16 @@ def _cells(path: Path, content: Mapping[str, Any]) -> list[str]:
     told = CLAIMS[claim][0] if claim in CLAIMS else ""
     what = str(content.get("what", ""))
     setting = what if len(what) <= 120 else f"{what[:117]}..."
-    rows = list(figures(content))
+    rows = list(figures(content.get("figures", content)))
     rows = [
         row for row in rows if row.endswith("]")
     ] or rows  # a ratio with an interval says more than milliseconds
     left = f"<br>{len(rows) - SHOWN} more in {path.name}" if len(rows) > SHOWN else ""
-    needed = next((_needed(content[name]) for name in NEEDED if name in content), "")
+    needed = NEEDS.get(claim, "")
+    for name in NEEDED:
+        if name in content:
+            needed = _needed(content[name])
+            break
     cells = [
         claim,
         f"{told}: {setting}",

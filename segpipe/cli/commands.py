@@ -342,15 +342,12 @@ COMMANDS = {
         starts="checks.check_plugin",
     ),
     "describe": Command(
-        "parameters, operations, memory and latency of a network",
+        "parameters, operations and latency of a network",
         "segpipe describe model=NAME size=512x1024 counts without computing, then times forwards on this machine.\n"
         "docs/models.md compares all networks.",
         (
             Setting("size", "1024x2048", "HEIGHTxWIDTH of the image"),
             Setting("classes", 19, "number of classes", low=1, high=255),
-            Setting(
-                "batch", 2, "images in the training whose memory is counted", low=2
-            ),
             Setting("runs", 5, "forwards whose median is the latency; 0: none", low=0),
             JSON,
         ),

@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from segpipe.cli.commands import Given
 from segpipe.determinism import flags
@@ -47,7 +47,7 @@ def describe(given: Given) -> int:
     config = compose(given["overrides"])
     check(config)
     size, classes = _size(given["size"]), given["classes"]
-    found = counts(config, size, classes, given["batch"])
+    found = counts(config, size, classes)
     if given["runs"]:
         found |= latency(config, size, classes, given["runs"])
     if given["json"]:
@@ -70,13 +70,10 @@ def _size(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def counts(
-    config: Config, size: tuple[int, int], num_classes: int, batch: int
-) -> Given:
+def counts(config: Config, size: tuple[int, int], num_classes: int) -> Given:
     """Sizes of the network for images of `size`.
 
-    A MAC is one multiplication with its addition, in convolutions and matrix products. Memory is that of tensors alive
-    at once in fp32, weights included, without an optimizer.
+    A MAC is one multiplication with its addition, in convolutions and matrix products.
     """
     import torch
 
@@ -86,22 +83,11 @@ def counts(
     with torch.device("meta"):
         net = build_model(model.name, num_classes, model.args)
         image = torch.empty(1, 3, *size)
-        images = torch.empty(batch, 3, *size)
     params = sum(value.numel() for value in net.parameters())
     heads = getattr(net, "train_only", torch.nn.Module())
     auxiliary = sum(value.numel() for value in heads.parameters())
     with torch.no_grad():
         macs = operations(net.eval(), image)
-        inference = _peak(lambda: net(image))
-
-    def update() -> None:
-        heads = net.train().logits(images, aux=True)
-        total = torch.stack([logits.float().sum() for logits in heads.values()]).sum()
-        total.backward()  # type: ignore[no-untyped-call]
-
-    training = _peak(update)
-    state = net.state_dict().values()
-    weights = sum(value.numel() * value.element_size() for value in state)
     return {
         "model": model.name,
         "image": f"{size[0]}x{size[1]}",
@@ -109,41 +95,9 @@ def counts(
         "parameters": params - auxiliary,
         "parameters_in_training": params,
         "macs": macs,
-        "inference_memory_mib": round((inference + weights) / 2**20, 1),
-        f"training_memory_mib_at_batch_{batch}": round((training + weights) / 2**20, 1),
         "output_stride": net.output_stride,
         "size_multiple": net.size_multiple,
     }
-
-
-def _peak(call: Callable[[], object]) -> int:
-    """Most bytes of the tensors that `call()` makes and that are alive at the same time."""
-    from torch.multiprocessing.reductions import StorageWeakRef
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
-    alive: dict[Any, int] = {}
-    peak = 0
-
-    class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(
-            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            nonlocal peak
-            out = op(*args, **(kwargs or {}))
-            for leaf in tree_leaves(out):
-                if hasattr(leaf, "untyped_storage"):
-                    storage = leaf.untyped_storage()
-                    ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                    alive[ref] = storage.nbytes()
-            for ref in [ref for ref in alive if ref.expired()]:
-                del alive[ref]
-            peak = max(peak, sum(alive.values()))
-            return out
-
-    with Memory():  # type: ignore[no-untyped-call]
-        call()
-    return peak
 
 
 def operations(net: torch.nn.Module, image: torch.Tensor) -> int:

@@ -91,38 +91,37 @@ class GraphedHeads(AllHeads):
     def forward(self, image: Tensor) -> dict[str, Tensor]:
         if self._heads is None:
             self._heads = self._replayed(image)
-        heads: dict[str, Tensor] = self._heads(image)
-        return heads
+        return self._heads(image)  # type: ignore[no-any-return]
 
     def _replayed(self, image: Tensor) -> Any:
         """The callable that replays, if it may. What trial passes change is put back."""
-        eager, before = super().forward, [b.clone() for b in self.model.buffers()]
+        replay, before = super().forward, [b.clone() for b in self.model.buffers()]
         with torch.random.fork_rng([image.device] if image.is_cuda else []):
             try:
-                replay = self._recorded(image)
-                found = [self._trial(c, image, before) for c in (eager, replay)]
-                same = all(map(torch.equal, *found))
-                wrong = "" if same else "other bits than without"
+                found = self._trial(replay, image, before)
+                recorded = self._recorded(image)
+                if not all(
+                    map(torch.equal, found, self._trial(recorded, image, before))
+                ):
+                    raise RuntimeError("other bits than without")
+                replay = recorded
             except RuntimeError as error:
-                wrong = str(error)
+                warnings.warn(
+                    f"compute.cuda_graph: this network is not recorded, and its kernels start one by one: {error}",
+                    stacklevel=2,
+                )
         copy_all(list(self.model.buffers()), before)
-        if wrong:
-            warnings.warn(
-                f"compute.cuda_graph: this network is not recorded, and its kernels start one by one: {wrong}",
-                stacklevel=2,
-            )
-        return eager if wrong else replay
+        return replay
 
     def _recorded(self, image: Tensor) -> Any:
         traced = _Traced(self.model, self.precision)
-        with warnings.catch_warnings():
-            # True while recording, when no gradient is kept.
-            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
-            # The backward is recorded as it runs otherwise: without autocast.
-            with torch.autocast(image.device.type, enabled=False):
-                replay = torch.cuda.make_graphed_callables(
-                    traced, (image.detach().clone(),), allow_unused_input=True
-                )
+        # True while recording, when no gradient is kept.
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
+        # The backward is recorded as it runs otherwise: without autocast.
+        with torch.autocast(image.device.type, enabled=False):
+            replay = torch.cuda.make_graphed_callables(
+                traced, (image.detach().clone(),), allow_unused_input=True
+            )
         # torch keeps these for the replays, and their graph would keep the nodes that take the parameters' gradients on
         # the stream of the recording: a wait between streams per parameter and step, and hooks on that stream.
         for logits in traced.last.values():
@@ -131,17 +130,19 @@ class GraphedHeads(AllHeads):
 
     def _trial(self, heads: Any, image: Tensor, buffers: list[Tensor]) -> list[Tensor]:
         """Logits, gradients and buffers of a pass from these buffers and a fixed state of the random numbers."""
-        own, trained = (
-            list(self.model.buffers()),
-            [p for p in self.model.parameters() if p.requires_grad],
-        )
+        own = list(self.model.buffers())
         copy_all(own, buffers)
         torch.manual_seed(0)
         found = list(heads(image).values())
         given = [logits.detach().contiguous() for logits in found]
         with torch.autocast(image.device.type, enabled=False):
-            grads = torch.autograd.grad(found, trained, given, allow_unused=True)
-        return [*given, *(g for g in grads if g is not None), *(b.clone() for b in own)]
+            grads = torch.autograd.grad(
+                found,
+                [p for p in self.model.parameters() if p.requires_grad],
+                given,
+                materialize_grads=True,
+            )
+        return [*given, *grads, *(buffer.clone() for buffer in own)]
 
 
 def training_heads(model: nn.Module, config: Config, device: torch.device) -> Any:

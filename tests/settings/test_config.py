@@ -409,7 +409,7 @@ FREE = {
     "data.cache_mib", "data.max_pixels", "data.pack",
     "loss.backend",
     "augment.check", "augment.canary", "train.log_every", "train.log_every_s", "train.validate_every", "train.progress",
-    "compute.nproc",
+    "compute.nproc", "compute.cuda_graph",
     "compute.timeout_s", "compute.ledger", "checkpoint.every", "checkpoint.every_s", "checkpoint.keep_every",
     "checkpoint.keep_last",
     "track.name", "track.project", "track.entity", "track.metrics", "track.mode", "model.weights",
