@@ -27,7 +27,7 @@ GOALS = {  # on a GPU; `segpipe gpu-check` measures all of them
     "G3": "what determinism costs: mode elastic against mode off",
     "G4": "waits of the host and kernels that it starts in an update between logs",
     "G5": "updates fed by the loader against updates on one batch; how busy the GPU is",
-    "G6": "equal bits for 1, 2, 3 and 4 processes of one GPU, with graphs; over NCCL where it takes several ranks of one",
+    "G6": "equal bits for 1, 2, 3 and 4 processes of one GPU, also with graphs, over NCCL where it takes several",
     "G7": "peak memory against a torchvision-style update",
 }
 CLAIMS = {  # id: what is measured, and the module whose `measure` does it
