@@ -44,7 +44,7 @@ CHOICES = {
     "loss.stride": ("2",), "loss.aux_stride": ("4",), "loss.aux_weight": ("0",), "loss.boundary": ("detail",),
     "loss.backend": ("plain",), "loss.ohem_min_kept": ("0", "1"), "optim.name": ("adamw",),
     "optim.schedule": ("cosine",), "optim.clip_norm": ("0",), "ema.decay": ("0",), "train.precision": ("fp32", "fp16"),
-    "train.channels_last": ("false",), "train.validate_every": ("1",), "augment.color_on": ("device",),
+    "train.channels_last": ("false",), "train.validate_every": ("1",),
     "augment.gamma": ("[0.7,2.0]",), "augment.scale": ("[1,2.5]",), "augment.rare_crop": ("0.5",),
     "augment.crop_size": ("[60,90]", "[96,96]"), "data.balance": ("0.5",), "data.cache_mib": ("10",),
     "compute.samples_per_shard": ("3",), "checkpoint.every": ("1",),

@@ -27,7 +27,7 @@ from segpipe.errors import ConfigError, SegpipeError, listed
 from segpipe.losses import total as losses
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import KEY, build_model, check_model
-from segpipe.models.plugin_network import ShardGuard
+from segpipe.models.plugin_network import ShardGuard, check_heads
 from segpipe.native import one_thread
 from segpipe.plugins import is_path
 from segpipe.settings.config import check_critical_classes
@@ -480,7 +480,9 @@ class NetworkContract:
         """Heads in training mode for two images."""
         torch.manual_seed(0)
         images = self.image[:2] if image is None else image
-        return self.net.train().logits(images, aux=True)
+        heads = self.net.train().logits(images, aux=True)
+        check_heads(heads, images, self.num_classes, self.config.model.name)
+        return heads
 
     def _logits(self, image: Tensor, net: nn.Module | None = None) -> Tensor:
         """Main logits in eval mode."""

@@ -286,7 +286,7 @@ def _first_batch(config: Config, samples: DataSet) -> tuple[list[Shown], list[st
     except SegpipeError as error:
         return [], [str(error)]
     palette = samples.classes.palette
-    pairs = zip(shard.finished(), shard.target.numpy(), strict=True)
+    pairs = zip(shard.image.numpy(), shard.target.numpy(), strict=True)
     pictures = [overlay(*pair, palette, WIDTH) for pair in pairs]
     names = [samples.name(index) for index in shard.index.tolist()]
     return list(zip(names, pictures, strict=True)), []

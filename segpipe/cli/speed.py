@@ -236,7 +236,7 @@ def _profiled(config: Config, group: Group, folder: Path) -> Given:
 
     def load() -> None:
         for index in range(SAMPLES):
-            augmenter.crop(*samples.read(index % len(samples)), index)
+            augmenter(*samples.read(index % len(samples)), index)
 
     load()  # warms up
     sample_ms = 1000 * _seconds(load, group.device) / SAMPLES

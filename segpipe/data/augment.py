@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 # Or the import of albumentations asks the network for a newer release.
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -30,13 +30,11 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX, plugins
 from segpipe.data import Float64, Size, Uint8
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.keys import generator
-from segpipe.models.preprocess import COLOR_UNIT
 from segpipe.settings.setting import nearest
 
 if TYPE_CHECKING:
@@ -49,7 +47,6 @@ Transform: TypeAlias = A.BasicTransform | A.BaseCompose
 Builder = Callable[[], Transform]
 PAD_COLOR = (124, 116, 104)  # mean color of ImageNet: about 0 after normalization
 GREY = np.array([0.299, 0.587, 0.114])
-IDENTITY = COLOR_UNIT * np.eye(3, 4, dtype=np.int32)
 RGB_TO_YIQ = np.array(
     [[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]]
 )
@@ -83,15 +80,6 @@ TRANSFORMS: dict[str, Builder] = {
         p=0.2,
     ),
 }
-
-
-class Crop(NamedTuple):
-    """An augmented sample as it leaves a loader process."""
-
-    image: Uint8  # (H, W, 3)
-    target: Uint8  # (H, W)
-    # What the device applies to the image, see models/preprocess.py.
-    color: NDArray[np.int32] | None = None
 
 
 class ScaleCrop(A.DualTransform):  # type: ignore[misc]
@@ -254,22 +242,11 @@ class ColorMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
 
     Contrast scales around the padding color and hue rotates in YIQ, so all four are matrices and their product costs
     one pass over the pixels. Libraries that convert to HSV need a pass or two for each.
-
-    OpenCV multiplies bytes by 1/COLOR_UNIT steps of the matrix in integers, so a GPU can make the same bytes. With
-    `deferred`, the image stays as it is and the matrix goes, in these steps, to the target `color`.
     """
 
-    def __init__(self, *, deferred: bool = False, **strengths: float) -> None:
+    def __init__(self, **strengths: float) -> None:
+        super().__init__(p=1.0)
         self.strengths = strengths
-        self.deferred = deferred
-        super().__init__(p=1.0)  # asks for `targets`
-
-    @property
-    def targets(self) -> dict[str, Callable[..., Any]]:
-        """What albumentations calls with the parameters."""
-        if self.deferred:
-            return {"color": self.apply_to_color}
-        return {"image": self.apply}
 
     def get_params(self) -> dict[str, Any]:
         """The map of the sample that the generator stands for."""
@@ -282,13 +259,6 @@ class ColorMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
     def apply(self, img: Uint8, matrix: Float64, **_: Any) -> Uint8:
         """The image in its new colors."""
         return np.asarray(cv2.transform(img, matrix), np.uint8)
-
-    def apply_to_color(
-        self, color: NDArray[np.int32], matrix: Float64, **_: Any
-    ) -> NDArray[np.int32]:
-        """The map in steps of 1/COLOR_UNIT, int32 (3, 4), for the device."""
-        # As OpenCV rounds it.
-        return np.rint(matrix.astype(np.float32) * COLOR_UNIT).astype(np.int32)
 
 
 def color_matrix(
@@ -368,20 +338,14 @@ def _steps(config: AugmentConfig) -> list[tuple[str, Builder]]:
         found.append(partial(A.HorizontalFlip, p=config.flip))
     if config.gamma != [1, 1]:
         found.append(partial(Gamma, *config.gamma))
-    if strengths := _strengths(config):
-        deferred = config.color_on == "device"
-        found.append(partial(ColorMatrix, **strengths, deferred=deferred))
-    extra = [(name, builder(name)) for name in config.extra]
-    return [*(("", build) for build in found), *extra]
-
-
-def _strengths(config: AugmentConfig) -> dict[str, float]:
-    """The largest changes of the color; empty where none changes anything."""
-    found = {
+    strengths = {
         name: getattr(config, name)
         for name in ("brightness", "contrast", "saturation", "hue")
     }
-    return found if any(found.values()) else {}
+    if any(strengths.values()):
+        found.append(partial(ColorMatrix, **strengths))
+    extra = [(name, builder(name)) for name in config.extra]
+    return [*(("", build) for build in found), *extra]
 
 
 def _leaves(step: Transform) -> list[A.BasicTransform]:
@@ -415,7 +379,6 @@ class Augmenter:
 
     def __init__(self, config: AugmentConfig) -> None:
         self.config = config
-        self.defers_color = config.color_on == "device" and bool(_strengths(config))
         self.steps = _steps(config)
         self._pipeline: A.Compose | None = None if config.keyed else self._build()
         self._owner = os.getpid()
@@ -423,24 +386,14 @@ class Augmenter:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pipeline": None}
 
-    def __call__(self, image: Uint8, target: Uint8, key: int) -> tuple[Uint8, Uint8]:
-        image, target, color = self.crop(image, target, key)
-        if color is not None:
-            image = np.asarray(cv2.transform(image, color / COLOR_UNIT), np.uint8)
-        return image, target
-
-    def crop(
+    def __call__(
         self, image: Uint8, target: Uint8, key: int, look: Look | None = None
-    ) -> Crop:
-        """The same, but with `augment.color_on=device` before its color, and the matrix of that.
-
-        `look` is called with the input of each transform.
-        """
+    ) -> tuple[Uint8, Uint8]:
+        """The crop; `look` is called with the input of each transform."""
         pipeline = self.ready()
         if self.config.keyed:
             pipeline.set_random_state(generator(key), random.Random(key))
 
-        more = {"color": IDENTITY} if self.defers_color else {}
         inner = pipeline.transforms
         if look is not None or self.config.extra:
             names = [name for name, _ in self.steps]
@@ -448,7 +401,7 @@ class Augmenter:
             pipeline.transforms = [partial(_applied, *pair, look) for pair in pairs]
 
         try:
-            made = pipeline(image=image, mask=target, **more)
+            made = pipeline(image=image, mask=target)
         except Exception as error:
             own = any(map(plugins.is_path, self.config.extra))
             if not own or isinstance(error, SegpipeError):
@@ -460,7 +413,7 @@ class Augmenter:
             pipeline.transforms = inner
 
         image, target = map(np.ascontiguousarray, (made["image"], made["mask"]))
-        return Crop(image, target, made.get("color"))
+        return image, target
 
     def fresh(self) -> Augmenter:
         """The same function, not called yet."""

@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from segpipe.data import Sample, Uint8
+from segpipe.data import Sample
 from segpipe.data.order import Member, Order, Request, StepShard, requests
 from segpipe.data.ring import Delivery, deliver
 from segpipe.keys import sample_key
-from segpipe.models.preprocess import colored
 
 if TYPE_CHECKING:
-    from segpipe.data.augment import Augmenter, Crop
+    from segpipe.data.augment import Augmenter
     from segpipe.data.data_set import Samples
     from segpipe.data.ring import Take
     from segpipe.data.samples import CachedSamples
 
 ID_BYTES = 16  # of a sample: epoch and index, int64
-COLOR_BYTES = 48  # of a sample: int32 (3, 4)
 # Of a slot for a whole image: 268 million pixels. Only what an image covers is used.
 WHOLE_BYTES = 2**30
 # Called in a worker: the augmented sample, and what is compared of it; the last argument: made again.
-AugmentWatched: TypeAlias = "Callable[[Augmenter, Sample, int, bool], tuple[Crop, Any]]"
+AugmentWatched: TypeAlias = (
+    "Callable[[Augmenter, Sample, int, bool], tuple[Sample, Any]]"
+)
 
 
 class ShardBatch(NamedTuple):
@@ -42,14 +42,6 @@ class ShardBatch(NamedTuple):
     target: Tensor  # uint8 (b, H, W), train ids
     epoch: Tensor  # int64 (b,)
     index: Tensor  # type: ignore[assignment]  # int64 (b,); hides tuple.index
-    # int32 (b, 3, 4): what the device still has to apply, see models/preprocess.py.
-    color: Tensor | None = None
-
-    def finished(self) -> Uint8:
-        """Images (b, H, W, 3) as the network sees them, after color."""
-        if self.color is None:
-            return self.image.numpy()
-        return colored(self.image, self.color).to(torch.uint8).numpy()
 
 
 class Repeats(Protocol):
@@ -109,15 +101,14 @@ def train_batches(
     )
     with closing(stream):
         for header, data in stream:
-            image, target, ids, color = _views(data, header.shape)
+            image, target, ids = _views(data, header.shape)
             if header.made:
                 assert repeats is not None
                 _compare(repeats, header, image, target, ids)
             if header.place is not None:
                 step, shard = header.place
                 epoch, index = ids
-                deferred = color if augmenter.defers_color else None
-                yield ShardBatch(step, shard, image, target, epoch, index, deferred)
+                yield ShardBatch(step, shard, image, target, epoch, index)
 
 
 def _compare(
@@ -179,22 +170,19 @@ class _Header(NamedTuple):
 
 
 def part_bytes(shape: tuple[int, int, int]) -> list[int]:
-    """Bytes of ids, colors, images and targets of an item of (samples, height, width), as they lie in memory."""
+    """Bytes of ids, images and targets of an item of (samples, height, width), as they lie in memory."""
     num, height, width = shape
     pixels = num * height * width
-    return [ID_BYTES * num, COLOR_BYTES * num, 3 * pixels, pixels]
+    return [ID_BYTES * num, 3 * pixels, pixels]
 
 
-def _views(
-    data: Tensor, shape: tuple[int, int, int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Image (b, H, W, 3), target (b, H, W), ids int64 (2, b), color int32 (b, 3, 4) in flat memory."""
-    ids, color, image, target = torch.split(data, part_bytes(shape))
+def _views(data: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Image (b, H, W, 3), target (b, H, W), ids int64 (2, b) in flat memory."""
+    ids, image, target = torch.split(data, part_bytes(shape))
     return (
         image.view(*shape, 3),
         target.view(shape),
         ids.view(torch.int64).view(2, shape[0]),
-        color.view(torch.int32).view(shape[0], 3, 4),
     )
 
 
@@ -211,7 +199,7 @@ class _Shards(NamedTuple):
         height, width = self.augmenter.config.crop_size
         shape = (len(request.members), height, width)
         data = take(sum(part_bytes(shape)))
-        image, target, ids, color = (part.numpy() for part in _views(data, shape))
+        image, target, ids = (part.numpy() for part in _views(data, shape))
         made = []
         for row, (epoch, index) in enumerate(request.members):
             key = sample_key(self.seed, epoch, index, "augment")
@@ -222,10 +210,8 @@ class _Shards(NamedTuple):
                 crop, witness = self.watch(self.augmenter, pixels, key, again)
                 made.append((row, witness))
             else:
-                crop = self.augmenter.crop(*pixels, key)
-            image[row], target[row] = crop.image, crop.target
-            if crop.color is not None:
-                color[row] = crop.color
+                crop = self.augmenter(*pixels, key)
+            image[row], target[row] = crop
             ids[:, row] = epoch, index
 
         return _Header(shape, request.place, tuple(made)), data

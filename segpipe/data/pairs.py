@@ -108,6 +108,7 @@ COMPANIONS = (
     *(".ini", ".db", ".mat", ".py", ".zip", ".tar", ".gz", ".color", ".part"),
     *("readme", "license", "licence", "copying", "notice", "makefile", "md5sums"),
 )
+PACKED = (".zip", ".gz", ".part")  # behind the suffix of a picture, no companion
 MOST_UNREAD = 0.05  # share of the files of a folder that may be of unknown formats
 Files = dict[str, str]  # pictures by their relative path without suffix
 
@@ -240,7 +241,9 @@ def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> Files:
         if os.path.basename(stem).startswith("."):
             continue
         if suffix not in SUFFIXES:
-            if (suffix or os.path.basename(stem).lower()) not in COMPANIONS:
+            packed = suffix in PACKED and stem.lower().endswith(SUFFIXES)
+            known = (suffix or os.path.basename(stem).lower()) in COMPANIONS
+            if packed or not known:
                 unread.append(path)
             continue
         if path.encode(errors="replace").decode() != path:

@@ -28,6 +28,23 @@ AVERAGED = ("running_mean", "running_var", "num_batches_tracked")
 PROBE_SIZE = 256  # image side with which an unknown stride is measured
 
 
+def check_heads(
+    heads: Mapping[str, Tensor], image: Tensor, num_classes: int, name: str
+) -> None:
+    """Raise ConfigError unless each head of the network `name` is a batch of logits (B, C, h, w) for the image."""
+    for head, logits in heads.items():
+        channels = 1 if head == BOUNDARY else num_classes
+        expected = (image.shape[0], channels)
+        shape = tuple(logits.shape)
+        four = len(shape) == 4 and shape[:2] == expected
+        if not (four and logits.is_floating_point()):
+            raise ConfigError(
+                f"model.name = {name}: head {head} is {logits.dtype} {shape} for an image of "
+                f"{tuple(image.shape)}, but float ({image.shape[0]}, {channels}, h, w) was needed: a batch of "
+                f"logits for {channels} {'channel' if head == BOUNDARY else 'classes'}."
+            )
+
+
 class PluginNetwork(SegmentationNet):
     """`net`, whose forward takes a float image (B, 3, H, W) and returns logits of any stride.
 
@@ -72,26 +89,13 @@ class PluginNetwork(SegmentationNet):
         before = _buffers(self.net) if checked else {}
         heads = named_heads(self.net(image), self.name)
         if not traced:
-            self._check(heads, image)
+            check_heads(heads, image, self.num_classes, self.name)
 
         if checked:
             self._check_names(heads)
             self._check_buffers(before)
 
         return heads if aux else {"main": heads["main"]}
-
-    def _check(self, heads: Mapping[str, Tensor], image: Tensor) -> None:
-        for name, logits in heads.items():
-            channels = 1 if name == BOUNDARY else self.num_classes
-            expected = (image.shape[0], channels)
-            shape = tuple(logits.shape)
-            four = len(shape) == 4 and shape[:2] == expected
-            if not (four and logits.is_floating_point()):
-                raise ConfigError(
-                    f"model.name = {self.name}: head {name} is {logits.dtype} {shape} for an image of "
-                    f"{tuple(image.shape)}, but float ({image.shape[0]}, {channels}, h, w) was needed: a batch of "
-                    f"logits for {channels} {'channel' if name == BOUNDARY else 'classes'}."
-                )
 
     def _check_names(self, heads: Mapping[str, Tensor]) -> None:
         self._trained_heads = self._trained_heads or tuple(heads)

@@ -7,29 +7,6 @@ from torch import Tensor, nn
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-COLOR_UNIT = 1024  # what stands for 1 in the integer matrices of `colored`, as in OpenCV's transform of bytes
-
-
-def colored(image: Tensor, color: Tensor) -> Tensor:
-    """Images after an affine map of each one's RGB values, rounded and clipped to whole numbers from 0 to 255.
-
-    Equal to cv2.transform of the same bytes on any device: every product and sum is a whole number below 2**24, which
-    fp32 holds exactly, so that neither the order of additions nor a fused multiply-add can change it.
-
-    Shapes: uint8 (B, H, W, 3), int32 (B, 3, 4) in steps of 1/COLOR_UNIT -> float32 (B, H, W, 3).
-    """
-    red, green, blue, offset = color.to(image.device, torch.float32)[
-        :, None, None
-    ].unbind(-1)
-    values = image.float()
-    mixed = values[..., 0:1] * red + values[..., 1:2] * green + values[..., 2:3] * blue
-
-    return (
-        mixed.add_(offset + COLOR_UNIT // 2)
-        .mul_(1 / COLOR_UNIT)
-        .floor_()
-        .clamp_(0, 255)
-    )
 
 
 def _mean(values: Tensor) -> Tensor:
@@ -39,8 +16,6 @@ def _mean(values: Tensor) -> Tensor:
 
 class Preprocess(nn.Module):
     """Normalized float32 image from uint8 RGB, on the device of its buffers.
-
-    With `color`, the colors of each image are changed first, see `colored`.
 
     Computes image * scale + bias in fp32, always as one multiplication and one addition, with scale = 1 / (255 * std)
     and bias = -mean / std, which is (image / 255 - mean) / std. Mean and std are per RGB channel, in units of 0 to 1.
@@ -71,7 +46,7 @@ class Preprocess(nn.Module):
         self.register_buffer("scale", (1 / (255 * std64)).float())
         self.register_buffer("bias", (-mean64 / std64).float())
 
-    def forward(self, image: Tensor, color: Tensor | None = None) -> Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         if image.dtype != torch.uint8:
             raise TypeError(
                 f"image is {image.dtype}, but uint8 (B, H, W, 3) in RGB order was needed."
@@ -83,9 +58,7 @@ class Preprocess(nn.Module):
                 f"image has shape {tuple(image.shape)}, but (B, H, W, 3) was needed."
             )
 
-        values = image if color is None else colored(image, color)
-
-        return self.normalized(values.permute(0, 3, 1, 2).float())
+        return self.normalized(image.permute(0, 3, 1, 2).float())
 
     def normalized(self, values: Tensor) -> Tensor:
         """As the whole, of values from 0 to 255 in float32 (B, 3, H, W)."""

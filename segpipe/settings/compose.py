@@ -399,7 +399,7 @@ def _explanation(error: Exception) -> str:
     if "find 'hydra/" in text:
         return f"{text}. Others come by pip install 'segpipe[joblib]', 'segpipe[submitit]' or 'segpipe[optuna]'."
     if key == "experiment" or key.startswith("_"):
-        return f"{text}. The first line of an experiment is `# @package _global_`."
+        return f"{text}. The first line of an experiment is `# @package _global_`, without a byte order mark before it."
     if not key or key.partition("[")[0] in SETTINGS or key.startswith("hydra"):
         return text if key in text else f"{key}: {text}"
     return no_setting(key)

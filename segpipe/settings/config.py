@@ -285,11 +285,6 @@ def _augment(augment: AugmentConfig) -> Iterator[str]:
     for name, values in ranges.items():
         if len(values) != 2 or values[0] > values[1]:
             yield f"augment.{name} = {values}, but [smallest, largest] was needed."
-    if augment.color_on == "device" and augment.extra:
-        yield (
-            f"augment.color_on = device, but augment.extra = {augment.extra} comes after color and needs the "
-            f"colored pixels in the loader process. Set augment.color_on=worker, or augment.extra=[]."
-        )
 
 
 def _mixture(data: DataConfig) -> Iterator[str]:

@@ -231,12 +231,6 @@ class AugmentConfig:
         0.2, "largest relative change of saturation", low=0, high=1
     )
     hue: float = setting(0.02, "largest shift of the hue, in turns", low=0, high=0.5)
-    color_on: str = setting(
-        "worker",
-        "where brightness, contrast, saturation and hue are applied: by the loader process, or by the device of the "
-        "network, which gives the same pixels",
-        choices=("worker", "device"),
-    )
     extra: list[str] = setting(
         [],
         "further transforms by name, or package.module:Class of your own",

@@ -23,7 +23,7 @@ from segpipe.errors import ImpureAugmentError
 from segpipe.ledger.digest import as_tensors, digest_groups, kernels
 
 if TYPE_CHECKING:
-    from segpipe.data.augment import Augmenter, Crop
+    from segpipe.data.augment import Augmenter
     from segpipe.data.data_set import Samples
 
 Frame = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3), target (H, W)
@@ -41,16 +41,15 @@ class Witness(NamedTuple):
     trail: Trail = ()
 
 
-def witness(crop: Crop, trail: Trail = ()) -> Witness:
-    """The digests of a sample made in this process; that of the image covers a color that is not applied yet."""
-    image = [part for part in (crop.image, crop.color) if part is not None]
-    digests = digest_groups([as_tensors(*image), as_tensors(crop.target)]).tolist()
+def witness(crop: Frame, trail: Trail = ()) -> Witness:
+    """The digests of a sample made in this process."""
+    digests = digest_groups([as_tensors(part) for part in crop]).tolist()
     return Witness(os.getpid(), digests[0] % 2**64, digests[1] % 2**64, trail)
 
 
 def augment_watched(
     augmenter: Augmenter, frame: Frame, key: int, again: bool = False
-) -> tuple[Crop, Witness]:
+) -> tuple[Frame, Witness]:
     """The augmented sample and its witness, without a trail where digests are not compiled: it would cost too much.
 
     With `again`, as a worker of another layout: a transform that reads the number of workers then makes another sample.
@@ -61,7 +60,7 @@ def augment_watched(
         trail.append((name, int(digest_groups([as_tensors(*arrays)]))))
 
     with another_worker() if again else nullcontext():
-        crop = augmenter.crop(*frame, key, look if kernels() else None)
+        crop = augmenter(*frame, key, look if kernels() else None)
         return crop, witness(crop, tuple(trail))
 
 

@@ -84,14 +84,12 @@ class BatchLoss:
             torch_seed(config.seed, self.state.step, batch.shard, "dropout")
         )
 
-        tensors = [batch.image, batch.target]
-        if batch.color is not None:
-            tensors.append(batch.color)
         with watch.span("copy"):
             # From page-locked memory: the host does not wait.
-            image, target, *color = [
-                value.to(self.device, non_blocking=True) for value in tensors
-            ]
+            image, target = (
+                value.to(self.device, non_blocking=True)
+                for value in (batch.image, batch.target)
+            )
 
         teacher = self.state.teacher
         wanted = None
@@ -100,7 +98,7 @@ class BatchLoss:
             autocast(self.device, config.train.precision),
             self.norms.uncounted(),
         ):
-            seen = self.preprocess(image, *color)
+            seen = self.preprocess(image)
             heads = network(seen)
             if teacher is not None:
                 with torch.no_grad():
@@ -383,11 +381,10 @@ class DdpGradients:
 
         # From page-locked memory: the host does not wait.
         joined: dict[str, Any] = {}
-        for name in ("image", "target", "color"):
+        for name in ("image", "target"):
             own = [getattr(batch, name) for batch in shards]
-            if own[0] is not None:
-                there = [value.to(device, non_blocking=True) for value in own]
-                joined[name] = torch.cat(there)
+            there = [value.to(device, non_blocking=True) for value in own]
+            joined[name] = torch.cat(there)
         whole = shards[0]._replace(**joined)
 
         parts = self.loss(self.network, whole, global_valid)

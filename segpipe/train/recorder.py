@@ -247,13 +247,9 @@ class Recorder(Watch):
 
 
 def _samples(batch: ShardBatch) -> dict[str, Tensor]:
-    """Digests of each image, with its color where the device applies that, and of each target, int64 (b,)."""
-    images: list[Sequence[Tensor]] = [[image] for image in batch.image]
-    if batch.color is not None:
-        images = list(zip(batch.image, batch.color, strict=True))
-
-    found = digest_groups([*images, *([target] for target in batch.target)])
-    return {"image": found[: len(images)], "target": found[len(images) :]}
+    """Digests of each image and of each target, int64 (b,)."""
+    found = digest_groups([[each] for each in (*batch.image, *batch.target)])
+    return dict(zip(("image", "target"), found.chunk(2), strict=True))
 
 
 def _numbers(model: nn.Module) -> dict[str, list[Tensor]]:

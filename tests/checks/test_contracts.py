@@ -446,6 +446,10 @@ BARE = """
         def logits(self, image, *, aux):
             found = self.body(image)
             return {"main": found[image[:, :1].amax((1, 2, 3)) > -9]}
+
+    class Wide(Bare):
+        def __init__(self, num_classes):
+            super().__init__(num_classes + 2)
 """
 
 
@@ -470,6 +474,16 @@ def test_the_export_is_tried(project: Write) -> None:
         clauses[name] = answered[-1]
     assert (clauses["Bare"].problem, clauses["Bare"].note) == ("", "onnx")
     assert "G1 integrity" in clauses["Sorted"].problem
+
+
+def test_a_network_with_other_channels_than_classes_starts_no_training(
+    project: Write,
+) -> None:
+    """Also one of our own interface, behind which nothing looks at its outputs."""
+    project("wide.py", BARE)
+    config = from_mapping({"model": {"name": "wide:Wide"}})
+    with pytest.raises(ConfigError, match=r"wide:Wide: head main is .*\(2, 7, .*, 5,"):
+        check_network_of(config, 5)
 
 
 def test_a_network_of_ours_keeps_all_clauses(monkeypatch: pytest.MonkeyPatch) -> None:

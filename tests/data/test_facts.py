@@ -275,10 +275,10 @@ def test_a_few_files_of_unknown_kinds_are_counted(
             path = Path(data.root) / kind / "train" / f"x{number}.png"
             path.write_bytes((Path(data.root) / kind / "train/1.png").read_bytes())
     folder = Path(data.root) / "images/train"
-    (folder / "a.raw2").write_text("")
-    (folder / "LICENSE").write_text("")
+    for name in ("a.raw2", "b.png.gz", "LICENSE", "b.png.json", "b.tar.gz"):
+        (folder / name).write_text("")
     verify(data, SPLITS)
-    told = "holds 1 files that are not read, beside 43 pictures"
+    told = "holds 2 files that are not read, beside 43 pictures"
     assert told in capsys.readouterr().err
 
 

@@ -234,25 +234,6 @@ def test_workers_and_start_methods_do_not_enter(expected, how, workers, prefetch
     assert found == expected
 
 
-@pytest.mark.parametrize(("how", "workers"), [("fork", 0), ("fork", 2)])
-def test_color_on_the_device_gives_the_pixels_of_the_worker(how, workers):
-    """Also of samples that are made again and compared (every fifth)."""
-    deferred = list(
-        batches(
-            config=replace(CROP, color_on="device"),
-            how=how,
-            workers=workers,
-        )
-    )
-    for batch, made in zip(deferred, batches(), strict=True):
-        assert np.array_equal(batch.finished(), made.image)
-        assert all(map(torch.equal, batch[3:6], made[3:6]))
-        assert batch.color.shape == (3, 3, 4)
-        assert not torch.equal(batch.image, made.image), (
-            "the control: color changes the pixels"
-        )
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> DataConfig:
     root, random = tmp_path_factory.mktemp("files"), np.random.default_rng(0)

@@ -170,6 +170,13 @@ def test_latency_over_the_budget(
     assert [path.name for path in tmp_path.iterdir()] == ["export.rejected"]
 
 
+def test_a_verification_depends_on_no_stopwatch(
+    run: Path, artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "measure", lambda *_: pytest.fail("timed"))
+    assert verify(run, artifact) == 0
+
+
 # Claims: what is counted is counted here
 
 

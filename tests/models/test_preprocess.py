@@ -1,21 +1,14 @@
 """Preprocessing: the formula to the last bits, RGB order, memory order, and tracing."""
 
-from itertools import product
-
-import cv2
 import numpy as np
 import pytest
 import torch
 
-from segpipe.data.augment import Augmenter, ColorMatrix, color_matrix
 from segpipe.models.preprocess import (
-    COLOR_UNIT,
     IMAGENET_MEAN,
     IMAGENET_STD,
     Preprocess,
-    colored,
 )
-from segpipe.settings.groups import AugmentConfig
 
 DRAWS = np.random.Generator(np.random.Philox(5))
 
@@ -115,78 +108,3 @@ def test_wrong_inputs_are_named(every_value):
         Preprocess()(every_value.float())
     with pytest.raises(ValueError, match=r"\(2, 3, 16, 16\), but \(B, H, W, 3\)"):
         Preprocess()(every_value.permute(0, 3, 1, 2))
-
-
-def drawn_colors(number: int, largest: float = 1.0) -> list[np.ndarray]:
-    """Matrices within the settings, the corners of their ranges first."""
-    corners = [*product((-1, 0, 1), (-1, 0, 1), (-1, 0, 1), (-0.5, 0, 0.2, 0.5))]
-    drawn = DRAWS.uniform(-1, 1, (number, 4)) * [1, 1, 1, 0.5]
-    return [color_matrix(*(largest * np.array(draws))) for draws in (*corners, *drawn)]
-
-
-def whole_steps(matrices: list[np.ndarray]) -> torch.Tensor:
-    still = dict.fromkeys(("brightness", "contrast", "saturation", "hue"), 0.0)
-    fixed = ColorMatrix(**still, deferred=True).apply_to_color
-    return torch.from_numpy(
-        np.stack([fixed(np.empty(0), matrix) for matrix in matrices])
-    )
-
-
-@pytest.mark.parametrize("width", [1, 7, 64, 333])
-def test_color_on_the_device_is_that_of_opencv(width: int) -> None:
-    """Bit for bit, at widths with and without a rest after OpenCV's vectors."""
-    matrices = drawn_colors(100)
-    image = DRAWS.integers(0, 256, (len(matrices), 3, width, 3), np.uint8)
-    found = colored(torch.from_numpy(image), whole_steps(matrices))
-    expected = np.stack(
-        [
-            cv2.transform(one, matrix)
-            for one, matrix in zip(image, matrices, strict=True)
-        ]
-    )
-    assert np.array_equal(found.numpy(), expected)
-
-
-def test_the_control_the_same_in_floats_is_up_to_one_level_off() -> None:
-    matrices = drawn_colors(50, 0.4)
-    image = DRAWS.integers(0, 256, (len(matrices), 16, 16, 3), np.uint8)
-    off = []
-    for one, matrix in zip(image, matrices, strict=True):
-        floats = np.clip(np.rint(one @ matrix[:, :3].T + matrix[:, 3]), 0, 255)
-        off.append(np.abs(floats - cv2.transform(one, matrix)))
-    assert np.max(off) == 1
-    assert 0.01 < np.mean(off) < 0.3
-
-
-def test_no_sum_of_a_color_is_rounded() -> None:
-    """So that a fused multiply-add, or another order of the additions, gives the same bytes on a GPU."""
-
-    def largest_sum(colors: list[np.ndarray]) -> float:
-        color = whole_steps(colors).double().abs()
-        return float((255 * color[..., :3].sum(-1) + color[..., 3]).max()) + COLOR_UNIT
-
-    assert (
-        largest_sum(drawn_colors(1000)) < 2**24 < largest_sum(drawn_colors(1000, 3.0))
-    )
-
-
-def test_color_of_an_image_does_not_depend_on_its_batch() -> None:
-    augmenter = Augmenter(AugmentConfig(crop_size=[32, 64], color_on="device"))
-    frame = DRAWS.integers(0, 256, (60, 80, 3), np.uint8), np.zeros((60, 80), np.uint8)
-    crops = [augmenter.crop(*frame, key) for key in range(5)]
-    image, color = (
-        torch.from_numpy(np.stack([crop[part] for crop in crops])) for part in (0, 2)
-    )
-    seen = Preprocess()(image, color)
-    for row, key in enumerate(range(5)):
-        alone = torch.from_numpy(augmenter(*frame, key)[0][None])
-        assert torch.equal(seen[row : row + 1], Preprocess()(alone))
-        assert torch.equal(
-            seen[row : row + 1],
-            Preprocess()(image[row : row + 1], color[row : row + 1]),
-        )
-    assert torch.equal(Preprocess()(image.flip(0), color.flip(0)), seen.flip(0))
-    assert not torch.equal(Preprocess()(image, color.flip(0)), seen), (
-        "the control: colors of other samples"
-    )
-    assert seen.is_contiguous(memory_format=torch.channels_last)

@@ -380,21 +380,6 @@ def test_with_patience_the_validations_belong_to_the_recipe() -> None:
     )
 
 
-def test_color_on_the_device_is_refused_before_a_transform_that_needs_its_pixels() -> (
-    None
-):
-    check(from_mapping({"augment": {"color_on": "device"}}), world_size=1)
-    for extra in ("noise", "gaussian_blur", "package.module:Mine"):
-        with pytest.raises(
-            ConfigError,
-            match=rf"color_on = device, but augment\.extra = \['{extra}'\] comes after",
-        ):
-            check(
-                from_mapping({"augment": {"color_on": "device", "extra": [extra]}}),
-                world_size=1,
-            )
-
-
 def test_data_in_files_needs_a_folder() -> None:
     for name in ("camvid", "folder"):
         assert refused(with_value("data.name", name)).startswith("data.root is empty")

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import albumentations as A
@@ -22,7 +22,7 @@ import impure
 from impure import Noise, config
 from ranks import launched
 from runs import ROOT, run
-from segpipe.data.augment import TRANSFORMS, Augmenter, ColorMatrix
+from segpipe.data.augment import TRANSFORMS, Augmenter
 from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import REPEATS, Member, Order, Request, chosen, requests
 from segpipe.data.samples import CachedSamples
@@ -306,24 +306,6 @@ def test_a_file_that_changes_is_said_to_be_possible() -> None:
         match="What was read differs already: the file was changed meanwhile",
     ):
         batches(Augmenter(config(canary=1)), 0, Rewritten(num=10))
-
-
-def test_a_color_that_the_device_applies_is_compared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    deferred = Augmenter(config(canary=1, color_on="device"))
-    assert len(batches(deferred, 0)) == 8
-    apply, calls = ColorMatrix.apply_to_color, count()
-
-    def impure_one(self: ColorMatrix, color: np.ndarray, **given: object) -> np.ndarray:
-        return apply(self, color, **given) + next(calls)
-
-    monkeypatch.setattr(ColorMatrix, "apply_to_color", impure_one)
-    with pytest.raises(
-        ImpureAugmentError,
-        match="the first transform whose output differs is ColorMatrix",
-    ):
-        batches(Augmenter(config(canary=1, color_on="device")), 0)
 
 
 # Which transform it was

@@ -118,7 +118,7 @@ def test_a_run_tells_it_and_keeps_its_bits(
 ) -> None:
     """In the log and on the page. The control has no check."""
     folder, plain = tmp_path / "told", tmp_path / "plain"
-    changes = ("train.steps=4", "train.validate_every=2", "augment.color_on=device")
+    changes = ("train.steps=4", "train.validate_every=2")
     assert run(plain, *changes) == 0
     monkeypatch.setattr(engine, "SETTLED", 1)
     monkeypatch.setattr(validate, "POINTS", -1.0)

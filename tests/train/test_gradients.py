@@ -117,23 +117,6 @@ def batches(step: int, shards: int = V) -> list[ShardBatch]:
     ]
 
 
-def colored_batches(*, on_device: bool) -> list[ShardBatch]:
-    """Of each sample another color, that the device has to apply or that is applied already."""
-    generator = torch.Generator().manual_seed(1)
-    color = torch.randint(
-        -500, 1500, (V, B, 3, 4), generator=generator, dtype=torch.int32
-    )
-    found = [batch._replace(color=color[batch.shard]) for batch in batches(0)]
-    return (
-        found
-        if on_device
-        else [
-            each._replace(image=torch.from_numpy(each.finished()), color=None)
-            for each in found
-        ]
-    )
-
-
 def updates(
     state: TrainState,
     config: Config,
@@ -507,24 +490,6 @@ def test_at_one_shard_and_one_process_all_modes_are_one() -> None:
         step.apply()
         found.add(state_digest(state.model.state_dict()))
     assert len(found) == 1
-
-
-@pytest.mark.parametrize("mode", ["elastic", "off"])
-def test_color_on_the_device_changes_no_bit(mode: str) -> None:
-    found = []
-    for shards in (
-        colored_batches(on_device=True),
-        colored_batches(on_device=False),
-        batches(0),
-    ):
-        state = fresh(settings(mode))
-        TrainStep(settings(mode), Watch(ALONE, state))(
-            shards, torch.tensor(V * B * SIZE * SIZE)
-        ).loss.item()
-        found.append(
-            state_digest({name: p.grad for name, p in state.model.named_parameters()})
-        )
-    assert found[0] == found[1] != found[2]
 
 
 def test_statistics_over_all_ranks_are_refused_where_they_break_a_promise() -> None:

@@ -7,15 +7,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from impure import Noise
 from ranks import trained_by
 from runs import outcome, run, script
-from segpipe.data.augment import Augmenter
 from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
 from segpipe.data.order import Order
@@ -26,11 +23,9 @@ from segpipe.ledger.reader import read_run
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
-from segpipe.settings.groups import AugmentConfig
 from segpipe.train import gradients
 from segpipe.train import state as optim
-from segpipe.train.canary import witness
-from segpipe.train.recorder import Recorder, _moments, _numbers, _samples
+from segpipe.train.recorder import Recorder, _moments, _numbers
 from segpipe.train.state import build_state
 from segpipe.train.step import StepResult, TrainStep
 
@@ -263,27 +258,6 @@ def _entry(ema: optim.Ema) -> int:
         if value.is_floating_point()
     ]
     return floats.index(LAYER)
-
-
-def test_the_digest_of_an_image_covers_the_color_that_the_device_applies() -> None:
-    crop = Augmenter(AugmentConfig(crop_size=[32, 48], color_on="device")).crop(
-        *Noise(num=1).read(0), 3
-    )
-    ids = torch.zeros(2, dtype=torch.int64)
-    image, target, color = (
-        torch.from_numpy(np.stack([part, part])) for part in crop if part is not None
-    )
-    color[1, 0, 0] += 1
-    found = _samples(ShardBatch(0, 0, image, target, ids, ids, color))
-    images, targets = (
-        [value % 2**64 for value in found[name].tolist()]
-        for name in ("image", "target")
-    )
-    assert (images[0], targets[0]) == (witness(crop).image, witness(crop).target), (
-        "as the race canary compares them"
-    )
-    assert images[1] != images[0]
-    assert targets[1] == targets[0]
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])

@@ -136,11 +136,13 @@ def judge(
     preprocess: nn.Module,
     files: Sequence[ModelFile],
     inputs: GateInputs,
+    *,
+    timed: bool = True,
 ) -> dict[str, list[ImageComparison]]:
     """Comparisons by file name, after filling gates, sigma, images and latency of `result`.
 
     Call it inside `one_thread`. `model` is the reference, `preprocess` what training applies to a decoded image. A file
-    that fails a gate is not judged by those after it, and none is when an fp32 file fails.
+    that fails a gate is not judged by those after it, and none is when an fp32 file fails. timed: also by latency.
     """
     engines = [
         replace(file, engine=engine)
@@ -158,7 +160,8 @@ def judge(
     power = gate_power(model, reference, inputs.checks, result.sigma)
     result.gates[EAGER] = [power]
     _quality(case)
-    _latency(case)
+    if timed:
+        _latency(case)
     return {name: opened.comparisons for name, opened in case.candidates.items()}
 
 
