@@ -107,7 +107,7 @@ def waits_of_an_update(monkeypatch: pytest.MonkeyPatch, loss: str) -> list[str]:
             "model": {"name": "pidnet_s"},
             "loss": {"name": loss, "dice_weight": 0.5, "label_smoothing": 0.1},
             "optim": {"name": "sgd", "clip_norm": 1.0},
-            "compute": {"shards": 1, "samples_per_shard": 2},
+            "compute": {"shards": 1, "samples_per_shard": 2, "cuda_graph": "off"},
         }
     )
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device(GPU):
