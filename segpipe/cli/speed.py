@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from segpipe import plugins
 from segpipe.cli.commands import Given
 from segpipe.determinism import flags
 from segpipe.distributed import environment
@@ -47,9 +49,11 @@ def describe(given: Given) -> int:
     config = compose(given["overrides"])
     check(config)
     size, classes = _size(given["size"]), given["classes"]
-    found = counts(config, size, classes)
+    about = config, size, classes
+    asked = partial(plugins.call, "model.name", config.model.name)
+    found = asked(counts, {}, *about)
     if given["runs"]:
-        found |= latency(config, size, classes, given["runs"])
+        found |= asked(latency, {}, *about, given["runs"])
     if given["json"]:
         print(json.dumps(found))
         return 0

@@ -52,7 +52,14 @@ def test_a_network_of_features_alone_is_described(
         "        self.body = nn.Conv2d(3, num_classes, 8, stride=8)\n"
         "    def features(self, image):\n"
         "        return self.body(image), {}\n"
+        "class Broken(Net):\n"
+        "    def features(self, image):\n"
+        "        return self.body(image[0, 0, 0]), {}\n"
     )
     monkeypatch.chdir(tmp_path)
     asked = ("model.name=featuresalone:Net", "size=64x64", "runs=0")
     assert main(["describe", *asked]) == 0, capsys.readouterr()
+    assert main(["describe", asked[0][:-3] + "Broken", *asked[1:]]) == 2
+    told = capsys.readouterr().err
+    assert "featuresalone.py, line 10" in told
+    assert "RuntimeError: Expected 3D" in told
