@@ -61,5 +61,5 @@ def test_a_network_of_features_alone_is_described(
     assert main(["describe", *asked]) == 0, capsys.readouterr()
     assert main(["describe", asked[0][:-3] + "Broken", *asked[1:]]) == 2
     told = capsys.readouterr().err
-    assert "featuresalone.py, line 10" in told
+    assert "featuresalone.py, line 11" in told
     assert "RuntimeError: Expected 3D" in told
