@@ -81,6 +81,8 @@ class Setting:
         Raises ConfigError for a value of another type.
         """
         default = self.default
+        if "off" in (default, *self.choices):  # which YAML reads as truth values
+            value = {"true": "on", "false": "off"}.get(str(value).lower(), value)
         if isinstance(default, dict):
             if not isinstance(value, Mapping) or any(
                 not isinstance(name, str) for name in value

@@ -311,6 +311,7 @@ def test_typos_in_files_of_the_user_are_refused(own_files: Path) -> None:
         (b"# @package _global_\ndefaults: [odd]\n", "lead back to the file itself"),
         (b"# @package _gloabl_\nseed: 3\n", "is `# @package _global_`"),
         (b"seed: 3\n", "is `# @package _global_`"),
+        ("# @package _global_\nseed: 3\n".encode("utf-8-sig"), "byte order mark"),
         (b"# @package _global_\noptim: {lr: " + b"9" * 400 + b"}\n", "int too large"),
     ],
 )
@@ -321,6 +322,22 @@ def test_files_that_cannot_be_read_are_named(
     with pytest.raises(ConfigError) as caught:
         compose(["--config-dir", "conf mine", "experiment=odd"])
     assert named in str(caught.value)
+
+
+def test_on_and_off_in_a_file_are_words(own_files: Path) -> None:
+    """YAML reads them as truth values: data.pack was a folder of the name False, compute.mode unknown."""
+    (own_files / "experiment" / "words.yaml").write_text(
+        "# @package _global_\n"
+        "data: {pack: off}\ncompute: {mode: off, cuda_graph: on}\nrun: {name: off}\n"
+    )
+    found = compose(["--config-dir", "conf mine", "experiment=words"])
+    assert (found.data.pack, found.compute.mode, found.compute.cuda_graph) == (
+        "off", "off", "on"
+    )  # fmt: skip
+    assert found.run.name == "False", "the control: a text without these words"
+    assert compose(["compute.cuda_graph=false"]).compute.cuda_graph == "off"
+    stored = {"compute": {"cuda_graph": False}}  # by earlier versions
+    assert from_mapping(stored).compute.cuda_graph == "off"
 
 
 @pytest.mark.parametrize("key", ["optim.lr", "train.steps", "seed"])
