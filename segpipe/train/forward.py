@@ -100,9 +100,8 @@ class GraphedHeads(AllHeads):
             try:
                 found = self._trial(replay, image, before)
                 recorded = self._recorded(image)
-                if not all(
-                    map(torch.equal, found, self._trial(recorded, image, before))
-                ):
+                again = self._trial(recorded, image, before)
+                if not all(map(torch.equal, found, again)):
                     raise RuntimeError("other bits than without")
                 replay = recorded
             except RuntimeError as error:
@@ -142,7 +141,8 @@ class GraphedHeads(AllHeads):
                 given,
                 materialize_grads=True,
             )
-        return [*given, *grads, *(buffer.clone() for buffer in own)]
+        # Copies, in which NaN equals itself: fp16 may overflow.
+        return [value.nan_to_num() for value in (*given, *grads, *own)]
 
 
 def training_heads(model: nn.Module, config: Config, device: torch.device) -> Any:
