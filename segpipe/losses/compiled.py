@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segpipe import IGNORE_INDEX, native
+from segpipe.errors import DataError
 from segpipe.losses.fused import ClassHead, LossPass, Wanted
 
 SOURCE = Path(__file__).with_name("upsampled.c")
@@ -48,7 +49,7 @@ def library() -> Any:
 
 
 def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
-    """As `fused.Wanted` says, for float32 on a CPU. Raises IndexError for a target that is no class."""
+    """As `fused.Wanted` says, for float32 on a CPU. Raises DataError for a target that is no class."""
     batch, classes, rows_in, cols_in = head.logits.shape
     tasks = batch * -(-head.target.shape[2] // WIDTH)
     span = _span(head.columns.host[0], cols_in)
@@ -120,4 +121,6 @@ def _check(code: int) -> None:
     if code == 0:
         raise MemoryError("no memory for the loss")
     if code == -1:
-        raise IndexError("a target is neither a class nor ignored")
+        raise DataError(
+            "a target is neither a class nor ignored, after the files were checked: look for a transform that makes ids"
+        )

@@ -382,9 +382,9 @@ class DdpGradients:
         # From page-locked memory: the host does not wait.
         joined: dict[str, Any] = {}
         for name in ("image", "target"):
-            own = [getattr(batch, name) for batch in shards]
-            there = [value.to(device, non_blocking=True) for value in own]
-            joined[name] = torch.cat(there)
+            joined[name] = torch.cat(
+                [getattr(each, name).to(device, non_blocking=True) for each in shards]
+            )
         whole = shards[0]._replace(**joined)
 
         parts = self.loss(self.network, whole, global_valid)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from segpipe import native
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, DataError
 from segpipe.losses import compiled, cross_entropy
 from segpipe.losses.boundary import boundary_target
 from segpipe.losses.fused import ClassHead, Terms, Wanted, class_loss
@@ -414,7 +414,7 @@ def test_numbers_that_are_not_finite_reach_the_gradient_where_no_pixel_counts(
 def test_a_target_that_is_no_class_is_an_error_as_of_torch() -> None:
     target = torch.full((1, 8, 8), 3, dtype=torch.uint8)
     for name in NAMES:
-        with pytest.raises((IndexError, RuntimeError)):
+        with pytest.raises((DataError, IndexError, RuntimeError)):
             shard_loss(
                 {"main": torch.randn(1, 3, 2, 2)},
                 target,
