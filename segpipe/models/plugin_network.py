@@ -163,9 +163,8 @@ class ShardGuard:
         self._tensors: dict[str, Tensor] = {}
         if watches:
             self._tensors = dict(model.named_parameters())
-            if compute.cuda_graph != "on":  # its recording puts buffers back
-                plain = _buffers(model).items()
-                self._tensors |= {k: v.tensor for k, v in plain if not v.averaged}
+            plain = _buffers(model).items()
+            self._tensors |= {k: v.tensor for k, v in plain if not v.averaged}
 
         # Threads of a tracker may draw.
         self._draws = watches and config.track.name == "none"

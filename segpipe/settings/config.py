@@ -125,6 +125,8 @@ def from_mapping(values: Values) -> Config:
         else:
             given[str(name)] = value
 
+    if given.get("augment.color_on") == "worker":  # as it is now
+        del given["augment.color_on"]
     unknown = [no_setting(key) for key in given if key not in SETTINGS]
     known = {key: value for key, value in given.items() if key in SETTINGS}
     for key, value in converted(SETTINGS, known, unknown).items():
@@ -185,9 +187,9 @@ def course(found: Values) -> dict[str, Any]:
 
 
 def of_this_version(found: Values) -> dict[str, Any]:
-    """A recipe as this version would write it: an earlier one lacks later settings."""
-    defaults = {key: entry.default for key, entry in SETTINGS.items() if not entry.free}
-    return defaults | dict(found)
+    """A recipe as this version would write it: an earlier one lacks later settings, and has others."""
+    kept = SETTINGS.items()
+    return {key: found.get(key, each.default) for key, each in kept if not each.free}
 
 
 def changed_course(before: Values, now: Values) -> str:

@@ -448,7 +448,7 @@ class ComputeConfig:
     )
     cuda_graph: str = setting(
         "auto",
-        "on a GPU, in mode elastic: record the network's passes at the first batch, and replay them; on: yours too",
+        "on a GPU, in mode elastic: record the network's passes at the first batch, and replay them; on: any network's",
         choices=("auto", "on", "off"),
         free=True,
     )

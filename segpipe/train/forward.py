@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from segpipe.errors import ConfigError
-from segpipe.plugins import is_path
+from segpipe.ledger.digest import digest_many
 
 if TYPE_CHECKING:
     from segpipe.settings.config import Config
@@ -94,30 +94,33 @@ class GraphedHeads(AllHeads):
         return self._heads(image)  # type: ignore[no-any-return]
 
     def _replayed(self, image: Tensor) -> Any:
-        """The callable that replays, if it may. What trial passes change is put back."""
-        replay, before = super().forward, [b.clone() for b in self.model.buffers()]
+        """The callable that replays, if it may. What trial passes change is put back.
+
+        Raises ConfigError where nothing can be recorded: torch leaves its generator and stream as in a recording.
+        """
+        eager = super().forward
         with torch.random.fork_rng([image.device] if image.is_cuda else []):
+            found = self._trial(eager, image)
             try:
-                found = self._trial(replay, image, before)
-                recorded = self._recorded(image)
-                again = self._trial(recorded, image, before)
-                if not all(map(torch.equal, found, again)):
-                    raise RuntimeError("other bits than without")
-                replay = recorded
-            except RuntimeError as error:
-                warnings.warn(
-                    f"compute.cuda_graph: this network is not recorded, and its kernels start one by one: {error}",
-                    stacklevel=2,
-                )
-        copy_all(list(self.model.buffers()), before)
-        return replay
+                replay = self._recorded(image)
+            except (AssertionError, RuntimeError) as error:
+                raise ConfigError(
+                    f"this network cannot be recorded: {error} Set compute.cuda_graph=off."
+                ) from error
+            if self._trial(replay, image) == found:
+                return replay
+        warnings.warn(
+            "compute.cuda_graph: a replay of this network had other bits, so its kernels start one by one.",
+            stacklevel=2,
+        )
+        return eager
 
     def _recorded(self, image: Tensor) -> Any:
         traced = _Traced(self.model, self.precision)
         # True while recording, when no gradient is kept.
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
         # The backward is recorded as it runs otherwise: without autocast.
-        with torch.autocast(image.device.type, enabled=False):
+        with self._unchanged(), torch.autocast(image.device.type, enabled=False):
             replay = torch.cuda.make_graphed_callables(
                 traced, (image.detach().clone(),), allow_unused_input=True
             )
@@ -127,29 +130,38 @@ class GraphedHeads(AllHeads):
             logits.detach_()
         return replay
 
-    def _trial(self, heads: Any, image: Tensor, buffers: list[Tensor]) -> list[Tensor]:
-        """Logits, gradients and buffers of a pass from these buffers and a fixed state of the random numbers."""
-        own = list(self.model.buffers())
-        copy_all(own, buffers)
+    def _trial(self, heads: Any, image: Tensor) -> int:
+        """Digest of logits, gradients and buffers of a pass from a fixed state of the random numbers."""
         torch.manual_seed(0)
-        found = list(heads(image).values())
-        given = [logits.detach().contiguous() for logits in found]
-        with torch.autocast(image.device.type, enabled=False):
-            grads = torch.autograd.grad(
-                found,
-                [p for p in self.model.parameters() if p.requires_grad],
-                given,
-                materialize_grads=True,
-            )
-        # Copies, in which NaN equals itself: fp16 may overflow.
-        return [value.nan_to_num() for value in (*given, *grads, *own)]
+        with self._unchanged():
+            found = [each for each in heads(image).values() if each.requires_grad]
+            given = [logits.detach().contiguous() for logits in found]
+            with torch.autocast(image.device.type, enabled=False):
+                grads = torch.autograd.grad(
+                    found,
+                    [p for p in self.model.parameters() if p.requires_grad],
+                    given,
+                    materialize_grads=True,
+                )
+            tensors = [*given, *grads, *self.model.buffers()]
+            return int(digest_many(tensors, channels_last=True))
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Puts back the buffers that are written inside; writes into no other, which the user's code is watched for."""
+        before = [(each, each.clone()) for each in self.model.buffers()]
+        yield
+        for buffer, value in before:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+
+
+# Seen to have eager's bits on a GPU.
+RECORDED = ("fast_scnn", "ddrnet23_slim", "pidnet_s")
 
 
 def training_heads(model: nn.Module, config: Config, device: torch.device) -> Any:
-    """The heads as `compute.compile` and `compute.cuda_graph` want them. Raises ConfigError without a compiler.
-
-    The Python of a recorded forward runs once, which that of a user's network is not made for.
-    """
+    """The heads as `compute.compile` and `compute.cuda_graph` want them. Raises ConfigError without a compiler."""
     compute = config.compute
     if compute.compile:
         # torch would say so in the first update, with a traceback.
@@ -164,11 +176,9 @@ def training_heads(model: nn.Module, config: Config, device: torch.device) -> An
         # Without trials on the device, which choose kernels by their speed, ranks with equal hardware compile alike.
         inductor.deterministic = True
         return torch.compile(AllHeads(model), dynamic=False)
-    recorded = ("on",) if is_path(config.model.name) else ("on", "auto")
-    if (device.type, compute.mode) == (
-        "cuda",
-        "elastic",
-    ) and compute.cuda_graph in recorded:
+    wanted = {"on": True, "auto": config.model.name in RECORDED}
+    fits = (device.type, compute.mode) == ("cuda", "elastic")
+    if fits and wanted.get(compute.cuda_graph):
         return GraphedHeads(model, config.train.precision)
     return AllHeads(model)
 

@@ -104,7 +104,8 @@ class BatchLoss:
                 with torch.no_grad():
                     wanted = TeacherLogits(teacher(seen), teacher.align_corners)
 
-        # As a CUDA graph takes them: in another format, the sum for a bias is taken in another order.
+        # Logits and their gradients, as a CUDA graph has them: sums in another format have another order.
+        heads = {name: logits.contiguous() for name, logits in heads.items()}
         for logits in heads.values():
             if logits.requires_grad:
                 logits.register_hook(Tensor.contiguous)

@@ -383,6 +383,19 @@ def test_with_patience_the_validations_belong_to_the_recipe() -> None:
     )
 
 
+def test_a_run_of_an_earlier_version_is_read() -> None:
+    """Its recipe has settings that are gone or free by now, and lacks later ones."""
+    old = {"augment": {"color_on": "worker"}, "compute": {"cuda_graph": False}}
+    assert from_mapping(old).compute.cuda_graph == "off"
+    with pytest.raises(ConfigError, match=r"augment\.color_on is not a setting"):
+        from_mapping({"augment": {"color_on": "device"}})
+    now = recipe(Config())
+    before = now | {"augment.color_on": "worker", "compute.cuda_graph": False}
+    del before["augment.gamma"]
+    assert course(before) == course(now)
+    assert course(before | {"seed": 7}) != course(now)
+
+
 def test_data_in_files_needs_a_folder() -> None:
     for name in ("camvid", "folder"):
         assert refused(with_value("data.name", name)).startswith("data.root is empty")
