@@ -59,14 +59,14 @@ loss, `loss.stride=2` takes a quarter of the pixels; where updates wait for grad
   `compute.mode=elastic` alone. A compiled backward hands over all gradients at its end, so with several processes
   nothing is sent while it runs. The first update takes up to minutes. Every network is one graph
   (`python benchmarks/run.py host` counts them): matrices of resizes and pooling are an operator of it.
-- On a GPU, in mode elastic, forward and backward of fast_scnn, ddrnet23_slim and pidnet_s are recorded at the first batch
-  as CUDA graphs, and replayed: on an H200 an update of pidnet_s takes 0.85 of the time at 12 x 1024x1024, a third at
-  4 x 256x256. The kernels are those of eager. The first batch compares digests of logits, gradients and statistics of a
-  replay with eager's; where they differ, training goes on without, with a warning. `compute.cuda_graph=on` records other
-  networks too, `off` none. A network that cannot be recorded, because it asks the device for a value, ends the run. The
-  Python of a recorded forward runs once: mind that with a network of yours. A recording keeps its memory for the whole
-  run, beside that of validations. Recorded networks hand over all gradients at the end, as compiled ones do. A graph of
-  the whole step is not offered: learning rate, step and decay of the average are values of the host.
+- On a GPU, in mode elastic, forward and backward of fast_scnn, ddrnet23_slim and pidnet_s are recorded at the first
+  batch as CUDA graphs, and replayed: on an H200 an update of pidnet_s takes 0.85 of the time at 12 x 1024x1024, a third
+  at 4 x 256x256. The kernels are those of eager. The first batch compares digests of logits, gradients and statistics
+  of a replay with eager's; where they differ, training goes on without, with a warning. `compute.cuda_graph=on` records
+  other networks too, `off` none. A network that cannot be recorded, because it asks the device for a value, ends the
+  run. The Python of a recorded forward runs once: mind that with a network of yours. A recording keeps its memory for
+  the whole run, beside that of validations. Recorded networks hand over all gradients at the end, as compiled ones do.
+  A graph of the whole step is not offered: learning rate, step and decay of the average are values of the host.
 """
 
 UNMEASURED = """Not measured on a GPU yet. [gpu.md](gpu.md) has the two commands that measure these rows."""
