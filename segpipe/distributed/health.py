@@ -80,7 +80,8 @@ def _explained(error: BaseException, rank: int, device: torch.device, step: int)
     where = f"the GPU {device}" if cuda else "the machine"
     figures = [f"{name} {value:g}" for name, value in sample(device).items()]
     advice = (
-        "When fragmented_mib or retries are high, set PYTORCH_ALLOC_CONF=expandable_segments:True."
+        "compute.cuda_graph=off gives back what a recording keeps between updates. When fragmented_mib or retries are "
+        "high, set PYTORCH_ALLOC_CONF=expandable_segments:True."
         if cuda
         else "On a CPU, fewer data.workers, a lower data.prefetch and data.cache_mib help as well."
     )
