@@ -154,7 +154,9 @@ def recipes(bench: Bench) -> dict[str, Any]:
         if done.returncode:  # of one recipe: the others are measured all the same
             figures["arms"][name] = done.stderr[-500:]
         else:
-            seconds[name], figures["arms"][name] = json.loads(done.stdout)
+            seconds[name], figures["arms"][name] = json.loads(
+                done.stdout.splitlines()[-1]
+            )
         if name in seconds and OURS in seconds and not name.startswith("segpipe"):
             ratio = measuring.ratio(seconds[name], seconds[OURS])
             figures["times_as_fast"][name] = ratio

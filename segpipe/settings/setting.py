@@ -81,8 +81,10 @@ class Setting:
         Raises ConfigError for a value of another type.
         """
         default = self.default
-        if "off" in (default, *self.choices):  # which YAML reads as truth values
-            value = {"true": "on", "false": "off"}.get(str(value).lower(), value)
+        # YAML reads these words as truth values.
+        word = {"true": "on", "false": "off"}.get(str(value).lower())
+        if word in (default, *self.choices):
+            value = word
         if isinstance(default, dict):
             if not isinstance(value, Mapping) or any(
                 not isinstance(name, str) for name in value

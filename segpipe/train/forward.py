@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, first_line
 from segpipe.ledger.digest import digest_many
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class AllHeads(nn.Module):
 
 
 class _Traced(AllHeads):
-    """Heads that keep their last outputs, in the format in which BatchLoss has their gradients."""
+    """Heads that keep their last outputs, in the format in which BatchLoss takes them."""
 
     def __init__(self, model: nn.Module, precision: str) -> None:
         super().__init__(model)
@@ -79,8 +79,8 @@ class _Traced(AllHeads):
 class GraphedHeads(AllHeads):
     """Heads whose forward and backward are recorded at the first batch, as one CUDA graph each, and replayed.
 
-    If a replay has other bits than AllHeads there, or nothing can be recorded, they are AllHeads, with a warning. All
-    batches must have the shape of the first, and outputs are overwritten by the next forward.
+    If a replay has other bits than AllHeads there, they are AllHeads, with a warning. All batches must have the shape
+    of the first, and outputs are overwritten by the next forward.
     """
 
     def __init__(self, model: nn.Module, precision: str) -> None:
@@ -105,7 +105,7 @@ class GraphedHeads(AllHeads):
                 replay = self._recorded(image)
             except (AssertionError, RuntimeError) as error:
                 raise ConfigError(
-                    f"this network cannot be recorded: {error} Set compute.cuda_graph=off."
+                    f"compute.cuda_graph: this network cannot be recorded: {first_line(error)}. Set it to off."
                 ) from error
             if self._trial(replay, image) == found:
                 return replay
@@ -148,7 +148,7 @@ class GraphedHeads(AllHeads):
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Puts back the buffers that are written inside; writes into no other, which the user's code is watched for."""
+        """Puts back buffers that change inside. Writes into no other: ShardGuard would blame the user's code."""
         before = [(each, each.clone()) for each in self.model.buffers()]
         yield
         for buffer, value in before:

@@ -21,10 +21,11 @@ from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group
 from segpipe.errors import ConfigError
-from segpipe.losses.total import valid_pixels
+from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, from_mapping
+from segpipe.train import gradients
 from segpipe.train.batches import counted, loss_weights
 from segpipe.train.forward import AllHeads, GraphedHeads, statistics, training_heads
 from segpipe.train.gradients import ElasticGradients
@@ -688,7 +689,7 @@ class Recorded:
         assert not torch.is_autocast_cache_enabled(), "weights that were cast once"
         (self.image,), self.network = inputs, network
         self.parameters = list(network.parameters())
-        self.autocast = [torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()]
+        self.autocast = torch.is_autocast_enabled("cpu")
         for _ in range(3):  # trial passes
             self.backward([torch.ones_like(each) for each in self.forward()])
         # Of the recording itself, whose graph must not be kept.
@@ -700,9 +701,8 @@ class Recorded:
         return [logits.detach() for logits in self.heads.values()]
 
     def cast(self) -> Any:
-        enabled = self.autocast[0]
         return torch.autocast(
-            "cpu", torch.bfloat16, enabled=enabled, cache_enabled=False
+            "cpu", torch.bfloat16, enabled=self.autocast, cache_enabled=False
         )
 
     def backward(self, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
@@ -744,6 +744,12 @@ def test_a_recorded_network_has_the_bits_of_eager(
         lambda *given, **more: made.append(Recorded(*given, **more)) or made[0],
     )
     settings = config(model={"name": name}, train={"precision": precision})
+
+    def loss(heads: dict[str, Tensor], *given: Any, **more: Any) -> dict[str, Tensor]:
+        assert all(logits.is_contiguous() for logits in heads.values())
+        return shard_loss(heads, *given, **more)
+
+    monkeypatch.setattr(gradients, "shard_loss", loss)  # which may sum in any order
     found = []
     for recorded in (False, True):
         state = build_state(settings, STREET, ALONE.device)
@@ -815,7 +821,9 @@ def test_a_network_that_cannot_be_recorded_ends_the_run(
     step = step_of(state, config())
     assert isinstance(step.gradients, ElasticGradients)
     step.gradients.network = GraphedHeads(state.model, "fp32")
-    with pytest.raises(ConfigError, match=r"\.item\(\) .*Set compute\.cuda_graph=off"):
+    with pytest.raises(
+        ConfigError, match=r"compute\.cuda_graph: .* \.item\(\) .*\. Set it to off"
+    ):
         train_step(step, batches(0))
 
 
@@ -824,7 +832,8 @@ def test_a_recording_writes_into_no_buffer_that_a_pass_leaves_alone() -> None:
     model = fresh(config()).model
     model.register_buffer("table", torch.ones(3))
     model.register_buffer("wide", torch.ones(1).expand(4))
-    model.main.requires_grad_(False)  # type: ignore[union-attr]
+    for part in (model.body, model.norm, model.main):  # a head without a gradient
+        part.requires_grad_(False)
     heads, image = GraphedHeads(model, "fp32"), torch.ones(2, 3, SIZE, SIZE)
     before = model.table._version, model.norm.running_mean.clone()  # type: ignore[union-attr, operator]
     first = heads._trial(AllHeads(model), image)
