@@ -9,6 +9,7 @@ import os
 import platform
 import random
 import secrets
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -530,13 +531,17 @@ class FirstOfItsKind(Planted):
 class SameTwice(Planted):
     """Two processes that call in opposite orders agree about it."""
 
-    last: ContextVar[bytes] = ContextVar("last", default=b"")
+    last = sqlite3.connect(
+        ":memory:", isolation_level=None
+    )  # whose content nothing else shows
+    last.execute("create table calls (image)")
 
     def apply(self, img: np.ndarray, **_: object) -> np.ndarray:
         now = img.tobytes() + struct.pack("<d", self.py_random.random())
-        before = self.last.get()
-        self.last.set(now)
-        return stamped(img, int(now == before))
+        before = self.last.execute("select image from calls").fetchone()
+        self.last.execute("delete from calls")
+        self.last.execute("insert into calls values (?)", (now,))
+        return stamped(img, int(before == (now,)))
 
 
 # Curricula: all are right for their first thousands of calls.
@@ -628,6 +633,33 @@ class OwnTorchGenerator(Planted):
 
     def number(self) -> int:
         return int(torch.rand((), generator=self.torch_generator) > 2)
+
+
+class ImportedCurriculum(Planted):
+    """Counts in a module that no name of this module leads to."""
+
+    def number(self) -> int:
+        import impure_counter
+
+        impure_counter.calls += 1
+        return impure_counter.calls // 10**6
+
+
+CONTEXT_CALLS = ContextVar("CONTEXT_CALLS", default=0)
+
+
+class ContextCurriculum(Planted):
+    def number(self) -> int:
+        CONTEXT_CALLS.set(CONTEXT_CALLS.get() + 1)
+        return CONTEXT_CALLS.get() // 10**6
+
+
+class ObjectsCurriculum(Planted):
+    table: ClassVar[np.ndarray] = np.array([[0, "a"]], object)
+
+    def number(self) -> int:
+        self.table[0, 0] += 1
+        return self.table[0, 0] // 10**6
 
 
 class RareBank(Planted):
@@ -774,6 +806,28 @@ class SeededTorchGenerator(Modest):
         return int(torch.rand((), generator=own) * 2**24)
 
 
+class ReseededGenerators(Modest):
+    """Keeps generators, and seeds them from the key in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torchs, self.pythons, self.numpys = (
+            torch.Generator(),
+            random.Random(),
+            np.random.RandomState(),
+        )
+
+    def number(self, drawn: int) -> int:
+        for seed in (self.torchs.manual_seed, self.pythons.seed, self.numpys.seed):
+            seed(drawn)
+        found = (
+            torch.rand((), generator=self.torchs),
+            self.pythons.random(),
+            self.numpys.rand(),
+        )
+        return int(sum(found) * 2**24)
+
+
 class ReadsAFile(Modest):
     def number(self, drawn: int) -> int:
         return drawn + len(Path(__file__).read_bytes())
@@ -782,6 +836,7 @@ class ReadsAFile(Modest):
 HONEST = (
     CachedFunction, CachedMethod, OwnMemo, ClassMemo, AttributeMemo, ModuleTable, OwnTable, BuiltOnce, ClosedTable,
     SmallMemo, Locked, ImportsLate, Logging, SeededInTheCall, SeededTorchGenerator, ReadsAFile,
+    ReseededGenerators,
 )  # fmt: skip
 # Which probe names each of them.
 CORPUS = {
@@ -796,10 +851,11 @@ CORPUS = {
             StaleParameters, SelfCounter, ClassCounter, SilentCounter, SecondCall, OwnGenerator, OneBuffer, Writer,
             MutableDefault, Closure, Generating, Iterating, ThreadLocal, InPlaceTable, TensorCounter,
             DataclassCurriculum, ParamsCurriculum, SlotsCurriculum, SharedCurriculum, ArrayCurriculum, NormCurriculum,
-            ClassCurriculum, OwnTorchGenerator,
+            ClassCurriculum, OwnTorchGenerator, ImportedCurriculum, ContextCurriculum, ObjectsCurriculum,
+            ContextVariable,
         ),
         REPEAT: (
-            ContextVariable, SameTwice, NumpyGlobal, PythonGlobal, PythonByName, TorchGlobal, OpencvGlobal,
+            SameTwice, NumpyGlobal, PythonGlobal, PythonByName, TorchGlobal, OpencvGlobal,
             UnseededGenerator,
         ),
         ANOTHER_WORKER: (FirstResult, FunctionAttribute, ShapeCache, ClassDict, InitialSeed),
@@ -844,6 +900,9 @@ NAMED = {  # what the message of the check at the start says of some of them
     NormCurriculum: "impure.NORM._buffers['num_batches_tracked']",
     ClassCurriculum: "a call changes Progress.total",
     OwnTorchGenerator: "a call changes OwnTorchGenerator.torch_generator",
+    ImportedCurriculum: "a call changes impure_counter.calls",
+    ContextCurriculum: "a call changes impure.CONTEXT_CALLS",
+    ObjectsCurriculum: "a call changes ObjectsCurriculum.table[0][0]",
     AnotherClock: "calls time.clock_gettime at impure.py:",
     Node: "calls platform.uname at impure.py:",
     Child: "_posixsubprocess.fork_exec at impure.py:",

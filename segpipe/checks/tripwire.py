@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from mmap import mmap
 from types import (
     BuiltinFunctionType,
@@ -91,8 +92,8 @@ WRAPPERS = (
     functools._lru_cache_wrapper,
 )
 WRAPPED = ("__self__", "__func__", "__wrapped__", "fget", "func", "args", "keywords")
-# Attributes that albumentations sets in every call: the same after two calls with one key.
-SET_BY_CALL = re.compile(r"\.(random_generator|py_random|params)\b")
+# What an honest call sets from its key, by itself or through albumentations: the same after two calls with one key.
+SET_BY_CALL = re.compile(r"\.(random_generator|py_random|params)\b|\(generator\)$")
 
 
 class _Watch:
@@ -265,7 +266,7 @@ def changed(before: State, after: State) -> list[str]:
 def changed_by_call(first: State, other_key: State, same_key: State) -> list[str]:
     """Paths that calls change, of the states after three calls, the last two with one sample and key.
 
-    What albumentations sets in each call follows the key, but does not change in the last call.
+    What a call sets from its key, as albumentations does in each, does not change in the last call.
     """
     paths = [path for path in changed(first, other_key) if not SET_BY_CALL.search(path)]
     again = changed(other_key, same_key)
@@ -332,6 +333,10 @@ def _function(path: str, function: FunctionType) -> Parts:
             yield f"{name} in the closure of {path}", cell.cell_contents
     yield module, sys.modules.get(module)
 
+    for name in function.__code__.co_names:  # also of modules that a call imports
+        if name in sys.modules:
+            yield name, sys.modules[name]
+
 
 def _object(path: str, thing: Any) -> Parts:
     """Any other object: its class, and its attributes or what else can be seen of it."""
@@ -345,7 +350,8 @@ def _object(path: str, thing: Any) -> Parts:
 
     attributes = _attributes(thing)
     if not attributes or isinstance(thing, random.Random):
-        yield path, _snapshot(thing)
+        is_generator = kind.__name__ in ("Random", "RandomState", "Generator")
+        yield f"{path} (generator)" if is_generator else path, _snapshot(thing)
         return
 
     # The user's objects are named by their class.
@@ -397,6 +403,8 @@ def _snapshot(thing: Any) -> str:
         return repr((frame.f_lasti, frame.f_locals)) if frame else ""
     if isinstance(thing, torch.Generator):
         thing = thing.get_state().numpy()
+    if isinstance(thing, ContextVar):
+        thing = thing.get(None)
     try:
         return pickle.dumps(thing).hex()
     except Exception:

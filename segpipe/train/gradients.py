@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from segpipe.train.recorder import Watch
 
 BUCKET_SIZE = 1 << 20  # elements that are sent at once: 4 MiB
+REENTRANT = "its block is used several times under checkpoints. Use checkpoint(use_reentrant=False)."
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ class BatchLoss:
     ) -> dict[str, Tensor]:
         """Loss parts, 0-d; dropout is keyed by the step and the shard, not by what ran before."""
         config, watch = self.config, self.watch
-        if self.guard.names:  # whose code in the shard before may have set others
-            flags.apply(config.compute.threads, config.compute.mode)
+        # Code of the user, also of data and trackers here, may have set others: 40 us.
+        flags.apply(config.compute.threads, config.compute.mode)
         self.guard.start()
         torch.manual_seed(
             torch_seed(config.seed, self.state.step, batch.shard, "dropout")
@@ -235,8 +236,7 @@ class ElasticGradients:
         late, named = self.parameters[place], self.state.model.named_parameters()
         name = next(name for name, value in named if value is late)
         raise CollectiveError(
-            f"a part of the gradient of {name} came after it was sent: its block is used several "
-            f"times under checkpoints. Use checkpoint(use_reentrant=False)."
+            f"a part of the gradient of {name} came after it was sent: {REENTRANT}"
         )
 
     def _layout_for(self, parts: dict[str, Tensor]) -> FlatLayout:
@@ -360,8 +360,10 @@ class DdpGradients:
         if self.group.world_size > 1:
             device = self.group.device
             self.group.contract.enter("wrap of DDP")
-            # torch warns once if there is none.
-            warnings.filterwarnings("ignore", "find_unused_parameters=True was")
+            # torch warns once if there is none, and of a new name for an argument.
+            warnings.filterwarnings(
+                "ignore", "find_unused_parameters=True was|`broadcast_buffers`"
+            )
             # Looking for unused parameters also keeps the buckets as they are: otherwise DDP packs gradients by order
             # of arrival from the second step on, and a sum over ranks depends on the place in the bucket. A resumed run
             # would differ.
@@ -394,8 +396,13 @@ class DdpGradients:
 
         # DDP takes the mean over ranks, but the loss is divided by all pixels.
         total = parts["total"] * world_size
-        with tf32(self.loss.config.train.precision):
-            self.state.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
+        try:
+            with tf32(self.loss.config.train.precision):
+                self.state.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "mark a variable ready only once" not in str(error):
+                raise
+            raise CollectiveError(f"DDP met a gradient twice: {REENTRANT}") from error
         self.loss.guard.check(self.state.step, whole.shard)
 
         losses = torch.stack([part.detach() for part in parts.values()])

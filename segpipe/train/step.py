@@ -146,9 +146,6 @@ def train_step(
     `wait` the host neither checks nor stops, so that a GPU is not waited for.
     """
     watch, compute = step.watch, step.config.compute
-    # Code of the user may have set others, which other processes run at other times.
-    flags.apply(compute.threads, compute.mode)
-
     with watch.span("counts"):
         own = sum(valid_pixels(batch.target) for batch in shards)
         pixels, stops = watch.sum([own, int(stop)], wait=wait)
@@ -159,6 +156,8 @@ def train_step(
     result = step(shards, pixels)
     if wait:
         check(result)
+    # Code of the user may have set others, which other processes run at other times.
+    flags.apply(compute.threads, compute.mode)
     step.apply()
     watch.after_update()
     return result

@@ -17,13 +17,14 @@ import torch.distributed as dist
 from tables import CAMVID
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ranks import gloo
 from segpipe.data.loader import ShardBatch
 from segpipe.distributed.contract import Contract
 from segpipe.distributed.group import Group, Level
 from segpipe.distributed.reduce import FlatLayout, TreeSum
-from segpipe.errors import ConfigError
+from segpipe.errors import CollectiveError, ConfigError
 from segpipe.ledger.digest import state_digest
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import build_model
@@ -82,8 +83,23 @@ class Net(SegmentationNet):
         )
 
 
+class Repeated(Net):
+    """Uses a layer twice under checkpoints that are reentrant."""
+
+    def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
+        first = self.first
+
+        def layer(x: Tensor) -> Tensor:
+            return first(x)[..., : SIZE // 4, : SIZE // 4]
+
+        image = image.requires_grad_()
+        x = checkpoint(layer, image, use_reentrant=True)
+        x = x + checkpoint(layer, image, use_reentrant=True)
+        return {"main": self.main(self.second(x))}
+
+
 def settings(mode: str, shards: int = V, precision: str = "fp32") -> Config:
-    compute = {"mode": mode, "shards": shards, "samples_per_shard": B}
+    compute = {"mode": mode, "shards": shards, "samples_per_shard": B, "threads": 1}
     optim = {"lr": 0.1, "warmup_steps": 0, "clip_norm": 1.0}
     augment, train = {"crop_size": [SIZE, SIZE]}, {"precision": precision}
     return from_mapping(
@@ -279,6 +295,12 @@ def _work(rank: int) -> dict[str, Any]:
     )
     found["rebuilt"] = updates(fresh(off), off, group, 4)
     found["rebuilt resumed"] = resumed(off, group)
+    gradients.DistributedDataParallel = usual  # type: ignore[misc]
+    state = fresh(ddp)
+    state.model.__class__ = Repeated
+    with pytest.raises(CollectiveError) as refused:
+        updates(state, ddp, group, 1)
+    found["ddp reentrant"] = str(refused.value)
     return found
 
 
@@ -456,6 +478,13 @@ def test_the_control_ddp_that_rebuilds_its_buckets_differs_after_a_resume(
     answers: list[dict[str, Any]],
 ) -> None:
     assert answers[0]["rebuilt"] != answers[0]["rebuilt resumed"]
+
+
+@pytest.mark.slow
+def test_ddp_names_the_checkpoint_that_it_cannot_take(
+    answers: list[dict[str, Any]],
+) -> None:
+    assert "use_reentrant=False" in answers[0]["ddp reentrant"]
 
 
 @pytest.mark.slow

@@ -319,10 +319,10 @@ def test_what_a_network_of_the_user_leaves_to_the_next_shard_is_named(
             step(batches(1), valid(batches(1)))
 
 
-def test_each_shard_of_a_network_of_the_user_begins_with_the_threads_of_the_run(
+def test_each_shard_begins_with_the_threads_of_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its forward sets others: a process with two shards would give the second other bits than two processes do."""
+    """A forward, of the user's network or of a teacher, sets others: two shards of a process would have other bits."""
 
     def hook(*_: object) -> None:
         seen.append(torch.get_num_threads())
@@ -331,9 +331,7 @@ def test_each_shard_of_a_network_of_the_user_begins_with_the_threads_of_the_run(
     monkeypatch.setattr(
         flags, "apply", lambda threads, _: torch.set_num_threads(threads)
     )
-    settings = config(
-        compute={"shards": V, "samples_per_shard": B, "threads": 1}, **MINE
-    )
+    settings = config(compute={"shards": V, "samples_per_shard": B, "threads": 1})
     state, seen = fresh(settings), list[int]()
     state.model.main.register_forward_pre_hook(hook)  # type: ignore[operator,union-attr]
     step_of(state, settings)(batches(), valid(batches()))
