@@ -1,6 +1,7 @@
 # make setup | train | race-demo | elastic-demo | test | check | wheels | docs | site | sbom. Everything runs in .venv, made from the locked requirements.txt.
 PYTHON ?= python3
 RUN := .venv/bin/python
+PACKAGES := .venv/.packages
 READY := .venv/.ready
 # The suite starts hundreds of processes, and each would compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -8,12 +9,13 @@ PIP := $(RUN) -m pip install --disable-pip-version-check --no-input --quiet
 # make setup CPU=1 (or train, ...) leaves out 3 GB of CUDA; torch is then what pip finds for this, and torchvision is missing.
 TORCH ?= torch>=2.11
 
-.PHONY: setup train race-demo elastic-demo test quick mutants check wheels docs site sbom lock clean
+.PHONY: setup packages train race-demo elastic-demo test quick mutants check wheels docs site sbom lock clean
 
 setup: $(READY)
+packages: $(PACKAGES)
 
-# segpipe is installed from this folder, so that a change of the source takes effect at once.
-$(READY): requirements.txt pyproject.toml
+# All but segpipe itself: a layer of an image that only the lock changes.
+$(PACKAGES): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 ifdef CPU
@@ -23,6 +25,10 @@ ifdef CPU
 else
 	$(PIP) --require-hashes -r requirements.txt
 endif
+	@touch $@
+
+# segpipe is installed from this folder, so that a change of the source takes effect at once.
+$(READY): $(PACKAGES) pyproject.toml
 	$(PIP) --no-deps --no-build-isolation --editable .
 	$(RUN) -c 'import torch, albumentations, cv2; print("torch", torch.__version__)'
 	@touch $@
