@@ -119,10 +119,10 @@ def _drive(size: tuple[int, int]) -> Iterator[NDArray[np.uint8]]:
         class Moved(Canvas):
             def __init__(self, *given: Any, share: float = share) -> None:
                 super().__init__(*given)
-                self.side += 3.0 * share - 1.5
-                self.heading += 0.05 * (share - 0.5)
-                self.column += 0.1 * self.focal * (share - 0.5)
-                self.focal *= 1 + 0.25 * share
+                self.view["side"] += 3.0 * share - 1.5
+                self.view["heading"] += 0.05 * (share - 0.5)
+                self.view["column"] += 0.1 * self.view["focal"] * (share - 0.5)
+                self.view["focal"] *= 1 + 0.25 * share
 
         with patch.object(scenes, "Canvas", Moved):
             key = sample_key(0, 0, SCENE, "scene/val")

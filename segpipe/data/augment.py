@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 # Or the import of albumentations asks the network for a newer release.
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -35,10 +35,8 @@ from segpipe import IGNORE_INDEX, plugins
 from segpipe.data import Float64, Size, Uint8
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.keys import generator
+from segpipe.settings.groups import AugmentConfig
 from segpipe.settings.setting import nearest
-
-if TYPE_CHECKING:
-    from segpipe.settings.groups import AugmentConfig
 
 KEY = "augment.extra"
 # Called with a transform's name and its input image and target.
@@ -156,15 +154,11 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
         **_: Any,
     ) -> Uint8:
         """The part `source` of the array, resized to `place` in a crop that is `fill` elsewhere."""
-        part = array[source]
         rows, columns = place
         size = rows.stop - rows.start, columns.stop - columns.start
-        resized = part.shape[:2] != size
-        if resized:
-            part = _resized(part, size, how)
+        part = _resized(array[source], size, how)
         if size == self.crop_size:
-            # Never memory of the sample, which others may read.
-            return np.asarray(part if resized else part.copy())
+            return part
 
         height, width = self.crop_size
         padded = cv2.copyMakeBorder(
@@ -182,6 +176,9 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
 def _resized(part: Uint8, size: Size, how: int) -> Uint8:
     """`part` at (height, width) `size`. Colors go through four channels, which OpenCV resizes in half the time of
     three; its exact resampling treats each channel alone, so that the bytes are the same."""
+    if part.shape[:2] == size:
+        # Never memory of the sample, which others may read.
+        return part.copy()
     if part.ndim == 2:
         return np.asarray(cv2.resize(part, size[::-1], interpolation=how))
     wide = cv2.cvtColor(part, cv2.COLOR_RGB2RGBA)

@@ -195,7 +195,8 @@ class FileSamples(DataSet):
         return pixels[:-2]
 
     def content(self, index: int) -> Int64:
-        return content_of(self.table, *self.facts.mask(self.pairs[index].mask))
+        known = self.facts.whole(self.pairs[index].mask, mask=True)
+        return content_of(self.table, known.header, known.values)
 
     def countable(self) -> list[int]:
         return list(range(len(self)))
@@ -311,7 +312,7 @@ class PluginSamples(DataSet):
     classes: ClassTable
     path: str  # import path of the class
     split: str
-    root: str = "."
+    root: str
 
     def __len__(self) -> int:
         return len(self.source)

@@ -5,14 +5,12 @@ FOLDER/.segpipe-cache/facts, or in the user's cache if the folder cannot be writ
 that the next start reads what changed. A fault is never kept: its file is read again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +35,7 @@ from segpipe.files import read_json, sha256_of, write_atomically
 
 CACHE = ".segpipe-cache/facts"  # no reader of a data set looks into hidden folders
 # Raise the number when a reader returns something else; so may new decoders.
-FORMAT = f"3 {cv2.__version__} {PIL.__version__}"
+FORMAT = f"4 {cv2.__version__} {PIL.__version__}"
 # A file that changes twice within a tick of the clock (4 ms, on some file systems 10)
 # has the same times: what was read of it within this time is not kept.
 SETTLED_NS = 50_000_000
@@ -48,10 +46,9 @@ class Known(NamedTuple):
 
     state: State
     header: Header
-    sha256: str = (
-        ""  # empty: only the header was read, else all of it, and it can be decoded
-    )
-    values: MaskValues | None = None  # of a mask
+    # Empty: only the header was read, else all of it, and it can be decoded.
+    sha256: str = ""
+    values: MaskValues = MaskValues("", [], True)  # of a mask
 
 
 class Facts:
@@ -59,50 +56,42 @@ class Facts:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self._files: dict[str, list[Any]] | None = None  # as JSON has them
-        self._learned: dict[str, Known] = {}
         self._news = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return facts_of, (self.root,)
 
+    @cached_property
+    def _files(self) -> dict[str, Known]:
+        """What was read of each file, now or at an earlier start, by its path from the folder."""
+        return self._kept()
+
     def header(self, path: str) -> Header:
         """Header of a picture file. Raises DataError for a damaged one."""
         known = self._known(path) or self._learn(
-            path, lambda state: Known(state, read_header(path))
+            path, Known(state_of(path), read_header(path))
         )
         return known.header
 
-    def mask(self, path: str, check: Check = anything) -> tuple[Header, MaskValues]:
-        """Header of a mask file, and what it holds. Raises DataError for a damaged one.
+    def whole(self, path: str, check: Check = anything, *, mask: bool) -> Known:
+        """What is known of an image or mask file that was decoded. Raises DataError for a damaged one.
 
         `check` may refuse its header before it is decoded.
         """
-        known = self._whole(path, check, mask=True)
-        assert known.values is not None
-        return known.header, known.values
-
-    def image(self, path: str, check: Check = anything) -> Header:
-        """Header of an image that can be decoded; as for `mask`."""
-        return self._whole(path, check, mask=False).header
-
-    def _whole(self, path: str, check: Check, *, mask: bool) -> Known:
-        """What is known of a file that was decoded."""
         known = self._known(path)
-        if known and known.sha256 and (known.values or not mask):
+        if known and known.sha256 and (known.values.kind or not mask):
             check(known.header)
             return known
 
-        def read(state: State) -> Known:
-            content = read_file(path)
-            digest = sha256_of(content)
-            if mask:
-                found = mask_of(content, path, check)
-                return Known(state, found.header, digest, values_of(found))
+        state, content = state_of(path), read_file(path)
+        digest = sha256_of(content)
+        if mask:
+            found = mask_of(content, path, check)
+            known = Known(state, found.header, digest, values_of(found))
+        else:
             header, _ = image_of(content, path, check)
-            return Known(state, header, digest)
-
-        return self._learn(path, read)
+            known = Known(state, header, digest)
+        return self._learn(path, known)
 
     def hashes(self, paths: Iterable[str]) -> dict[str, str]:
         """SHA-256 of those files of which all was read, as they were then."""
@@ -114,14 +103,14 @@ class Facts:
 
     def forget(self, path: str) -> None:
         """Drop what was learned of a file."""
-        self._learned.pop(self.below(path), None)
+        self._files.pop(self.below(path), None)
 
     def keep(self) -> None:
         """Write what was learned; of a folder that cannot be written, nothing is kept."""
         if not self._news:
             return
         # Other processes may have written meanwhile.
-        files = self._load() | (self._files or {}) | self._learned
+        files = self._kept() | self._files
         text = json.dumps([FORMAT, files], separators=(",", ":")).encode()
         for path in self._places():
             with suppress(OSError, CheckpointError):
@@ -133,23 +122,12 @@ class Facts:
 
     def _known(self, path: str) -> Known | None:
         """What is known of the file as it is now."""
-        if self._files is None:
-            self._files = self._load()
-        key = self.below(path)
-        known = self._learned.get(key)
-        if known is None:
-            if key not in self._files:
-                return None
-            state, header, digest, values = self._files[key]
-            read = MaskValues.of_json(values) if values else None
-            known = self._learned[key] = Known(state, Header(*header), digest, read)
-        return known if known.state == state_of(path) else None
+        known = self._files.get(self.below(path))
+        return known if known and known.state == state_of(path) else None
 
-    def _learn(self, path: str, read: Callable[[State], Known]) -> Known:
-        state = state_of(path)
-        known = read(state)
-        if time.time_ns() - max(state[1:]) > SETTLED_NS:
-            self._learned[self.below(path)] = known
+    def _learn(self, path: str, known: Known) -> Known:
+        if time.time_ns() - max(known.state[1:]) > SETTLED_NS:
+            self._files[self.below(path)] = known
             self._news = True
         return known
 
@@ -169,13 +147,21 @@ class Facts:
             name = sha256_of(os.path.abspath(self.root).encode())
             yield folder / "segpipe" / f"facts-{name[:16]}"
 
-    def _load(self) -> dict[str, list[Any]]:
+    def _kept(self) -> dict[str, Known]:
         """The facts that were kept; none if there is no file, or it is torn or of another format."""
         for path in self._places():
             with suppress(OSError, ValueError):
                 written_as, files = read_json(path)
                 if written_as == FORMAT:
-                    return dict(files)
+                    return {
+                        path: Known(
+                            state,
+                            Header(*header),
+                            digest,
+                            MaskValues(*values),
+                        )
+                        for path, (state, header, digest, values) in files.items()
+                    }
         return {}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -15,16 +16,14 @@ from torch import Tensor
 
 from segpipe.data import Sample
 from segpipe.data.order import Member, Order, Request, StepShard, requests
-from segpipe.data.ring import Delivery, deliver
+from segpipe.data.ring import Delivery, Take, deliver
 from segpipe.keys import sample_key
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter
     from segpipe.data.data_set import Samples
-    from segpipe.data.ring import Take
     from segpipe.data.samples import CachedSamples
 
-ID_BYTES = 16  # of a sample: epoch and index, int64
 # Of a slot for a whole image: 268 million pixels. Only what an image covers is used.
 WHOLE_BYTES = 2**30
 # Called in a worker: the augmented sample, and what is compared of it; the last argument: made again.
@@ -101,28 +100,25 @@ def train_batches(
     )
     with closing(stream):
         for header, data in stream:
-            image, target, ids = _views(data, header.shape)
+            image, target = _views(data, header.shape)
             if header.made:
                 assert repeats is not None
-                _compare(repeats, header, image, target, ids)
+                _compare(repeats, header, image, target)
             if header.place is not None:
                 step, shard = header.place
-                epoch, index = ids
+                epoch, index = torch.tensor(header.members).unbind(1)
                 yield ShardBatch(step, shard, image, target, epoch, index)
 
 
-def _compare(
-    repeats: Repeats, header: _Header, image: Tensor, target: Tensor, ids: Tensor
-) -> None:
+def _compare(repeats: Repeats, header: _Header, image: Tensor, target: Tensor) -> None:
     """Hand the watched samples of a batch to `repeats`."""
     for row, made in header.made:
-        epoch, index = ids[:, row].tolist()
+        member = header.members[row]
         pixels = image[row].numpy(), target[row].numpy()
         if header.place is None:
-            repeats.compare((epoch, index), pixels, made)
+            repeats.compare(member, pixels, made)
         else:  # held for long: a copy leaves the slot to the next batch
-            copies = pixels[0].copy(), pixels[1].copy()
-            repeats.hold((epoch, index), copies, made)
+            repeats.hold(member, (pixels[0].copy(), pixels[1].copy()), made)
 
 
 def eval_images(
@@ -140,8 +136,7 @@ def eval_images(
     `train_batches` does.
     """
     missing = [index for index in indices if cache is None or index not in cache]
-    workers = workers if missing else 0
-    stream = deliver(
+    stream = deliver(  # starts no worker before an image is asked for
         _Images(samples),
         missing,
         Delivery(workers, start_method, WHOLE_BYTES, spare=2, timeout_s=timeout_s),
@@ -150,40 +145,36 @@ def eval_images(
         for index in indices:
             if cache is not None and index in cache:
                 # Copies: what is kept is read-only.
-                image, target = (part[None].copy() for part in cache.read(index))
-                yield index, torch.from_numpy(image), torch.from_numpy(target)
+                image, target = (torch.tensor(part[None]) for part in cache.read(index))
+                yield index, image, target
                 continue
             header, data = next(stream)
             views = _views(data, header.shape)
             if cache is not None:
-                cache.keep(index, *(part[0].numpy().copy() for part in views[:2]))
-            yield index, *views[:2]
+                cache.keep(index, *(part[0].numpy().copy() for part in views))
+            yield index, *views
 
 
 class _Header(NamedTuple):
     """What a worker sends beside the pixels."""
 
     shape: tuple[int, int, int]  # samples, height, width
+    members: tuple[Member, ...] = ()
     place: StepShard | None = None  # of a shard batch, see Request
     # Rows of watched samples, and what is compared of them.
     made: tuple[tuple[int, Any], ...] = ()
 
 
 def part_bytes(shape: tuple[int, int, int]) -> list[int]:
-    """Bytes of ids, images and targets of an item of (samples, height, width), as they lie in memory."""
-    num, height, width = shape
-    pixels = num * height * width
-    return [ID_BYTES * num, 3 * pixels, pixels]
+    """Bytes of images and targets of an item of (samples, height, width), as they lie in memory."""
+    pixels = prod(shape)
+    return [3 * pixels, pixels]
 
 
-def _views(data: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Image (b, H, W, 3), target (b, H, W), ids int64 (2, b) in flat memory."""
-    ids, image, target = torch.split(data, part_bytes(shape))
-    return (
-        image.view(*shape, 3),
-        target.view(shape),
-        ids.view(torch.int64).view(2, shape[0]),
-    )
+def _views(data: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """Image (b, H, W, 3) and target (b, H, W) in flat memory."""
+    image, target = torch.split(data, part_bytes(shape))
+    return image.view(*shape, 3), target.view(shape)
 
 
 class _Shards(NamedTuple):
@@ -199,7 +190,7 @@ class _Shards(NamedTuple):
         height, width = self.augmenter.config.crop_size
         shape = (len(request.members), height, width)
         data = take(sum(part_bytes(shape)))
-        image, target, ids = (part.numpy() for part in _views(data, shape))
+        image, target = (part.numpy() for part in _views(data, shape))
         made = []
         for row, (epoch, index) in enumerate(request.members):
             key = sample_key(self.seed, epoch, index, "augment")
@@ -212,9 +203,8 @@ class _Shards(NamedTuple):
             else:
                 crop = self.augmenter(*pixels, key)
             image[row], target[row] = crop
-            ids[:, row] = epoch, index
 
-        return _Header(shape, request.place, tuple(made)), data
+        return _Header(shape, request.members, request.place, tuple(made)), data
 
     def label(self, request: Request) -> str:
         """The samples of the batch."""

@@ -29,7 +29,6 @@ from segpipe.data.readers import (
     Header,
     MaskValues,
     RawMask,
-    count_ids,
     packed,
     read_header,
     read_mask,
@@ -90,25 +89,25 @@ def content_of(table: MaskTable, header: Header, values: MaskValues) -> Int64:
     """Pixels of each class in a mask file, of ignored ones, and of values that the table lacks, int64 (C + 2,)."""
     pixels = np.zeros(table.classes.num_classes + 2, np.int64)
     file = header.layout, header.bits, values.kind, values.opaque
-    for number, count in values.pixels.items():
-        key = (*file, number, *values.palette.get(number, ()))
+    for number, count, *color in values.rows:
+        key = (*file, number, *color)
         if key not in table.places:
-            table.places[key] = _place(table, header, values, number)
+            table.places[key] = _place(table, header, values, number, color)
         pixels[table.places[key]] += count
 
     return pixels
 
 
-def _place(table: MaskTable, header: Header, values: MaskValues, number: int) -> int:
+def _place(
+    table: MaskTable, header: Header, values: MaskValues, number: int, color: list[int]
+) -> int:
     """Index in what `content_of` returns at which the pixels of this value are counted."""
     if values.kind == "colors":
         alpha = OPAQUE << 24 if values.opaque else 0
         rgba = np.array([[[number | alpha]]], "<u4")
         mask = RawMask(header, rgba.view(np.uint8))
     else:
-        palette = None
-        if color := values.palette.get(number):
-            palette = np.full((number + 1, 4), color, np.uint8)
+        palette = np.full((number + 1, 4), color, np.uint8) if color else None
         mask = RawMask(header, np.array([[number]], np.uint16), palette)
     try:
         train = int(target_of(table, mask, "")[0, 0])
@@ -133,7 +132,7 @@ def _rgba(mask: RawMask, path: str) -> Uint8:
 
 def _check_palette(table: MaskTable, palette: Uint8, ids: Pixels, path: str) -> None:
     """Raise DataError where an index means one class as an id and another one by its color."""
-    for index in count_ids(ids):
+    for index in np.flatnonzero(np.bincount(ids.ravel())).tolist():
         red, green, blue, _ = palette[index].tolist()
         by_id = table.classes.train_ids.get(index, IGNORE_INDEX)
         by_color = table.colors.get((red, green, blue), by_id)

@@ -104,10 +104,10 @@ MASK_ENDINGS = (
 )
 # What lies beside pictures and is none, by suffix, or by name where there is no suffix.
 COMPANIONS = (
-    *(".json", ".xml", ".txt", ".csv", ".md", ".yaml", ".yml", ".html", ".pdf", ".log"),
-    *(".ini", ".db", ".mat", ".py", ".zip", ".tar", ".gz", ".color", ".part"),
-    *("readme", "license", "licence", "copying", "notice", "makefile", "md5sums"),
-)
+    ".json", ".xml", ".txt", ".csv", ".md", ".yaml", ".yml", ".html", ".pdf", ".log", ".ini", ".db", ".mat", ".py",
+    ".zip", ".tar", ".gz", ".color", ".part",
+    "readme", "license", "licence", "copying", "notice", "makefile", "md5sums",
+)  # fmt: skip
 PACKED = (".zip", ".gz", ".part")  # behind the suffix of a picture, no companion
 MOST_UNREAD = 0.05  # share of the files of a folder that may be of unknown formats
 Files = dict[str, str]  # pictures by their relative path without suffix

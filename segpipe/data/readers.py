@@ -5,8 +5,6 @@ is that of the content; the suffix does not matter. OpenCV fills the missing par
 and carries on, so the end of every PNG and JPEG is checked first.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re
@@ -28,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, TiffImagePlugin
 
-from segpipe.data import Int64, Pixels, Size, Uint8
+from segpipe.data import Int64, Size, Uint8
 from segpipe.disk import PASSING, patiently
 from segpipe.errors import DataError
 
@@ -46,7 +44,6 @@ LAYOUTS = {
 }
 WIDE = ("I", "I;16", "I;16B")  # modes of 16 bits
 ORIENTATION_TAG = 0x0112
-TIFF_BITS, TIFF_PHOTOMETRIC = 258, 262
 TRUNCATED = "is truncated: it ends before the picture does. Copy it again."
 WRITE_PNG = "Write it as PNG."
 LOSSY = (
@@ -190,7 +187,7 @@ def image_of(
         image, header = _opened(content)
         check(header)
         turn = is_turned(header, size, exif, path)
-        if content.startswith(PNG[0]):
+        if image is None:
             _check_checksums(content)
         if image is None or content.startswith(JPEG[0]):
             stored = 0 if turn else cv2.IMREAD_IGNORE_ORIENTATION
@@ -264,17 +261,9 @@ class MaskValues(NamedTuple):
     """
 
     kind: str  # ids or colors, as they are stored
-    pixels: dict[int, int]  # of each id or color
-    palette: dict[int, list[int]]  # RGBA of each index that occurs
+    # Of each id or color that occurs: its number, its pixels, and in a palette file the RGBA of the index.
+    rows: list[list[int]]
     opaque: bool  # no pixel of a file of colors is transparent
-
-    @classmethod
-    def of_json(cls, row: list[Any]) -> MaskValues:
-        """From the lists and texts that JSON makes of it."""
-        kind, pixels, palette, opaque = row
-        counts = {int(number): count for number, count in pixels.items()}
-        colors = {int(index): color for index, color in palette.items()}
-        return cls(kind, counts, colors, opaque)
 
     def value(self, number: int) -> Value:
         """The id or color that a number stands for."""
@@ -286,31 +275,20 @@ class MaskValues(NamedTuple):
 def values_of(mask: RawMask) -> MaskValues:
     """What a mask holds."""
     if mask.is_colored:
+        # Sorts the starts of runs of equal pixels only, which are few in a mask.
+        numbers = packed(mask.pixels) & 0xFFFFFF
+        starts, lengths = runs(numbers)
+        colors, places = np.unique(numbers[starts], return_inverse=True)
+        pixels = np.bincount(places, lengths).astype(np.int64)
         opaque = bool((mask.pixels[..., 3] == OPAQUE).all())
-        return MaskValues("colors", _count_colors(mask.pixels), {}, opaque)
+        return MaskValues("colors", np.column_stack([colors, pixels]).tolist(), opaque)
 
-    pixels = count_ids(mask.pixels)
-    palette = {}
-    if mask.palette is not None:
-        palette = {index: mask.palette[index].tolist() for index in pixels}
-
-    return MaskValues("ids", pixels, palette, True)
-
-
-def count_ids(ids: Pixels) -> dict[int, int]:
-    """Pixels of each id that occurs."""
-    counts = np.bincount(ids.ravel())
+    counts = np.bincount(mask.pixels.ravel())
     present = np.flatnonzero(counts)
-    return dict(zip(present.tolist(), counts[present].tolist(), strict=True))
-
-
-def _count_colors(rgba: Uint8) -> dict[int, int]:
-    """Pixels of each color. Sorts the starts of runs of equal pixels only, which are few in a mask."""
-    numbers = packed(rgba) & 0xFFFFFF
-    starts, lengths = runs(numbers)
-    colors, places = np.unique(numbers[starts], return_inverse=True)
-    counts = np.bincount(places, lengths).astype(np.int64)
-    return dict(zip(colors.tolist(), counts.tolist(), strict=True))
+    columns: list[NDArray[Any]] = [present, counts[present]]
+    if mask.palette is not None:
+        columns.append(mask.palette[present])
+    return MaskValues("ids", np.column_stack(columns).tolist(), True)
 
 
 def packed(rgba: Uint8) -> NDArray[np.uint32]:
@@ -458,7 +436,7 @@ def _header(image: Image.Image) -> Header:
 
     bits = 16 if image.mode in WIDE else 8
     if isinstance(image, TiffImagePlugin.TiffImageFile):
-        bits = image.tag_v2.get(TIFF_BITS, (1,))[0]
+        bits = image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))[0]
         if image.tag_v2.get(ORIENTATION_TAG, 1) != 1:
             raise ValueError(
                 "names an orientation, which decoders treat differently in TIFF. Write it upright."
@@ -476,7 +454,7 @@ def _mask_fault(image: Image.Image, layout: str, bits: int) -> str:
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         if "jpeg" in str(image.info.get("compression")):
             return LOSSY.format("JPEG inside TIFF")
-        if image.tag_v2.get(TIFF_PHOTOMETRIC) == 0:
+        if image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
             return f"its grey values are inverted. {WRITE_PNG}"
 
     if bits not in (8, 16) or (layout == "color" and bits != 8):

@@ -9,8 +9,6 @@ gone, on CUDA when the copies queued until then are done. If the caller keeps mo
 it gets copies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler
@@ -71,9 +69,8 @@ class Delivery(NamedTuple):
     workers: int
     start_method: str
     slot_bytes: int  # for the largest item
-    spare: (
-        int  # slots beside those of items made ahead, for items that the caller keeps
-    )
+    # Slots beside those of items made ahead, for items that the caller keeps.
+    spare: int
     prefetch: int = 2  # items that each process makes ahead
     pinned: bool = False
     timeout_s: float = 300.0
@@ -303,15 +300,14 @@ class Ring:
         process = self._processes[worker]
         process.join(EXIT_S)
         code = process.exitcode
-        if code is None or code >= 0:
-            return DataError(
-                f"loader worker {worker} ended with exit code {code}{self._label(worker)}. Set data.workers=0 to see "
-                f"its error. {CONTINUE}"
-            )
-        crash = "a crash inside a library. Set data.workers=0 to see where"
+        end = f"ended with exit code {code}"
+        reason = ". Set data.workers=0 to see its error"
+        if code is not None and code < 0:
+            end = f"was killed by signal {-code}"
+            crash = "a crash inside a library. Set data.workers=0 to see where"
+            reason = f": {REASONS.get(-code, crash)}"
         return DataError(
-            f"loader worker {worker} was killed by signal {-code}{self._label(worker)}: {REASONS.get(-code, crash)}. "
-            f"{CONTINUE}"
+            f"loader worker {worker} {end}{self._label(worker)}{reason}. {CONTINUE}"
         )
 
     def _hang(self, worker: int) -> DataError:

@@ -7,8 +7,6 @@ The classes of a mixture (`data.mix`) are those of its main set: of data.root if
 Training reads all entries, validation the main set.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,12 +37,9 @@ from segpipe.data.pairs import Scan, scan
 from segpipe.data.readers import Progress, R, silent, threaded
 from segpipe.errors import DataError
 from segpipe.plugins import is_path
-from segpipe.settings.groups import FILE_SETS
+from segpipe.settings.config import Config
+from segpipe.settings.groups import FILE_SETS, DataConfig
 from segpipe.settings.setting import nearest
-
-if TYPE_CHECKING:
-    from segpipe.settings.config import Config
-    from segpipe.settings.groups import DataConfig
 
 IGNORE = "ignore"  # in the map of a mixture: pixels of the class enter neither loss nor score
 LEAST_SIDE = 4  # pixels; Fast-SCNN convolves without padding at stride 2
@@ -99,18 +94,6 @@ class CachedSamples:
         return image, target
 
 
-class DataPart(NamedTuple):
-    """One data set: how to open it, and its place in a mixture."""
-
-    data: DataConfig  # without a mixture
-    split: str
-    key: str = ""  # data.mix[n]; empty if it is not part of a mixture
-    label: str = ""  # for names of samples: that of its folder
-    weight: float | None = None
-    # Class of this set: class of the shared table, or IGNORE.
-    names: Mapping[str, str] | None = None
-
-
 def main_set(data: DataConfig) -> DataConfig:
     """The set that has the shared class table and the validation split."""
     if data.root or not data.mix:
@@ -118,27 +101,19 @@ def main_set(data: DataConfig) -> DataConfig:
     return _entry(data, data.mix[0])
 
 
-def parts(data: DataConfig, split: str) -> list[DataPart]:
-    """The sets that a split consists of: all entries of data.mix for "train", the main set for another split."""
-    if not data.mix or split != "train":
-        return [DataPart(main_set(data), split)]
+def parts(data: DataConfig, splits: Iterable[str]) -> list[tuple[DataConfig, str]]:
+    """The sets that splits consist of, each without a mixture, and the split of each.
 
-    found: list[DataPart] = []
-    for number, entry in enumerate(data.mix):
-        one = _entry(data, entry)
-        label = one.name if one.name == "synthetic" else Path(one.root).resolve().name
-        if any(part.label == label for part in found):
-            label = f"{label}#{number}"
-        part = DataPart(
-            one,
-            str(entry.get("split", split)),
-            f"data.mix[{number}]",
-            label,
-            entry.get("weight"),
-            {str(key): str(value) for key, value in entry.get("map", {}).items()},
-        )
-        found.append(part)
-
+    All entries of data.mix for "train", the main set for another split.
+    """
+    found: list[tuple[DataConfig, str]] = []
+    for split in splits:
+        if data.mix and split == "train":
+            found += [
+                (_entry(data, entry), entry.get("split", split)) for entry in data.mix
+            ]
+        else:
+            found.append((main_set(data), split))
     return found
 
 
@@ -148,24 +123,18 @@ def _entry(data: DataConfig, entry: Mapping[str, Any]) -> DataConfig:
     kind = "folder" if "root" in entry and data.name == "synthetic" else data.name
     return replace(
         data,
-        name=str(entry.get("name", kind)),
-        root=str(entry.get("root", "" if own else data.root)),
-        classes=str(entry.get("classes", "" if own else data.classes)),
+        name=entry.get("name", kind),
+        root=entry.get("root", "" if own else data.root),
+        classes=entry.get("classes", "" if own else data.classes),
         mix=[],
     )
 
 
-def all_parts(data: DataConfig, splits: Iterable[str]) -> list[DataPart]:
-    """The sets of all splits."""
-    return [part for split in splits for part in parts(data, split)]
-
-
 def absent_root(data: DataConfig) -> str:
     """The first folder of the data that does not exist here; empty if all do, or there is none."""
-    for part in all_parts(data, ("train", data.split)):
-        root = part.data.root
-        if part.data.name != "synthetic" and not Path(root).is_dir():
-            return root
+    for part, _ in parts(data, ("train", data.split)):
+        if part.name != "synthetic" and not Path(part.root).is_dir():
+            return part.root
     return ""
 
 
@@ -218,9 +187,10 @@ def open_readable(
 
 
 def _open(data: DataConfig, split: str, seed: int) -> DataSet:
-    """The samples of a split, or of a mixture."""
-    if data.mix:
-        return _open_mixture(data, split, seed)
+    """The samples of a split: of all sets of data.mix for training, else of the main set."""
+    if data.mix and split == "train":
+        return _open_mixture(data, seed)
+    data = main_set(data)
     if data.name == "synthetic":
         num = data.num_train if split == "train" else data.num_val
         return SyntheticSamples(seed, split, num, (data.size[0], data.size[1]))
@@ -255,31 +225,34 @@ def file_samples(data: DataConfig, found: Scan) -> FileSamples:
     )
 
 
-def _open_mixture(data: DataConfig, split: str, seed: int) -> DataSet:
-    """All sets of data.mix for training; for another split the main set."""
-    found = parts(data, split)
-    opened = [_open(part.data, part.split, seed) for part in found]
-    if not found[0].key:
-        return opened[0]
-
+def _open_mixture(data: DataConfig, seed: int) -> DataSet:
+    """All sets of data.mix."""
     main = main_set(data)
-    own = [one for part, one in zip(found, opened, strict=True) if part.data == main]
+    found = [(part, _open(part, split, seed)) for part, split in parts(data, ["train"])]
+    own = [one for part, one in found if part == main]
     shared = (own[0] if own else _open(main, data.split, seed)).classes
-    sets = []
-    for part, one in zip(found, opened, strict=True):
-        weight = float(len(one)) if part.weight is None else part.weight
-        ids = _shared_ids(part, one.classes, shared)
-        sets.append(SubSet(part.label, one, weight, part.key, ids))
+    sets: list[SubSet] = []
+    for number, (entry, (part, one)) in enumerate(zip(data.mix, found, strict=True)):
+        label = part.name
+        if label != "synthetic":
+            label = Path(part.root).resolve().name
+        if any(other.label == label for other in sets):
+            label = f"{label}#{number}"
+        weight = float(entry.get("weight", len(one)))
+        subset = SubSet(label, one, weight, f"data.mix[{number}]")
+        ids = _shared_ids(subset, entry.get("map", {}), shared)
+        sets.append(subset._replace(ids=ids))
     return MixedSamples(shared, tuple(sets))
 
 
-def _shared_ids(part: DataPart, own: ClassTable, shared: ClassTable) -> Uint8:
+def _shared_ids(part: SubSet, names: Mapping[str, str], shared: ClassTable) -> Uint8:
     """Train id of the shared table for each train id of a set, uint8 (256,); 255 stays.
 
     Classes of one name are one class. Raises DataError for classes that are neither shared nor in the map, and for
     names in the map that do not exist.
     """
-    given = part.names or {}
+    given = {str(name): wanted for name, wanted in names.items()}
+    own = part.samples.classes
     where = f"{part.key}.map"
     choices = (*shared.names, IGNORE)
     for name, wanted in given.items():
@@ -432,7 +405,16 @@ def check_labelled(samples: DataSet) -> None:
         seen |= here
 
     if len(seen) == 1:
-        raise DataError(_single_class(samples, seen.pop()))
+        names = samples.classes.names
+        hint = ""
+        if len(names) == 2 and samples.content(0)[-2]:
+            hint = f" If 255 is a class: `ids: {{0: {names[0]}, 255: {names[1]}}}` and `ignore: []` in classes.yaml."
+        raise DataError(
+            f"{names[seen.pop()]} is the only class that occurs in the masks of the {len(samples)} training images: "
+            "every network that says nothing else scores 100 %. Check that the masks were exported with their objects "
+            "(many tools write black ones if not told otherwise), and that the rest of the image is a class, such as "
+            f"background, and not ignored.{hint}"
+        )
 
 
 def _classes_of(samples: DataSet, seen: set[int], enough: int) -> set[int]:
@@ -466,20 +448,4 @@ def _unlabelled(samples: DataSet, which: str, purpose: str) -> str:
         f"none of the {len(samples)} {which} has a labelled pixel (the first is "
         f"{samples.name(0)}): there is nothing to {purpose}. Check the masks, and "
         "which ids the class table ignores."
-    )
-
-
-def _single_class(samples: DataSet, train: int) -> str:
-    """Message about training images whose masks hold one class only."""
-    names = samples.classes.names
-    hint = ""
-    if len(names) == 2 and samples.content(0)[-2]:
-        hint = f" If 255 is a class: `ids: {{0: {names[0]}, 255: {names[1]}}}` and `ignore: []` in classes.yaml."
-
-    return (
-        f"{names[train]} is the only class that occurs in the masks of the {len(samples)} training images: "
-        "every network that says nothing else scores 100 %. Check that the masks were "
-        "exported with their objects (many tools write black ones if not told "
-        "otherwise), and that the rest of the image is a class, such as background, "
-        f"and not ignored.{hint}"
     )

@@ -7,8 +7,6 @@ Places are (side, up, ahead) in metres: `side` to the right of the middle of the
 is a color and a class id. Painting goes from far to near: later surfaces hide earlier ones in image and target alike.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,21 +84,10 @@ class Canvas:
         self.zenith, self.haze, tint = _colors(colors)
         self.tint = tint / 240 * rng.uniform(0.84, 1.12, 3)
         self.pixels = np.zeros((rows, columns, 4), np.uint8)
-        view = {name: rng.uniform(*ends) for name, ends in TABLES["view"].items()}
-        self.focal = columns * view["focal"]
-        self.column = columns * view["column"]
-        self.row = rows * view["row"]
-        self.height = view["height"]
-        self.side = view["side"]
-        self.heading = view["heading"]
-        self.bend = view["bend"]
-        self._waiting: list[tuple[Face, Float64, Float64, float]] = []
-
-    def fill(
-        self, face: Face, shares: Float64, paint: Float64, gain: float = 1
-    ) -> None:
-        """Paint polygons (N, K, 2), given as shares of a face, when `flush` is called."""
-        self._waiting.append((face, shares, paint, gain))
+        self.view = {name: rng.uniform(*ends) for name, ends in TABLES["view"].items()}
+        self.row = rows * self.view["row"]
+        # Polygons (N, K, 2), given as shares of a face, with paint and gain: painted when `flush` is called.
+        self.waiting: list[tuple[Face, Float64, Float64, float]] = []
 
     def draw(self, thing: Thing, rng: Generator) -> None:
         """Paint the flank of a thing that is seen from the road, then its front."""
@@ -116,25 +103,26 @@ class Canvas:
                     columns, rows = int(across / every[0]), int(height / every[1])
                 shares = grid(name, max(columns, 1), max(rows, 1))
                 own = thing.paint if paint == "own" else pick(rng, paint)
-                self.fill(face, shares, own, gain)
+                self.waiting.append((face, shares, own, gain))
 
     def flush(self) -> None:
         """Paint what waits, under the light and behind haze. Hundreds of polygons are projected together."""
-        faces = np.array([face for face, *_ in self._waiting], np.float64)
-        points = [shares.reshape(-1, 2) for _, shares, *_ in self._waiting]
+        faces = np.array([face for face, *_ in self.waiting], np.float64)
+        points = [shares.reshape(-1, 2) for _, shares, *_ in self.waiting]
         counts = [len(each) for each in points]
         foot, across, up = np.repeat(faces, counts, axis=0).transpose(1, 2, 0)
         x, y = np.concatenate(points).T
         side, height, ahead = foot + x * across + y * up
         ahead = np.maximum(ahead, NEAR)
-        bent = (self.heading + 0.5 * self.bend * ahead) * ahead
-        scale = self.focal / ahead
-        columns = self.column + (side + bent - self.side) * scale
-        rows = self.row + (self.height - height) * scale
+        view, width = self.view, self.pixels.shape[1]
+        bent = (view["heading"] + 0.5 * view["bend"] * ahead) * ahead
+        scale = width * view["focal"] / ahead
+        columns = width * view["column"] + (side + bent - view["side"]) * scale
+        rows = self.row + (view["height"] - height) * scale
         pixels = np.rint(np.column_stack([columns, rows])).astype(np.int32)
         ends = np.cumsum(counts)[:-1]
         outlines, depths = np.split(pixels, ends), np.split(ahead, ends)
-        for place, (_, shares, paint, gain) in enumerate(self._waiting):
+        for place, (_, shares, paint, gain) in enumerate(self.waiting):
             nearest = depths[place].min()
             clear = np.exp(-max(nearest - 4, 0) / self.visibility)
             color = paint[:3] * (self.tint * gain * clear) + self.haze * (1 - clear)
@@ -188,7 +176,7 @@ def paint_ground(canvas: Canvas, kerb: float, rng: Generator) -> None:
         sides = np.repeat([0.0, 1.0], 12)
         shares = np.column_stack([sides, np.append(ahead, ahead[::-1])])
         face = (left, 0, 0), (right - left, 0, 0), (0, 0, 1)
-        canvas.fill(face, shares[None], paint)
+        canvas.waiting.append((face, shares[None], paint, 1))
 
     strip(-300, 300, 0, FAR, pick(rng, "leaves"))
     strip(-kerb - 3.6, kerb + 3.6, 0, FAR, pick(rng, "stone"))

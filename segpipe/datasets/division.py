@@ -7,7 +7,7 @@ that has learned the scene by heart scores well and fails on the next street.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import ceil
 
 import numpy as np
@@ -38,7 +38,7 @@ def divide(
     """
     groups = [name.partition(COPY)[0] for name in names]
     if by == "tail":
-        chosen_groups = _tails(sorted(set(groups)), val, pattern)
+        chosen_groups = _tails(set(groups), val, pattern)
         return [group in chosen_groups for group in groups]
 
     if by == "sequence":
@@ -86,7 +86,7 @@ def _nearest_to(weights: Float64, val: float, seed: int) -> set[int]:
     return chosen
 
 
-def _tails(names: Sequence[str], val: float, pattern: str) -> set[str]:
+def _tails(names: Iterable[str], val: float, pattern: str) -> set[str]:
     """Images that are the last of their sequence."""
     members: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: (frame(name)[1] or 0, name)):

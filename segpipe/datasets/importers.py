@@ -393,8 +393,11 @@ def voc(source: Path, names: Sequence[str]) -> Export:
 
     labelmap.txt names the colors; without it, `names` are those of the ids 0, 1, 2, ...
     """
-    roots = [source, *sorted(source.glob("**/VOC20*"))]
-    roots = [path for path in roots if (path / "SegmentationClass").is_dir()]
+    roots = [
+        path
+        for path in (source, *sorted(source.glob("**/VOC20*")))
+        if (path / "SegmentationClass").is_dir()
+    ]
     if not roots:
         raise DataError(
             f"{source} has no folder SegmentationClass. Set source to the folder above it."

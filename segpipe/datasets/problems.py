@@ -7,17 +7,19 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from segpipe.data import Int64, Size
+from segpipe.data.data_set import DataSet, FileSamples
 from segpipe.data.masks import (
     check_kind,
     check_sizes,
     content_of,
     read_target,
 )
+from segpipe.data.pairs import Pair
 from segpipe.data.readers import (
     JPEG_DAMAGE,
     Header,
@@ -30,19 +32,15 @@ from segpipe.data.readers import (
     threaded,
 )
 from segpipe.data.samples import (
-    all_parts,
     check_scorable,
     keep_facts,
     open_readable,
     over,
+    parts,
 )
 from segpipe.disk import sha256
 from segpipe.errors import DataError, listed
-
-if TYPE_CHECKING:
-    from segpipe.data.data_set import DataSet, FileSamples
-    from segpipe.data.pairs import Pair
-    from segpipe.settings.groups import DataConfig
+from segpipe.settings.groups import DataConfig
 
 FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores
 BLOCK = 1024  # pairs that are checked before the pixels so far are looked at
@@ -85,11 +83,11 @@ def problems(
     first names.
     """
     found: dict[str, DataError] = {}  # what concerns all splits comes once
-    for part in all_parts(data, splits):
-        samples, faults = open_readable(part.data, part.split, 0)
+    for part, split in parts(data, splits):
+        samples, faults = open_readable(part, split, 0)
         errors = [DataError(fault) for fault in faults]
         if samples is not None:
-            errors += _errors(part.data, samples, progress)
+            errors += _errors(part, samples, progress)
             keep_facts(samples)
         found |= {str(error): error for error in errors}
     yield from _grouped(found.values()) if grouped else found
@@ -163,12 +161,11 @@ def _checked(
             if not decode:
                 header = facts.header(path)
                 own(header)
-            elif is_mask:
-                header, values = facts.mask(path, own)
-                if content_of(table, header, values)[-1]:
-                    read_target(table, path)  # raises, and names the first pixel
             else:
-                header = facts.image(path, own)
+                known = facts.whole(path, own, mask=is_mask)
+                header = known.header
+                if is_mask and content_of(table, header, known.values)[-1]:
+                    read_target(table, path)  # raises, and names the first pixel
             headers.append(header)
         except DataError as error:
             errors.append(error)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import Color
 from segpipe.data.readers import (
     Progress,
     Value,
@@ -26,11 +25,6 @@ MANY_CLASSES = (
     "# smoothed or stored as JPEG: export class masks as PNG."
 )
 BINARY = [0, 255]  # the ids of black and white masks
-NO_CLASSES = (
-    "the masks hold {}. Masks that were resized with interpolation or stored as JPEG "
-    "have blended values, and instance masks number objects instead of classes. Export "
-    "class masks as PNG."
-)
 
 
 @dataclass
@@ -40,7 +34,8 @@ class Tally:
     kind: str  # ids or colors
     pixels: Counter[Value] = field(default_factory=Counter)
     files: Counter[Value] = field(default_factory=Counter)
-    palette: dict[Value, Color] = field(default_factory=dict)  # that files give to ids
+    # That files give to ids.
+    palette: dict[Value, tuple[int, ...]] = field(default_factory=dict)
     richest: tuple[int, str] = (0, "")  # most values of one mask, and its path
 
     def share(self, value: Value) -> str:
@@ -54,10 +49,10 @@ def propose(masks: Sequence[str], progress: Progress = silent) -> str:
     values = sorted(tally.pixels)
     if len(values) > MOST_CLASSES:
         raise DataError(
-            NO_CLASSES.format(
-                f"{len(values)} different {tally.kind}, too many for classes: "
-                f"{tally.richest[1]} alone holds {tally.richest[0]}"
-            )
+            f"the masks hold {len(values)} different {tally.kind}, too many for classes: "
+            f"{tally.richest[1]} alone holds {tally.richest[0]}. Masks that were resized "
+            "with interpolation or stored as JPEG have blended values, and instance masks "
+            "number objects instead of classes. Export class masks as PNG."
         )
 
     # Id 255 is a class only where there is none but 0 beside it.
@@ -117,16 +112,14 @@ def _tally(masks: Sequence[str], progress: Progress) -> Tally:
     found = threaded(lambda path: values_of(read_mask(path)), masks, progress)
     for path, mask in zip(masks, found, strict=True):
         examples.setdefault(mask.kind, path)
-        tally.richest = max(tally.richest, (len(mask.pixels), path))
-        for number, count in mask.pixels.items():
-            value = mask.value(number)
+        tally.richest = max(tally.richest, (len(mask.rows), path))
+        for number, count, *rgba in mask.rows:
+            value, color = mask.value(number), tuple(rgba[:3])
             tally.pixels[value] += count
             tally.files[value] += 1
-        for index, (red, green, blue, _) in mask.palette.items():
-            color = (red, green, blue)
-            if tally.palette.setdefault(index, color) != color:
+            if color and tally.palette.setdefault(value, color) != color:
                 raise DataError(
-                    f"index {index} of the palette of {path} has the color {color}, but {tally.palette[index]} in "
+                    f"index {value} of the palette of {path} has the color {color}, but {tally.palette[value]} in "
                     "masks before it: a tool has reordered palettes. Write classes.yaml by hand with `masks: colors` "
                     "and a palette if the colors count, or `masks: ids` if the indices do."
                 )
@@ -134,7 +127,7 @@ def _tally(masks: Sequence[str], progress: Progress) -> Tally:
     if all(isinstance(value, int) or len(set(value)) == 1 for value in tally.pixels):
         examples = {"ids": ""}
         tally.pixels, tally.files = _greys(tally.pixels), _greys(tally.files)
-    if len(examples) != 1 or not masks:
+    if len(examples) != 1:
         kinds = [f"{kind} ({path})" for kind, path in sorted(examples.items())]
         raise DataError(
             f"the masks hold {' and '.join(kinds)}, but one kind was needed. Convert the others."

@@ -98,9 +98,7 @@ def test_a_training_in_it_gives_the_same_bits_by_one_process_and_by_two(
 
 def test_sigterm_to_its_first_process_saves(within: Within) -> None:
     """As `docker stop` sends it."""
-    train = (
-        f"tini -- segpipe train {RUN} run.name=stopped train.steps=100000 train.log_every=1"
-    )
+    train = f"tini -- segpipe train {RUN} run.name=stopped train.steps=100000 train.log_every=1"
     script = f"{train} & until test -s runs/stopped/metrics.jsonl; do sleep 0.2; done; kill -TERM $!; wait $!"
     stopped = within("sh", "-c", script)
     assert stopped.returncode == 130, stopped.stdout + stopped.stderr

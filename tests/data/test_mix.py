@@ -81,7 +81,7 @@ def test_training_reads_all_sets_with_the_shared_classes(mixed: DataConfig) -> N
     assert samples.read(5)[1][0, :5].tolist() == [1, 255, 0, 255, 1], (
         "man, field, road, unlabelled; the rest man"
     )
-    alone = open_samples(parts(mixed, "train")[1].data, "train", 0)
+    alone = open_samples(parts(mixed, ["train"])[1][0], "train", 0)
     for index in range(3):
         assert np.array_equal(samples.read(5 + index)[0], alone.read(index)[0])
     assert weights(samples) == [(5, 3), (3, 1)]

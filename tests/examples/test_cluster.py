@@ -213,7 +213,7 @@ def shared_memory(
 
 
 def test_the_page_gives_the_formula_of_the_loader() -> None:
-    assert "samples_per_shard * (height * width * 4 + 16) bytes" in PAGE
+    assert "samples_per_shard * height * width * 4 bytes" in PAGE
     assert f"720x960 are {shared_memory(8, 6, 4, 4, 720, 960) / 2**30:.1f} GiB" in PAGE
 
 
