@@ -1,7 +1,5 @@
 """Switches that make torch's kernels deterministic: set in one place, read back, and written into the run."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re
@@ -102,16 +100,16 @@ def apply(threads: int, mode: str = "elastic") -> None:
     # What use_deterministic_algorithms sets, without importing torch's compiler: seconds in every process.
     torch.set_deterministic_debug_mode("error" if exact else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs bandwidth
-    torch.backends.cudnn.benchmark = not exact
-    torch.backends.cudnn.deterministic = exact
     at: Any = torch.backends
+    at.cudnn.benchmark = not exact
+    at.cudnn.deterministic = exact
     for place in (
         at, at.cuda.matmul, at.cudnn, at.cudnn.conv, at.cudnn.rnn,
         at.mkldnn, at.mkldnn.matmul, at.mkldnn.conv, at.mkldnn.rnn,
     ):  # fmt: skip
         place.fp32_precision = "ieee"  # which also ends a mix of torch's two interfaces
-    torch.backends.cuda.matmul.allow_tf32 = not exact
-    torch.backends.cudnn.allow_tf32 = not exact
+    at.cuda.matmul.allow_tf32 = not exact
+    at.cudnn.allow_tf32 = not exact
     # Gradients arrive in the thread that calls backward, on a GPU as on a CPU.
     torch.autograd.set_multithreading_enabled(False)
 
@@ -150,10 +148,19 @@ def fingerprint() -> dict[str, Any]:
     import numpy
     import torch
 
-    cuda, found = torch.cuda.is_available(), _capabilities()
+    cuda = torch.cuda.is_available()
+    # Not every release of torch tells them.
+    found: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     machine = platform.processor() or platform.machine()
     driver = proc_lines("driver/nvidia/version")
     instructions = " ".join(name for name in INSTRUCTIONS if found.get(name))
+    variables = {  # without those that have the value set here in every run
+        name: value
+        for name, value in sorted(os.environ.items())
+        if SELECTING.match(name)
+        and not NOT_SELECTING.match(name)
+        and ENVIRONMENT.get(name) != value
+    }
     return {
         "python": platform.python_version(),
         "torch": str(
@@ -172,7 +179,7 @@ def fingerprint() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "instructions": instructions if found else None,
         "threads": torch.get_num_threads(),
-        "variables": _variables(),
+        "variables": variables,
     }
 
 
@@ -207,24 +214,6 @@ def _flat(entries: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("variables", PLUGINS):
         flat |= flat.pop(name, {})
     return flat
-
-
-def _variables() -> dict[str, str]:
-    """Variables by which libraries choose kernels; without those that have the value set here in every run."""
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if SELECTING.match(name)
-        and not NOT_SELECTING.match(name)
-        and ENVIRONMENT.get(name) != value
-    }
-
-
-def _capabilities() -> dict[str, Any]:
-    import torch
-
-    ask = getattr(torch.cpu, "get_capabilities", None)
-    return dict(ask()) if ask else {}
 
 
 def _resize() -> str:

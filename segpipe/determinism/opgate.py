@@ -6,14 +6,11 @@ sources. `benchmarks/ops.py` measures the table on a GPU. Ops that a kernel call
 check-plugin` runs networks and losses of the user through it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +22,7 @@ RAISES = "raises under deterministic algorithms"
 SLOW = "takes a slow path under deterministic algorithms"
 SILENT = "silently changes from run to run"
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _FRAME = re.compile(
     r'  File "(.+?)", line (\d+), in '
 )  # of a traceback that torch keeps as text
@@ -193,8 +190,7 @@ RULES = (
 )
 
 
-@dataclass(frozen=True)
-class Violation:
+class Violation(NamedTuple):
     """A call that a rule forbids, with the line of the call, or for a backward of its forward."""
 
     op: str
@@ -214,7 +210,7 @@ def check_ops(call: Callable[[], object]) -> list[Violation]:
     line of its forward, or by that of `backward()` when the forward ran before. Errors of `call` are not caught. Costs
     about half a millisecond per node of the autograd graph.
     """
-    watch = _Watch({op: rule for rule in RULES for op in rule.ops})
+    watch = _Watch()
     # Anomaly mode stores in each node of the graph where its forward was called.
     with as_on_cuda(), torch.autograd.set_detect_anomaly(True, check_nan=False), watch:
         call()
@@ -231,23 +227,23 @@ class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, op: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """As in TorchDispatchMode."""
-        given = (*args, *(kwargs or {}).values())
-        own = any(isinstance(each, torch.Generator) for each in given)
+        kwargs = kwargs or {}
+        own = any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values()))
         # Attention bears the tag for its dropout, which networks do not use in eval mode.
         draws = "scaled_dot_product" not in op.name() and not own
         if draws and torch.Tag.nondeterministic_seeded in op.tags:
             raise RuntimeError(
                 f"{op} would draw from the generator of the training; pass a torch.Generator"
             )
-        return op(*args, **(kwargs or {}))
+        return op(*args, **kwargs)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks up every op before it runs."""
 
-    def __init__(self, rules: Mapping[str, Rule]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rules = rules
+        self._rules = {op: rule for rule in RULES for op in rule.ops}
         self.found: dict[Violation, None] = {}  # in the order of the calls
 
     def __torch_dispatch__(
@@ -273,25 +269,21 @@ def _arguments(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Arguments by name, with the defaults that the dispatcher leaves out."""
-    schema = op._schema.arguments
-    call = {argument.name: argument.default_value for argument in schema}
-    for argument, value in zip(schema, args, strict=False):
-        call[argument.name] = value
-    return {**call, **kwargs}
+    defaults = {each.name: each.default_value for each in op._schema.arguments}
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
 def _caller() -> tuple[str, int]:
     """File and line of the innermost code outside torch that called the op, or, in a backward, the op's forward."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        if frame.f_code.co_name == "_engine_run_backward" and (
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        code = frame.f_code
+        if code.co_name == "_engine_run_backward" and (
             forward := _forward_of_current_node()
         ):
             return forward
-        if _is_users(frame.f_code.co_filename):
+        if _is_users(code.co_filename):
             break
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    return code.co_filename, frame.f_lineno
 
 
 def _forward_of_current_node() -> tuple[str, int] | None:

@@ -53,6 +53,7 @@ def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
     batch, classes, rows_in, cols_in = head.logits.shape
     tasks = batch * -(-head.target.shape[2] // WIDTH)
     span = _span(head.columns.host[0], cols_in)
+
     losses, sums, gradient = torch.empty(head.target.shape), None, None
     held = {
         "weights": head.class_weights(),
@@ -66,6 +67,7 @@ def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
     if wanted.gradient:
         held["gradient"] = gradient = torch.empty_like(head.logits)
         held["parts"] = torch.zeros(tasks, classes, rows_in, span)
+
     given = _given(head, **held, span=span, smoothing=head.smoothing)
     calls, threads = library(), native.threads()
     _check(calls.segpipe_losses(given, tasks, threads))

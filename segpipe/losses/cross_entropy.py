@@ -24,6 +24,7 @@ def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
             reduction="none",
             label_smoothing=head.smoothing,
         )
+
         total = (losses if factors is None else losses * factors).sum()
         found = None
         if wanted.sums or slopes:

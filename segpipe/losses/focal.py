@@ -1,16 +1,10 @@
 """Focal loss: (1 - p) ** gamma times the cross-entropy, p the probability of the target. Source: arXiv:1708.02002."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from segpipe.losses.fused import Chosen, without_weights
-
-if TYPE_CHECKING:
-    from segpipe.settings.groups import LossConfig
+from segpipe.settings.groups import LossConfig
 
 
 def focal(
@@ -23,7 +17,7 @@ def focal(
     Shapes: losses float (B, H, W), 0 where the target, uint8 (B, H, W), is ignored; class_weights (C,).
     """
     gamma = config.focal_gamma
-    unweighted = without_weights(losses.detach(), target, class_weights)
+    unweighted = without_weights(losses, target, class_weights)
     miss = -torch.expm1(-unweighted)  # 1 - p, exact where p is near 1
     scale = miss.clamp_min(0) ** gamma
     # p l / (1 - p) goes to 1 where the loss l goes to 0.

@@ -5,20 +5,16 @@ size of the target, cross_entropy.py with them. The pixels are gone over once, o
 comes first (OHEM, Dice). What is kept has one number per pixel, not one per pixel and class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from segpipe import IGNORE_INDEX
 from segpipe.losses.dice import dice_of_sums
-
-if TYPE_CHECKING:
-    from segpipe.models.resize import Axis
+from segpipe.models.resize import Axis
 
 
 @dataclass(frozen=True)
@@ -157,13 +153,11 @@ def _passes(
     """Parts of the loss, and the gradient of their sum where it is wanted."""
     term, sure = terms.term, terms.sure
     has_dice = terms.dice_weight > 0
-    # A figure of all pixels enters the gradient of these.
-    twice = wanted and (term is not None or has_dice)
+    # A figure of all pixels enters the gradient of a term and of Dice.
+    once = wanted and term is None and not has_dice
     factors = None if sure is None else 1.0 + sure
-    first = Wanted(sums=has_dice)
-    if wanted and not twice:
-        first = first._replace(gradient=True, factors=factors)
-    found = evaluate(head, first)
+    found = evaluate(head, Wanted(once, has_dice, factors if once else None))
+
     losses, slopes = found.losses, None
     parts = {}
     if term is None:
@@ -179,7 +173,8 @@ def _passes(
         parts["dice"], slopes = dice_of_sums(found.sums, weight, losses.dtype)
     if sure is not None:
         parts["edge"] = _sum(losses * sure)
-    if twice:
+
+    if wanted and not once:
         found = evaluate(head, Wanted(True, factors=factors, slopes=slopes))
     return parts, found.gradient
 

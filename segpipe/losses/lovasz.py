@@ -1,7 +1,5 @@
 """Lovasz-softmax, a loss of the IoU of a whole shard."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

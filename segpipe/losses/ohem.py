@@ -1,9 +1,6 @@
 """Online hard example mining: only the pixels with the highest losses count. Source: arXiv:1604.03540, by value."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,9 +8,7 @@ from torch import Tensor
 
 from segpipe import IGNORE_INDEX
 from segpipe.losses.fused import Chosen, without_weights
-
-if TYPE_CHECKING:
-    from segpipe.settings.groups import LossConfig
+from segpipe.settings.groups import LossConfig
 
 
 def ohem(
@@ -25,7 +20,7 @@ def ohem(
 
     Shapes: losses float32 (B, H, W), target uint8 (B, H, W), class_weights (C,).
     """
-    unweighted = without_weights(losses.detach(), target, class_weights)
+    unweighted = without_weights(losses, target, class_weights)
     kept, ratio = hard_pixels(unweighted, target != IGNORE_INDEX, config)
     # Where none is kept, losses are finite.
     return Chosen(losses * kept, kept, ratio)
@@ -42,7 +37,7 @@ def hard_pixels(
     Shapes: losses float32 (B, H, W), valid bool (B, H, W) -> bool (B, H, W), 0-d.
     """
     detached = losses.detach().clamp_min(0)
-    fewest = min(math.ceil(config.ohem_min_kept * losses.numel()), losses.numel())
+    fewest = math.ceil(config.ohem_min_kept * losses.numel())
     # In fp32, as the losses are; no tensor, because the host would wait for a copy to a GPU.
     cut = float(np.float32(-math.log(max(config.ohem_threshold, 1e-12))))
     # On a CPU it costs little to see that the threshold leaves enough; a GPU would have to be waited for.

@@ -5,18 +5,16 @@ entry in PIXEL_TERMS. Terms of a whole shard (dice, lovasz, distill) are added t
 The compiled passes over the pixels (compiled, triton_pass) know no term.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sysconfig
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +30,7 @@ from segpipe.losses.fused import Chosen, ClassHead, Evaluate, Terms, class_loss
 from segpipe.losses.lovasz import lovasz_sum
 from segpipe.losses.ohem import ohem
 from segpipe.models.resize import bilinear, bilinear_axes, bilinear_matmul
-
-if TYPE_CHECKING:
-    from segpipe.settings.groups import LossConfig
+from segpipe.settings.groups import LossConfig
 
 KEY = "loss.name"
 # What becomes of the cross-entropy of every pixel of a class head, by `loss.name`; None: it is summed as it is.
@@ -213,35 +209,39 @@ class _Shard:
 
         stride, target, weight = self._sampled(name)
         term = PIXEL_TERMS.get(config.name, _nothing)
-        terms = Terms(term and partial(term, config=config))
-        if name == "main":
-            sure = None
-            if has_band:
-                edge = self._at_target(self.heads["boundary"].detach(), stride)
-                sure = torch.sigmoid(edge).squeeze(1) > EDGE_CONFIDENCE
-            terms = replace(terms, dice_weight=config.dice_weight, sure=sure)
-        if term is _nothing and not terms.dice_weight and terms.sure is None:
+        dice_weight = config.dice_weight if name == "main" else 0.0
+        sure = None
+        if name == "main" and has_band:
+            edge = self._at_target(self.heads["boundary"].detach(), stride)
+            sure = torch.sigmoid(edge).squeeze(1) > EDGE_CONFIDENCE
+        if term is _nothing and not dice_weight and sure is None:
             return None, {}
 
-        head = self._head(logits, target, stride, self.class_weights)
-        head = replace(head, smoothing=config.label_smoothing)
+        terms = Terms(term and partial(term, config=config), dice_weight, sure)
+        smoothing = config.label_smoothing
+        head = self._head(logits, target, stride, self.class_weights, smoothing)
         total, own = class_loss(head, terms, weight, evaluate)
 
         return total, {name: own.pop("class"), **own}
 
     def _head(
-        self, logits: Tensor, target: Tensor, stride: int, weights: Tensor | None
+        self,
+        logits: Tensor,
+        target: Tensor,
+        stride: int,
+        weights: Tensor | None,
+        smoothing: float = 0.0,
     ) -> ClassHead:
         # One copy, of a GPU's channels_last bf16 too.
         wide = logits.to(torch.float32, memory_format=torch.contiguous_format)
         axes = bilinear_axes(
             wide, self._size, align_corners=self.align_corners, stride=stride
         )
-        return ClassHead(wide, target.contiguous(), *axes, weights)
+        return ClassHead(wide, target.contiguous(), *axes, weights, smoothing)
 
     @property
-    def _size(self) -> tuple[int, int]:
-        return self.target.shape[1], self.target.shape[2]
+    def _size(self) -> torch.Size:
+        return self.target.shape[1:]
 
     def _sampled(self, name: str) -> tuple[int, Tensor, Tensor]:
         """The stride of the pixels that the loss of a class head reads, their target, and the factor of their sum."""

@@ -7,7 +7,6 @@ gathers those into the logits, in a fixed order. So the bits repeat.
 """
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,10 +16,8 @@ from torch import Tensor
 
 from segpipe import IGNORE_INDEX
 from segpipe.losses.fused import ClassHead, LossPass, Wanted
+from segpipe.models.resize import Axis
 from segpipe.models.triton_resize import Band, band, product
-
-if TYPE_CHECKING:
-    from segpipe.models.resize import Axis
 
 # Names in the kernels: `pixels` columns of the target that a program owns; `padded`, the classes up to the next power
 # of 2. Shapes in docstrings are those of the registers of one program.
@@ -78,13 +75,6 @@ def _gradient_of(probability, hit, valid, on, even, weight, slopes, ids, is_clas
         found = probability * (slope + (along - mean)[:, None])
     found -= tl.where(hit, on[:, None], 0.0)
     return found - even[:, None] * weight[None, :]
-
-
-@triton.jit
-def _store_sums(sums, common, everything, size, classes, is_class):
-    tl.store(sums, tl.sum(common, 0), mask=is_class)
-    tl.store(sums + classes, tl.sum(everything, 0), mask=is_class)
-    tl.store(sums + 2 * classes, tl.sum(size, 0), mask=is_class)
 
 
 @triton.jit
@@ -174,7 +164,9 @@ def _losses(
     if sums is not None:
         task = (tl.program_id(0) * tl.num_programs(1) + block).to(tl.int64)
         own = sums + task * 3 * classes + ids
-        _store_sums(own, common, everything, size, classes, is_class)
+        tl.store(own, tl.sum(common, 0), mask=is_class)
+        tl.store(own + classes, tl.sum(everything, 0), mask=is_class)
+        tl.store(own + 2 * classes, tl.sum(size, 0), mask=is_class)
     if parts is not None:
         own = parts + (channel * rows_in + row) * 2 * cols + column[:, None]
         tl.store(own, to_upper, mask=mask)
@@ -182,7 +174,7 @@ def _losses(
 
 
 @lru_cache(maxsize=64)
-def _gathering(rows: "Axis", columns: "Axis") -> tuple[Tensor, Band, Band]:
+def _gathering(rows: Axis, columns: Axis) -> tuple[Tensor, Band, Band]:
     """The first output row of each row of the logits, and what gathers the parts of the gradient: rows, columns.
 
     A row of the logits has two rows of parts: its own, and what its programs found for the next one.
@@ -208,11 +200,13 @@ def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
     pixels = min(max(pixels, 8), MOST_PIXELS)
     grid = (batch * rows_in, triton.cdiv(width, pixels))
     starts, down, across = _gathering(rows, columns)
+
     losses = torch.empty_like(head.target, dtype=torch.float32)
     found = logits.new_empty(grid[0] * grid[1], 3, classes) if wanted.sums else None
     parts = None
     if wanted.gradient:
         parts = logits.new_empty(batch, classes, 2 * rows_in, width)
+
     _losses[grid](
         logits,
         head.target,

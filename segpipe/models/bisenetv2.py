@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from segpipe.models.layers import (
     Classifier,
+    Features,
     ReLU,
     SegmentationNet,
     conv_bn,
@@ -46,7 +47,9 @@ class BiSeNetV2(SegmentationNet):
         self.context = ContextEmbedding()
         self.guide = GuidedAggregation()
         self.head = nn.Sequential(
-            conv_bn_relu(128, 1024, 3), nn.Dropout(0.1), Classifier(1024, num_classes)
+            conv_bn_relu(128, 1024, 3),
+            nn.Dropout(0.1),
+            Classifier(1024, num_classes, 1),
         )
         self.train_only = nn.ModuleDict(
             {name: _aux_head(*taps, num_classes) for name, taps in AUX.items()}
@@ -57,7 +60,7 @@ class BiSeNetV2(SegmentationNet):
             if isinstance(module, Gather | Shrink):
                 nn.init.zeros_(module.project[1].weight)  # type: ignore[arg-type]
 
-    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def features(self, image: Tensor) -> Features:
         """Logits (B, num_classes, H/8, W/8); those of "aux2" to "aux5" have the strides 2, 4, 8 and 16."""
         stride4 = self.stem(image)
         stride8 = self.stage3(stride4)
@@ -174,7 +177,7 @@ def _aux_head(planes: int, stride: int, num_classes: int) -> nn.Sequential:
         nn.Dropout(0.1),
         nn.Upsample(scale_factor=2),
         conv_bn_relu(128, stride**2, 3),
-        Classifier(stride**2, num_classes),
+        Classifier(stride**2, num_classes, 1),
     )
 
 

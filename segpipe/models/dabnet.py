@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from segpipe.models.layers import (
     Classifier,
+    Features,
     SegmentationNet,
     asymmetric,
     init_weights,
@@ -35,12 +36,12 @@ class DABNet(SegmentationNet):
             *(DABModule(128, dilation) for dilation in DILATIONS)
         )
         self.act3 = BNPReLU(2 * 128 + 3)
-        self.head = Classifier(2 * 128 + 3, num_classes, bias=False)
+        self.head = Classifier(2 * 128 + 3, num_classes, 1, bias=False)
         self.train_only = nn.ModuleDict()
         self.published_keys = PUBLISHED_KEYS
         init_weights(self, mode="fan_in")
 
-    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def features(self, image: Tensor) -> Features:
         """Main logits (B, num_classes, H/8, W/8)."""
         half = self.shrink(image)
         quarter = self.shrink(half)
@@ -86,8 +87,12 @@ class DABModule(nn.Module):
 
         half = planes // 2
         self.before = nn.Sequential(BNPReLU(planes), *_conv_act(planes, half))
-        self.near = _pair(half, 1)
-        self.far = _pair(half, dilation)
+        self.near, self.far = (
+            asymmetric(
+                half, each, BNPReLU(half), BNPReLU(half), groups=half, bias=False
+            )
+            for each in (1, dilation)
+        )
         self.after = nn.Sequential(
             BNPReLU(half), nn.Conv2d(half, planes, 1, bias=False)
         )
@@ -100,11 +105,6 @@ class DABModule(nn.Module):
 def _conv_act(num_in: int, num_out: int, *, stride: int = 1) -> nn.Sequential:
     conv = nn.Conv2d(num_in, num_out, 3, stride, 1, bias=False)
     return nn.Sequential(conv, BNPReLU(num_out))
-
-
-def _pair(planes: int, dilation: int) -> nn.Sequential:
-    column, row = asymmetric(planes, dilation, groups=planes, bias=False)
-    return nn.Sequential(column, BNPReLU(planes), row, BNPReLU(planes))
 
 
 PUBLISHED_KEYS = renames(r"""

@@ -9,6 +9,7 @@ from segpipe.models.layers import (
     BRANCH_KEYS,
     DAPPM,
     Bottleneck,
+    Features,
     ReLU,
     SegHead,
     SegmentationNet,
@@ -92,7 +93,7 @@ class DDRNet(SegmentationNet):
         self.published_keys = (*(TWICE_KEYS if twice else ()), *PUBLISHED_KEYS)
         init_weights(self)
 
-    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def features(self, image: Tensor) -> Features:
         """Logits (B, num_classes, H/8, W/8)."""
         stride4 = relu(self.context1(self.stem(image)))
         context = detail = relu(self.context2(stride4))

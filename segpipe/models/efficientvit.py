@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from segpipe.models.layers import (
     Classifier,
+    Features,
     InvertedResidual,
     conv_bn,
-    init_weights,
     renames,
     stage,
 )
@@ -55,17 +55,15 @@ class EfficientViT(EncoderNet):
         block = partial(InvertedResidual, ratio=4, act=Hardswish, names=NAMES)
         self.middle = stage(block, width, width, depth, stride=1)
         self.widen = _conv(width, 4 * width, 1, act=Hardswish)
-        self.head = Classifier(4 * width, num_classes)
+        self.head = Classifier(4 * width, num_classes, 1)
         self.train_only = nn.ModuleDict()
-        for part in (self.inputs, self.middle, self.widen, self.head):
-            init_weights(part)  # timm initializes the encoder
-
+        self.init_decoder()
         self.published_keys = PUBLISHED_KEYS
 
-    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def features(self, image: Tensor) -> Features:
         """Main logits (B, num_classes, H/8, W/8)."""
         _, stride8, stride16, stride32 = self.encoder(image)
-        size = (stride8.shape[-2], stride8.shape[-1])
+        size = stride8.shape[-2:]
         at32, at16, at8 = self.inputs
         x = bicubic(at32(stride32), size) + bicubic(at16(stride16), size) + at8(stride8)
 

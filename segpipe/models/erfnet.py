@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from segpipe.models.layers import (
+    Features,
+    ReLU,
     SegmentationNet,
     asymmetric,
     init_near_zero,
@@ -53,7 +55,7 @@ class ERFNet(SegmentationNet):
         self.published_keys = PUBLISHED_KEYS
         init_near_zero(self.head)
 
-    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def features(self, image: Tensor) -> Features:
         """Main logits (B, num_classes, H, W); what the decoder adds up to multiples of 8 lies beyond the image."""
         logits = self.head(self.decoder(self.encoder(image)))
         height, width = image.shape[-2:]
@@ -95,20 +97,15 @@ class NonBottleneck1D(nn.Module):
     def __init__(self, planes: int, dilation: int, *, dropout: float = 0.0) -> None:
         super().__init__()
 
-        self.near = _pair(planes, 1)
-        self.far = _pair(planes, dilation)
+        self.near, self.far = (
+            asymmetric(planes, each, ReLU(), nn.BatchNorm2d(planes, EPS))
+            for each in (1, dilation)
+        )
         self.dropout = nn.Dropout2d(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.far(relu(self.near(x)))
         return relu(self.dropout(out) + x)
-
-
-def _pair(planes: int, dilation: int) -> nn.Sequential:
-    column, row = asymmetric(planes, dilation)
-    return nn.Sequential(
-        column, nn.ReLU(inplace=True), row, nn.BatchNorm2d(planes, EPS)
-    )
 
 
 PUBLISHED_KEYS = renames(r"""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from segpipe.models.layers import (
     Classifier,
+    Features,
     InvertedResidual,
     ReLU,
     SegmentationNet,
@@ -18,6 +19,7 @@ from segpipe.models.layers import (
     init_weights,
     relu,
     renames,
+    separable,
     stage,
     upsample_like,
 )
@@ -41,8 +43,8 @@ class FastSCNN(SegmentationNet):
 
         self.detail = nn.Sequential(
             _conv_bn_relu(3, 32, 3, stride=2, padding=0),
-            _separable(32, 48, stride=2),
-            _separable(48, 64, stride=2),
+            separable(32, 48, stride=2),
+            separable(48, 64, stride=2),
         )
         self.context = nn.Sequential(
             stage(InvertedResidual, 64, 64, 3),
@@ -52,22 +54,24 @@ class FastSCNN(SegmentationNet):
         self.ppm = PyramidPooling()
         self.fusion = FeatureFusion()
         self.classifier = nn.Sequential(
-            _separable(128, 128),
-            _separable(128, 128),
+            separable(128, 128),
+            separable(128, 128),
             nn.Dropout(0.1),
-            Classifier(128, num_classes),
+            Classifier(128, num_classes, 1),
         )
         self.train_only = nn.ModuleDict()
         if aux:
             head = nn.Sequential(
-                _conv_bn_relu(64, 32, 3), nn.Dropout(0.1), Classifier(32, num_classes)
+                _conv_bn_relu(64, 32, 3),
+                nn.Dropout(0.1),
+                Classifier(32, num_classes, 1),
             )
             self.train_only["aux"] = head
 
         self.published_keys = PUBLISHED_KEYS
         init_weights(self)
 
-    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def features(self, image: Tensor) -> Features:
         """Logits at stride 8; "aux", where the network has it, reads the detail."""
         high = self.detail(image)
         fused = self.fusion(high, self.ppm(self.context(high)))
@@ -103,11 +107,6 @@ class FeatureFusion(nn.Module):
     def forward(self, high: Tensor, low: Tensor) -> Tensor:
         low = upsample_like(low, high, align_corners=True)
         return relu(self.high(high) + self.low(self.depthwise(low)))
-
-
-def _separable(num_in: int, num_out: int, *, stride: int = 1) -> nn.Sequential:
-    depthwise = _conv_bn_relu(num_in, num_in, 3, stride=stride, groups=num_in)
-    return nn.Sequential(*depthwise, *_conv_bn_relu(num_in, num_out, 1))
 
 
 PUBLISHED_KEYS = renames(r"""

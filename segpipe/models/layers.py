@@ -1,6 +1,6 @@
 """The interface of all networks, and the blocks that several of them share."""
 
-from abc import ABC, abstractmethod
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,13 +12,14 @@ from torch.nn import functional as F
 from segpipe.models.resize import adaptive_avg_pool, bilinear
 
 Keys = tuple[tuple[str, str], ...]
+# Main logits, and by name what the heads for training read.
+Features = tuple[Tensor, Mapping[str, Tensor]]
 relu = partial(F.relu, inplace=True)
 
 
 def renames(table: str) -> Keys:
     """Patterns and their replacements, from a line for each pair; a missing replacement is empty."""
-    rows = [line.split() for line in table.splitlines() if line]
-    return tuple((row[0], row[1] if row[1:] else "") for row in rows)
+    return tuple(re.findall(r"(\S+) *(\S*)", table))
 
 
 class SegmentationNet(nn.Module):
@@ -40,7 +41,7 @@ class SegmentationNet(nn.Module):
     published_keys: Keys = ()
     unused_keys: str = ""
 
-    def features(self, image: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def features(self, image: Tensor) -> Features:
         """Main logits (B, num_classes, h, w) at `output_stride`, and by name what the heads of `train_only` read."""
         raise NotImplementedError
 
@@ -79,10 +80,7 @@ class StridedDepthwise(nn.Conv2d):
 
 
 class Classifier(nn.Conv2d):
-    """The 1x1 convolution that computes logits."""
-
-    def __init__(self, num_in: int, num_classes: int, *, bias: bool = True) -> None:
-        super().__init__(num_in, num_classes, 1, bias=bias)
+    """The convolution, 1x1 in all networks, that computes logits."""
 
 
 def init_weights(net: nn.Module, mode: str = "fan_out") -> None:
@@ -110,13 +108,12 @@ def init_near_zero(layer: nn.Conv2d | nn.ConvTranspose2d) -> None:
 
 def upsample_like(x: Tensor, other: Tensor, *, align_corners: bool = False) -> Tensor:
     """`x` resized to the height and width of `other`, bilinear."""
-    size = (other.shape[-2], other.shape[-1])
-    return bilinear(x, size, align_corners=align_corners)
+    return bilinear(x, other.shape[-2:], align_corners=align_corners)
 
 
 def nearest_like(x: Tensor, other: Tensor) -> Tensor:
     """`x` resized to the height and width of `other`, each value repeated."""
-    return F.interpolate(x, (other.shape[-2], other.shape[-1]))
+    return F.interpolate(x, other.shape[-2:])
 
 
 def conv_bn(
@@ -153,7 +150,13 @@ def bn_relu_conv(
     conv = nn.Conv2d(
         num_in, num_out, kernel, padding=kernel // 2, groups=groups, bias=False
     )
-    return nn.Sequential(nn.BatchNorm2d(num_in), nn.ReLU(inplace=True), conv)
+    return nn.Sequential(nn.BatchNorm2d(num_in), ReLU(), conv)
+
+
+def separable(num_in: int, num_out: int, *, stride: int = 1) -> nn.Sequential:
+    """A depthwise 3x3 and a 1x1 convolution, each with BatchNorm and ReLU."""
+    depthwise = conv_bn(num_in, num_in, 3, stride=stride, groups=num_in, act=ReLU)
+    return nn.Sequential(*depthwise, *conv_bn(num_in, num_out, 1, act=ReLU))
 
 
 def stem(planes: int) -> nn.Sequential:
@@ -176,10 +179,8 @@ class BasicBlock(nn.Module):
     ) -> None:
         super().__init__()
 
-        self.conv1 = nn.Conv2d(num_in, num_out, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(num_out)
-        self.conv2 = nn.Conv2d(num_out, num_out, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(num_out)
+        self.conv1, self.bn1 = conv_bn(num_in, num_out, 3, stride=stride)
+        self.conv2, self.bn2 = conv_bn(num_out, num_out, 3)
         self.downsample = _shortcut(num_in, num_out, stride)
         self.final_relu = final_relu
 
@@ -195,12 +196,9 @@ class Bottleneck(nn.Module):
     def __init__(self, num_in: int, planes: int, *, stride: int = 1) -> None:
         super().__init__()
 
-        self.conv1 = nn.Conv2d(num_in, planes, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(planes)
-        self.conv2 = nn.Conv2d(planes, planes, 3, stride, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(planes)
-        self.conv3 = nn.Conv2d(planes, 2 * planes, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(2 * planes)
+        self.conv1, self.bn1 = conv_bn(num_in, planes, 1)
+        self.conv2, self.bn2 = conv_bn(planes, planes, 3, stride=stride)
+        self.conv3, self.bn3 = conv_bn(planes, 2 * planes, 1)
         self.downsample = _shortcut(num_in, 2 * planes, stride)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -234,22 +232,19 @@ def stage(
 
 
 def asymmetric(
-    planes: int, dilation: int, *, groups: int = 1, bias: bool = True
-) -> tuple[nn.Conv2d, nn.Conv2d]:
-    """A dilated 3x1 and a 1x3 convolution that keep the size."""
-    column, row = (
-        nn.Conv2d(
-            planes,
-            planes,
-            kernel,
-            padding=padding,
-            dilation=(max(padding[0], 1), max(padding[1], 1)),
-            groups=groups,
-            bias=bias,
-        )
-        for kernel, padding in (((3, 1), (dilation, 0)), ((1, 3), (0, dilation)))
-    )
-    return column, row
+    planes: int,
+    dilation: int,
+    between: nn.Module,
+    after: nn.Module,
+    *,
+    groups: int = 1,
+    bias: bool = True,
+) -> nn.Sequential:
+    """A dilated 3x1 and a 1x3 convolution that keep the size, with what comes between and after them."""
+    conv = partial(nn.Conv2d, planes, planes, groups=groups, bias=bias)
+    column = conv((3, 1), padding=(dilation, 0), dilation=(dilation, 1))
+    row = conv((1, 3), padding=(0, dilation), dilation=(1, dilation))
+    return nn.Sequential(column, between, row, after)
 
 
 class InvertedResidual(nn.Module):
@@ -278,7 +273,7 @@ class InvertedResidual(nn.Module):
         self.has_shortcut = stride == 1 and num_in == num_out
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.project(self.depthwise(self.expand(x)))
+        out = self.project(self.depthwise(self.expand(x)))
         return x + out if self.has_shortcut else out
 
 
@@ -291,7 +286,7 @@ class SegHead(nn.Module):
         self.bn1 = nn.BatchNorm2d(num_in)
         self.conv1 = nn.Conv2d(num_in, planes, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(planes)
-        self.conv2 = Classifier(planes, num_out)
+        self.conv2 = Classifier(planes, num_out, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv1(relu(self.bn1(x)))
@@ -316,7 +311,7 @@ def excitation(planes: int, hidden: int, *, bias: bool) -> nn.Sequential:
     )
 
 
-class PyramidPool(nn.Module, ABC):
+class PyramidPool(nn.Module):
     """Pyramid pooling of PIDNet and DDRNet; subclasses define how the scales are mixed.
 
     Shapes: (B, num_in, h, w) -> (B, num_out, h, w). In training, the global scale gives BatchNorm one value per
@@ -334,9 +329,9 @@ class PyramidPool(nn.Module, ABC):
         self.compression = bn_relu_conv(5 * planes, num_out, 1)
         self.shortcut = bn_relu_conv(num_in, num_out, 1)
 
-    @abstractmethod
     def mix(self, finest: Tensor, coarser: list[Tensor]) -> Tensor:
         """(B, 5 * planes, h, w) from the finest scale and the four coarser ones, already upsampled to it."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         finest, *coarser = (scale(x) for scale in self.scales)

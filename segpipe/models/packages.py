@@ -10,14 +10,15 @@ from torch.nn import functional as F
 from segpipe.errors import ConfigError, first_line
 from segpipe.models.layers import (
     Classifier,
+    Features,
     GlobalPool,
     Keys,
-    ReLU,
     SegHead,
     SegmentationNet,
     conv_bn,
     init_near_zero,
     init_weights,
+    separable,
     upsample_like,
 )
 from segpipe.models.preprocess import IMAGENET_MEAN, IMAGENET_STD
@@ -40,14 +41,18 @@ class EncoderNet(SegmentationNet):
         self.name, self.wants_pretrained = name, pretrained
         self.encoder = create_encoder(name)
 
+    def init_decoder(self) -> None:
+        """Initialize all but the encoder, which timm does."""
+        for name, part in self.named_children():
+            if name != "encoder":
+                init_weights(part)
+
     def pretrained(self) -> tuple[str, dict[str, Tensor]]:
         """timm's weights of the encoder, if the arguments ask for them. Raises ConfigError if they are out of reach."""
         if not self.wants_pretrained:
             return "", {}
-        tensors = create_encoder(self.name, pretrained=True).state_dict()
-        named = {f"encoder.{key}": value for key, value in tensors.items()}
-
-        return f"timm's {self.name}", named
+        encoder = create_encoder(self.name, pretrained=True)
+        return f"timm's {self.name}", encoder.state_dict(prefix="encoder.")
 
 
 class TimmEncoder(EncoderNet):
@@ -90,21 +95,16 @@ class TimmEncoder(EncoderNet):
         self.gate = nn.Sequential(
             GlobalPool(), nn.Conv2d(coarse, width, 1, bias=False), nn.Sigmoid()
         )
-        self.smooth = nn.Sequential(
-            *conv_bn(width, width, 3, groups=width, act=ReLU),
-            *conv_bn(width, width, 1, act=ReLU),
-        )
-        self.head = nn.Sequential(nn.Dropout(0.1), Classifier(width, num_classes))
+        self.smooth = separable(width, width)
+        self.head = nn.Sequential(nn.Dropout(0.1), Classifier(width, num_classes, 1))
         self.train_only = nn.ModuleDict({"aux": SegHead(fine, 64, num_classes)})
-        for part in (self.lateral, self.gate, self.smooth, self.head, self.train_only):
-            init_weights(part)  # timm initializes the encoder
-
+        self.init_decoder()
         self.published_keys = _file_keys(self.encoder)
         scale, shift = _normalization(encoder)
         self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("shift", shift, persistent=False)
 
-    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def features(self, image: Tensor) -> Features:
         """Logits (B, num_classes, H/8, W/8)."""
         if self.scale is not None and self.shift is not None:
             image = image * self.scale + self.shift
@@ -113,10 +113,10 @@ class TimmEncoder(EncoderNet):
         tapped = [features[place] for place in self.places]
         if getattr(self.encoder, "output_fmt", "NCHW") == "NHWC":
             tapped = [feature.permute(0, 3, 1, 2) for feature in tapped]
-        fine, middle, coarse = tapped
+        fine, _, coarse = tapped
         x = F.relu(self.lateral[2](coarse)) * self.gate(coarse)
-        for lateral, finer in ((self.lateral[1], middle), (self.lateral[0], fine)):
-            finer = lateral(finer)
+        for place in (1, 0):
+            finer = self.lateral[place](tapped[place])
             x = F.relu(upsample_like(x, finer) + finer)
 
         return self.head(self.smooth(x)), {"aux": fine}
@@ -200,7 +200,7 @@ class LRASPP(SegmentationNet):
         init_near_zero(self.classifier.low_classifier)
         init_near_zero(self.classifier.high_classifier)
 
-    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def features(self, image: Tensor) -> Features:
         """Main logits (B, num_classes, H/8, W/8)."""
         features, parts = self.backbone(image), self.classifier
         low, high = features["low"], features["high"]

@@ -8,6 +8,7 @@ from segpipe.models.layers import (
     DAPPM,
     BasicBlock,
     Bottleneck,
+    Features,
     PyramidPool,
     SegHead,
     SegmentationNet,
@@ -87,7 +88,7 @@ class PIDNet(SegmentationNet):
         self.published_keys = (boundary4, *PUBLISHED_KEYS)
         init_weights(self)
 
-    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def features(self, image: Tensor) -> Features:
         """Logits at stride 8; "boundary" has one channel."""
         stride4 = relu(self.context1(self.stem(image)))
         stride8 = relu(self.context2(stride4))
@@ -141,7 +142,7 @@ class LightBag(nn.Module):
 
     def forward(self, detail: Tensor, context: Tensor, boundary: Tensor) -> Tensor:
         edge = torch.sigmoid(boundary)
-        out: Tensor = self.detail((1 - edge) * context + detail) + self.context(
+        out = self.detail((1 - edge) * context + detail) + self.context(
             context + edge * detail
         )
         return out

@@ -40,7 +40,7 @@ class Preprocess(nn.Module):
         self.standardize = standardize
 
         mean64, std64 = (
-            torch.tensor(list(values), dtype=torch.float64).view(1, 3, 1, 1)
+            torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1)
             for values in (mean, std)
         )
         self.register_buffer("scale", (1 / (255 * std64)).float())

@@ -1,10 +1,13 @@
 """RegSeg, arXiv:2111.09957: residual blocks whose grouped convolutions have two dilations, and a small decoder."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from segpipe.models.layers import (
     Classifier,
+    Features,
     SegmentationNet,
     conv_bn,
     conv_bn_relu,
@@ -12,11 +15,11 @@ from segpipe.models.layers import (
     init_weights,
     relu,
     renames,
+    stage,
     upsample_like,
 )
 
-# Of the first block of a stage, and of those after it at stride 16.
-FIRST = ((1,),)
+# Of the blocks at stride 16 after the first.
 DILATIONS = ((1,), (1, 2), *[(1, 4)] * 4, *[(1, 14)] * 7)
 
 
@@ -56,23 +59,27 @@ class RegSeg(SegmentationNet):
 
         p4, p8, p16, last = planes
         self.stem = conv_bn_relu(3, 32, 3, stride=2)
-        self.stage4 = _stage(32, p4, blocks[0] * FIRST, group_width)
-        self.stage8 = _stage(p4, p8, blocks[1] * FIRST, group_width)
-        self.stage16 = _stage(p8, p16, FIRST + DILATIONS[:-1], group_width)
-        self.stage16.append(DBlock(p16, last, DILATIONS[-1], group_width))
+        block = partial(DBlock, group_width=group_width)
+        self.stage4 = stage(block, 32, p4, blocks[0])
+        self.stage8 = stage(block, p4, p8, blocks[1])
+        self.stage16 = nn.Sequential(
+            block(p8, p16, stride=2),
+            *(block(p16, p16, dilations=each) for each in DILATIONS[:-1]),
+            block(p16, last, dilations=DILATIONS[-1]),
+        )
         deep, fine, width = decoder
         self.head16 = conv_bn_relu(last, deep, 1)
         self.head8 = conv_bn_relu(p8, deep, 1)
         self.head4 = conv_bn_relu(p4, fine, 1)
         self.conv8 = conv_bn_relu(deep, width, 3)
         self.conv4 = conv_bn_relu(width + fine, width, 3)
-        self.head = Classifier(width, num_classes)
+        self.head = Classifier(width, num_classes, 1)
         self.train_only = nn.ModuleDict()
         single = () if blocks[0] > 1 else SINGLE_KEYS
         self.published_keys = (*single, *PUBLISHED_KEYS)
         init_weights(self)
 
-    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def features(self, image: Tensor) -> Features:
         """Main logits (B, num_classes, H/4, W/4)."""
         stride4 = self.stage4(self.stem(image))
         stride8 = self.stage8(stride4)
@@ -95,16 +102,15 @@ class DBlock(nn.Module):
         self,
         num_in: int,
         num_out: int,
-        dilations: tuple[int, ...],
-        group_width: int,
         *,
+        group_width: int,
+        dilations: tuple[int, ...] = (1,),
         stride: int = 1,
     ) -> None:
         super().__init__()
 
         share = num_out // len(dilations)
-        self.conv1 = nn.Conv2d(num_in, num_out, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(num_out)
+        self.conv1, self.bn1 = conv_bn(num_in, num_out, 1)
         self.conv2 = nn.ModuleList(
             nn.Conv2d(
                 share, share, 3, stride, dilation, dilation, share // group_width, bias=False
@@ -113,8 +119,7 @@ class DBlock(nn.Module):
         )  # fmt: skip
         self.bn2 = nn.BatchNorm2d(num_out)
         self.gate = excitation(num_out, num_in // 4, bias=True)
-        self.conv3 = nn.Conv2d(num_out, num_out, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(num_out)
+        self.conv3, self.bn3 = conv_bn(num_out, num_out, 1)
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or num_in != num_out:
             shrink = nn.AvgPool2d(2, ceil_mode=True) if stride > 1 else nn.Identity()
@@ -128,20 +133,6 @@ class DBlock(nn.Module):
         out = self.bn3(self.conv3(out * self.gate(out)))
 
         return relu(out + self.shortcut(x))
-
-
-def _stage(
-    num_in: int,
-    num_out: int,
-    dilations: tuple[tuple[int, ...], ...],
-    group_width: int,
-) -> nn.Sequential:
-    """A block for each entry of `dilations`, the first of stride 2."""
-    first, *later = dilations
-    return nn.Sequential(
-        DBlock(num_in, num_out, first, group_width, stride=2),
-        *(DBlock(num_out, num_out, each, group_width) for each in later),
-    )
 
 
 SINGLE_KEYS = renames(r"""

@@ -5,7 +5,7 @@ are linear and separable, so they equal two products with small constant matrice
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+Real = type[np.floating[Any]]  # np.float32 or np.float64
+Taps = tuple[NDArray[np.int64], NDArray[Any]]  # of `bilinear_taps`
 _as_on_cuda = False
 
 
-def bilinear(
-    x: Tensor, size: tuple[int, int], *, align_corners: bool = False
-) -> Tensor:
+def bilinear(x: Tensor, size: Sequence[int], *, align_corners: bool = False) -> Tensor:
     """`x` resized to `size` = (height, width); the only bilinear resize of the project.
 
     Shapes: float (B, C, h, w) -> same dtype (B, C, H, W). On a CPU and in export this is `F.interpolate`; on CUDA
@@ -44,7 +44,7 @@ def bilinear(
     return kernels.bilinear(x, bilinear_axes(x, size, align_corners=align_corners))
 
 
-def bicubic(x: Tensor, size: tuple[int, int]) -> Tensor:
+def bicubic(x: Tensor, size: Sequence[int]) -> Tensor:
     """`F.interpolate(x, size, mode="bicubic")`; on CUDA under deterministic algorithms as two matrix products.
 
     Shapes: float (B, C, h, w) -> same dtype (B, C, H, W).
@@ -74,7 +74,7 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def bilinear_matmul(
-    x: Tensor, size: tuple[int, int], *, align_corners: bool = False, stride: int = 1
+    x: Tensor, size: Sequence[int], *, align_corners: bool = False, stride: int = 1
 ) -> Tensor:
     """`F.interpolate(x, size, mode="bilinear")` as `rows @ x @ columns.T`, on any device.
 
@@ -99,11 +99,11 @@ def adaptive_avg_pool(x: Tensor, bins: int) -> Tensor:
 
 
 def bilinear_taps(
-    num_in: int, num_out: int, real: type[np.floating[Any]], *, align_corners: bool
-) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    num_in: int, num_out: int, real: Real, *, align_corners: bool
+) -> Taps:
     """Per output position of one axis: index of the lower input, and the share of the next one, 0 to 1.
 
-    Coordinates are computed in `real` (np.float32 or np.float64), as torch computes them in the dtype of its input:
+    Coordinates are computed in `real`, as torch computes them in the dtype of its input:
     exact ones would differ from an exported fp32 graph by 4e-6.
     """
     out = np.arange(num_out, dtype=real)
@@ -118,7 +118,7 @@ def bilinear_taps(
 
 
 def bilinear_weights(
-    num_in: int, num_out: int, real: type[np.floating[Any]], *, align_corners: bool
+    num_in: int, num_out: int, real: Real, *, align_corners: bool
 ) -> NDArray[Any]:
     """Matrix (num_out, num_in) that interpolates one axis, by `bilinear_taps`; every row sums to 1."""
     taps = bilinear_taps(num_in, num_out, real, align_corners=align_corners)
@@ -131,9 +131,7 @@ def _dense(num_in: int, low: NDArray[np.int64], share: NDArray[Any]) -> NDArray[
     return np.maximum(nearness, 0).astype(share.dtype)
 
 
-def bicubic_weights(
-    num_in: int, num_out: int, real: type[np.floating[Any]]
-) -> NDArray[Any]:
+def bicubic_weights(num_in: int, num_out: int, real: Real) -> NDArray[Any]:
     """Matrix (num_out, num_in) that interpolates one axis by cubic convolution with a = -0.75, as torch does."""
     source = (np.arange(num_out, dtype=real) + 0.5) * (num_in / num_out) - 0.5
     low = np.floor(source)
@@ -158,7 +156,7 @@ class Axis:
     low: Tensor
     share: Tensor
     num_in: int
-    host: tuple[NDArray[np.int64], NDArray[Any]]  # the same for the host
+    host: Taps  # the same for the host
 
     @property
     def weights(self) -> NDArray[Any]:
@@ -173,7 +171,7 @@ class Axis:
 
 
 def bilinear_axes(
-    x: Tensor, size: tuple[int, int], *, align_corners: bool = False, stride: int = 1
+    x: Tensor, size: Sequence[int], *, align_corners: bool = False, stride: int = 1
 ) -> tuple[Axis, Axis]:
     """Rows and columns of what `bilinear_matmul` does, on the device of `x`; cached per process.
 
@@ -192,7 +190,7 @@ def _axis(
     stride: int,
     align_corners: bool,
     device: torch.device,
-    real: type[np.floating[Any]],
+    real: Real,
 ) -> Axis:
     taps = bilinear_taps(num_in, num_out, real, align_corners=align_corners)
     low, share = (np.ascontiguousarray(each[stride // 2 :: stride]) for each in taps)
@@ -238,7 +236,7 @@ def _probe(kernels: Any, device: torch.device, order: torch.memory_format) -> No
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-5, check_device=False)
 
 
-def pool_weights(num_in: int, bins: int, real: type[np.floating[Any]]) -> NDArray[Any]:
+def pool_weights(num_in: int, bins: int, real: Real) -> NDArray[Any]:
     """Matrix (bins, num_in) that averages bin b over [floor(b n / bins), ceil((b + 1) n / bins))."""
     cell, row = np.arange(num_in), np.arange(bins)[:, None]
     # Multiplied out: integers need no rounding.
@@ -246,7 +244,7 @@ def pool_weights(num_in: int, bins: int, real: type[np.floating[Any]]) -> NDArra
     return inside.astype(real) / inside.sum(1, keepdims=True).astype(real)
 
 
-def _separable(x: Tensor, size: tuple[int, int], kind: str, stride: int = 1) -> Tensor:
+def _separable(x: Tensor, size: Sequence[int], kind: str, stride: int = 1) -> Tensor:
     on_meta = x.device.type == "meta"  # which has no autocast
     if not on_meta and torch.is_autocast_enabled(x.device.type):
         # Autocast would run the products in bf16.

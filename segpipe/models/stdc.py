@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from segpipe.models.layers import (
     Classifier,
+    Features,
     GlobalPool,
+    Keys,
     SegmentationNet,
     conv_bn,
     conv_bn_relu,
@@ -66,7 +68,7 @@ class STDC(SegmentationNet):
                 "boundary": seg_head(256, 64, 1),
             }
         )
-        self.published_keys = (*self.encoder.published_keys, *PUBLISHED_KEYS)
+        self.published_keys = (*_encoder_keys(blocks), *PUBLISHED_KEYS)
         init_weights(self)
         # The authors start everything behind the encoder with half the variance, by fan in.
         for name, module in self.named_modules():
@@ -74,7 +76,7 @@ class STDC(SegmentationNet):
             if behind and not isinstance(module, Classifier):
                 nn.init.kaiming_normal_(module.weight, a=1)  # type: ignore[arg-type]
 
-    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def features(self, image: Tensor) -> Features:
         """Logits at stride 8, but for "aux32", at stride 16.
 
         The names are those of the published heads: "aux16" reads context from stride 16 at stride 8, and so on.
@@ -102,7 +104,6 @@ class STDCEncoder(nn.Module):
         self.stage8 = stage(STDCModule, 64, 256, blocks[0])
         self.stage16 = stage(STDCModule, 256, 512, blocks[1])
         self.stage32 = stage(STDCModule, 512, 1024, blocks[2])
-        self.published_keys = _encoder_keys(blocks)
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         stride8 = self.stage8(self.stem(image))
@@ -163,17 +164,17 @@ class Fusion(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x)
-        weighted: Tensor = x * self.weight(x)
+        weighted = x * self.weight(x)
         return weighted + x
 
 
 def seg_head(num_in: int, planes: int, num_out: int) -> nn.Sequential:
     """3x3 to `planes`, then 1x1 without bias to `num_out` logits."""
-    classifier = Classifier(planes, num_out, bias=False)
+    classifier = Classifier(planes, num_out, 1, bias=False)
     return nn.Sequential(conv_bn_relu(num_in, planes, 3), classifier)
 
 
-def _encoder_keys(blocks: tuple[int, int, int]) -> tuple[tuple[str, str], ...]:
+def _encoder_keys(blocks: tuple[int, int, int]) -> Keys:
     """Published files number stem and blocks through, and hold each a second time as `features`."""
     places = [(2, "stem.0"), (4, "stem.1")]
     for stride, num_blocks in zip((8, 16, 32), blocks, strict=True):
@@ -248,7 +249,7 @@ class PPLiteSeg(SegmentationNet):
         )
         init_weights(self)
 
-    def features(self, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def features(self, image: Tensor) -> Features:
         """Logits at stride 8; those of "aux16" and "aux32" have the strides 16 and 32."""
         stride8, stride16, stride32 = self.encoder(image)
         x32 = self.fuse32(stride32, self.ppm(stride32))

@@ -135,8 +135,7 @@ class _Resize(torch.autograd.Function):
 
 def bilinear(x: Tensor, axes: Axes) -> Tensor:
     """`x`, float (B, C, h, w), at the rows and columns of `axes`, in its dtype and memory format; differentiable."""
-    found: Tensor = _Resize.apply(x, axes)
-    return found
+    return _Resize.apply(x, axes)
 
 
 @lru_cache(maxsize=256)

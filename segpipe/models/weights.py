@@ -3,8 +3,6 @@
 Used with files of the networks' authors, with those of other trainers, and with encoders alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -33,7 +31,6 @@ NOT_OF_A_NETWORK = r"(^|\.)(\w*loss|criterion)\.|(^|\.)total_(ops|params)$"
 # Auxiliary heads are not always published, and torch below 0.4.1 had no counters in BatchNorm.
 OPTIONAL = re.compile(r"^train_only\.|\.num_batches_tracked$")
 FORMAT = "segpipe-weights"  # of safetensors files that segpipe writes
-NAMED = 5  # names in a message
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 PROBES = 8  # tensors by which the prefix of a file is found
 
@@ -133,7 +130,7 @@ def state_dict_in(content: Any, path: Path) -> WeightsSource:
     if not entries:
         found = type(content).__name__
         if isinstance(content, Mapping):
-            found = ", ".join(map(str, list(content)[:NAMED])) or f"an empty {found}"
+            found = listed([str(key) for key in content]) or f"an empty {found}"
         raise CheckpointError(
             f"{path} holds no state dict (tensors by name), but {found}. Save net.state_dict()."
         )
