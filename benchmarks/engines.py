@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from benchmarks import measure as measuring
 from segpipe.cli.commands import RUN, WHICH
 from segpipe.export.graph.formats import FORMATS
-from segpipe.export.graph.network import ROBOT, deploy_model, run_eager
+from segpipe.export.graph.network import ROBOT, DeployModel, run_eager
 from segpipe.native import one_thread
 from segpipe.runtime.artifact import Artifact, read_artifact
 from segpipe.runtime.session import Session
@@ -77,7 +77,7 @@ def arms(folder: Path, which: str, artifact: Artifact) -> dict[str, Run]:
     """A run of the first golden frame by engine. Call it inside `one_thread`."""
     image = artifact.golden.image[0]
     trained = load_network(folder, which)
-    model = deploy_model(
+    model = DeployModel(
         trained,
         profile=ROBOT,
         temperature=artifact.manifest["calibration"]["temperature"],

@@ -32,7 +32,7 @@ from segpipe.export.artifact.manifest import Origin, describe
 from segpipe.export.dataset import spread
 from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.lowprec import to_fp16, to_int8
-from segpipe.export.graph.network import Run, deploy_model, run_eager
+from segpipe.export.graph.network import DeployModel, Run, run_eager
 from segpipe.export.graph.onnx_format import open_onnx
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
@@ -202,13 +202,13 @@ def forms(
     trained: TrainedNetwork, frames: Sequence[Image], folder: Path
 ) -> tuple[dict[str, Run], dict[str, float]]:
     """The network in every form, ready to run, and the size of each file in MiB. Call it inside `one_thread`."""
-    model = deploy_model(trained)
+    model = DeployModel(trained)
     size = (frames[0].shape[0], frames[0].shape[1])
     paths = {name: _path(folder, name) for name in (FP32, FP16, INT8)}
     script = folder / "model.torchscript.pt"
     manifest = describe(trained, model, size, Origin(), {})
-    FORMATS["onnx"].write(model, size, manifest, paths[FP32], folder / "probe.onnx")
-    FORMATS["torchscript"].write(model, size, manifest, script, folder / "probe.pt")
+    FORMATS["onnx"].write(model, manifest, paths[FP32], folder / "probe.onnx")
+    FORMATS["torchscript"].write(model, manifest, script, folder / "probe.pt")
     to_fp16(paths[FP32], paths[FP16])
     to_int8(paths[FP32], paths[INT8], frames)
     runs = {

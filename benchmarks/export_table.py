@@ -27,10 +27,11 @@ from benchmarks.measure import interleaved, machine
 from segpipe.cli.main import main as segpipe
 from segpipe.data.samples import open_samples
 from segpipe.export.artifact.manifest import Origin, describe
-from segpipe.export.dataset import Check, gather
+from segpipe.export.dataset import gather
 from segpipe.export.gates.comparison import (
     LIMITS,
     Candidate,
+    Check,
     as_trained,
     compare,
     gate_logits,
@@ -38,7 +39,7 @@ from segpipe.export.gates.comparison import (
     gate_preprocessing,
 )
 from segpipe.export.graph.formats import FORMATS, convert
-from segpipe.export.graph.network import deploy_model, run_eager
+from segpipe.export.graph.network import DeployModel, run_eager
 from segpipe.export.verify_report import ExportReport
 from segpipe.models import MODELS
 from segpipe.native import one_thread
@@ -71,9 +72,9 @@ def rows(trained: TrainedNetwork, checks: Sequence[Check]) -> list[dict[str, Any
         folders = (Path(scratch) / "files", Path(scratch) / "probes")
         for folder in folders:
             folder.mkdir()
-        model = deploy_model(trained)
+        model = DeployModel(trained)
         result = ExportReport(folders[0], describe(trained, model, size, Origin(), {}))
-        subjects = convert(result, model, size, folders, KINDS, [])
+        subjects = convert(result, model, folders, KINDS, [])
         eager = run_eager(model)
         candidates = []
         for subject in subjects:
@@ -87,7 +88,7 @@ def rows(trained: TrainedNetwork, checks: Sequence[Check]) -> list[dict[str, Any
             )
         sigma = compare(as_trained(eager, trained.preprocess), candidates, checks)
         image = checks[0].image
-        plain = deploy_model(trained)
+        plain = DeployModel(trained)
         arms = {"eager": lambda: _eager(plain, image)}
         for subject, candidate in zip(subjects, candidates, strict=True):
             arms[subject.path.name] = lambda run=candidate.shipped: run(image)

@@ -1,7 +1,5 @@
 """Checks the files of a run against each other, and its export against the gates, which are run again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,9 +8,8 @@ from segpipe.data.samples import absent_root, open_splits
 from segpipe.determinism.flags import mapping_differences
 from segpipe.disk import sha256
 from segpipe.errors import CheckpointError, ConfigError, SegpipeError, listed
-from segpipe.files import read_json
 from segpipe.ledger import inputs
-from segpipe.ledger.reader import RunLedger, changes, read_inputs, read_run
+from segpipe.ledger.reader import RunLedger, changes, read_inputs, read_object, read_run
 from segpipe.ledger.rows import INPUTS
 from segpipe.settings.config import Config, config_hash, course, recipe
 from segpipe.train import checkpoint
@@ -21,8 +18,6 @@ from segpipe.train.start import weights_file
 PASSED, FAILED, NOTED, UNCHECKED = "passed", "failed", "noted", "not checked"
 # The sentence on an exported folder whose gates all passed; raises SegpipeError.
 Verify = Callable[[Config, Path], str]
-# Raised for content that matches its own digests but is not what a run writes.
-MALFORMED = (ValueError, TypeError, KeyError, AttributeError)
 
 
 class Line(NamedTuple):
@@ -138,7 +133,8 @@ def check_checkpoints(
             # All of them: a resume may set those anew that do not affect the numbers.
             if config_hash(saved["config"]) not in sessions:
                 raise ValueError("its settings are those of no session of the ledger")
-        except (SegpipeError, *MALFORMED) as error:
+        # Of content that matches its own digests but is not what a run writes.
+        except (SegpipeError, ValueError, TypeError, KeyError, AttributeError) as error:
             lines.append(Line(path.name, FAILED, str(error)))
             continue
         passed.append(found)
@@ -166,13 +162,13 @@ def check_result(
 ) -> Line:
     """result.json against last.pt and the ledger."""
     path = run / "result.json"
-    try:
-        result = dict(read_json(path))
-    except FileNotFoundError:
+    if not path.exists():
         text = f"{path} does not exist: the run did not finish"
         return Line("result", UNCHECKED, text)
-    except (OSError, ValueError, TypeError) as error:
-        return Line("result", FAILED, f"{path} cannot be read: {error}")
+    try:
+        result = read_object(path)
+    except CheckpointError as error:
+        return Line("result", FAILED, str(error))
     expected: dict[str, Any] = {"steps": ledger.num_updates}
     faults = []
     last = next((each for each in checkpoints if each.path.name == "last.pt"), None)

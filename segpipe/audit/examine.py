@@ -1,7 +1,5 @@
 """Audits a run: checks its files against each other, and replays spans of it that are chosen at random."""
 
-from __future__ import annotations
-
 import os
 import random
 import time
@@ -28,7 +26,6 @@ from segpipe.data.samples import absent_root
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import own_fingerprint
 from segpipe.errors import CHECKED_IN_PART, CheckpointError, ConfigError, SegpipeError
-from segpipe.files import to_json, write_atomically
 from segpipe.ledger.divergence import compare
 from segpipe.ledger.reader import RunLedger
 from segpipe.ledger.rows import FOLDER, ledger_files
@@ -326,10 +323,3 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(
             f"out = {folder}, but nothing can be written to {existing}. Set out=FOLDER for the report."
         )
-
-
-def write_audit(audit: Audit, folder: Path) -> Path:
-    """`report.json` in the folder, written. Raises CheckpointError when the disk is full."""
-    path = folder / "report.json"
-    write_atomically(path, to_json(audit.to_json()))
-    return path

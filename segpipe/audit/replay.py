@@ -1,11 +1,9 @@
 """Updates of a run, trained again from a checkpoint into a folder of their own: the same step, the same ledger."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +78,7 @@ def _train(
                 shards = [next(stream) for _ in range(config.compute.shards)]
                 train_step(step, shards)
                 report(state.step)
-    content = {
-        "model": state.model.state_dict(),
-        "ema": state.ema.model.state_dict(),
-        "optimizer": state.optimizer.state_dict(),
-    }
-    return tensor_digests(content) | _class_texts(asdict(samples.classes))
+    return _digests(checkpoint.snapshot(state, config, samples.classes, fingerprint))
 
 
 def first_difference(path: Path, wanted: Mapping[str, str]) -> str:
@@ -93,15 +86,15 @@ def first_difference(path: Path, wanted: Mapping[str, str]) -> str:
 
     Raises CheckpointError when the file cannot be read.
     """
-    saved = checkpoint.load(path)
-    found = tensor_digests({part: saved[part] for part in PARTS})
-    found |= _class_texts(saved["classes"])
+    found = _digests(checkpoint.load(path))
     return next(iter(flags.mapping_differences(wanted, found)), "")
 
 
-def _class_texts(table: Mapping[str, Any]) -> dict[str, str]:
-    """What a class table says, without its name, which may be that of the folder."""
-    return {
+def _digests(saved: Mapping[str, Any]) -> dict[str, str]:
+    """Digests of a checkpoint's tensors, and its class table without the name, which may be that of the folder."""
+    table = saved["classes"]
+    texts = {
         f"classes.{part}": repr(table.get(part))
         for part in ("names", "palette", "train_ids")
     }
+    return tensor_digests({part: saved[part] for part in PARTS}) | texts

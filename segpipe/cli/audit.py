@@ -8,11 +8,12 @@ from pathlib import Path
 
 from rich.text import Text
 
-from segpipe.audit.examine import AuditRequest, check_folder, examine, write_audit
+from segpipe.audit.examine import AuditRequest, check_folder, examine
 from segpipe.cli.commands import Given
 from segpipe.cli.export import verify
 from segpipe.errors import SegpipeError
 from segpipe.export.verify import read_manifest
+from segpipe.files import to_json, write_atomically
 from segpipe.run.console import CONSOLE, progress, table
 from segpipe.settings.config import Config, flat
 
@@ -61,8 +62,10 @@ def main(given: Given) -> int:
     columns = ("part", "verdict", "finding")
     CONSOLE.print(table(columns, rows, f"audit of {found.run}"))
     CONSOLE.print(f"{found.sentence}.")
+    report = out / "report.json"
     try:
-        CONSOLE.print(f"Report: {write_audit(found, out)}")
+        write_atomically(report, to_json(found.to_json()))
+        CONSOLE.print(f"Report: {report}")
     except SegpipeError as error:
         print(f"{error} Set out=FOLDER for the report.", file=sys.stderr)
         return found.exit_code or error.exit_code

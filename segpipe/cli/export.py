@@ -18,7 +18,6 @@ from segpipe.errors import (
     ExportMismatch,
     WeightsError,
 )
-from segpipe.export.artifact.manifest import origin_of
 from segpipe.export.artifact.place import sums_line
 from segpipe.export.dataset import gather, training_images, validation_samples
 from segpipe.export.publish import export_checkpoint
@@ -102,7 +101,6 @@ def verify(given: Given, *, engines: Sequence[str] = ()) -> ExportReport:
             folder,
             manifest,
             gather(samples, config, image_size(manifest)),
-            origin=origin_of(trained),
             train_images=training_images(config),
         )
     except ExportMismatch as error:

@@ -1,43 +1,25 @@
 """The images of an export: the check set, of real and generated images; labelled images; training images."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cv2
 import numpy as np
+from numpy.typing import NDArray
 
+from segpipe.data.catalog import ClassTable
 from segpipe.data.data_set import DataSet, Samples
 from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError, DataError
+from segpipe.export.gates.comparison import Check
 from segpipe.export.graph.network import Image, Size
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from segpipe.data.catalog import ClassTable
-    from segpipe.settings.config import Config
-    from segpipe.settings.groups import ExportConfig
-
+from segpipe.settings.config import Config
+from segpipe.settings.groups import ExportConfig
 
 _COPIED = 2  # real images that are also judged in copies
 _DARKER, _BLUR_PIXELS, _NOISE_LEVELS = 4, 2.0, 12.0
-
-
-@dataclass(frozen=True)
-class Check:
-    """An image of the check set: `is_real` when it comes from the data set.
-
-    is_scene: it shows what a camera may see, on which a network has something to say; degraded copies do, too.
-    """
-
-    name: str
-    image: Image
-    is_real: bool = True
-    is_scene: bool = True
 
 
 def check_set(

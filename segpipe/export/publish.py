@@ -1,7 +1,5 @@
 """Export in one step: either every gate passes and the folder appears at once, or no model file is left."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -10,11 +8,11 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from segpipe.data.catalog import ClassTable
+from segpipe.data.data_set import DataSet
 from segpipe.errors import ConfigError, refuse
 from segpipe.export.artifact.golden import golden_figures, write_golden
 from segpipe.export.artifact.manifest import (
@@ -32,7 +30,8 @@ from segpipe.export.artifact.place import (
     write_sums,
     writing,
 )
-from segpipe.export.dataset import Check, GateInputs, check_set, gather
+from segpipe.export.dataset import GateInputs, check_set, gather
+from segpipe.export.gates.comparison import Check
 from segpipe.export.gates.judge import judge, load_as_robot, require_engines
 from segpipe.export.graph.formats import convert
 from segpipe.export.graph.network import (
@@ -50,17 +49,13 @@ from segpipe.export.verify_report import (
     write_sidecars,
 )
 from segpipe.ledger.inputs import changed_since
+from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.native import one_thread
 from segpipe.runtime.artifact import MANIFEST
-from segpipe.settings.config import check_critical_classes, export_problems
+from segpipe.settings.config import Config, check_critical_classes, export_problems
+from segpipe.settings.groups import ExportConfig
 from segpipe.train.checkpoint import TrainedNetwork
-
-if TYPE_CHECKING:
-    from segpipe.data.data_set import DataSet
-    from segpipe.models.layers import SegmentationNet
-    from segpipe.settings.config import Config
-    from segpipe.settings.groups import ExportConfig
 
 
 def export_checkpoint(
@@ -111,7 +106,7 @@ def export_run(
     an earlier export stays, and ExportMismatch or its subclass IntegrityError, QualityError or LatencyError is raised.
     Raises ExportError when torch cannot convert, ConfigError for unusable images, settings or folder.
     """
-    checks, settings, size = inputs.checks, inputs.settings, inputs.size
+    checks, settings = inputs.checks, inputs.settings
     if out_dir.is_symlink() or not out_dir.name:  # is replaced by a rename
         out_dir = out_dir.resolve()
     _check_request(trained, out_dir, settings)
@@ -142,7 +137,7 @@ def export_run(
             reduced = [name for name in ("fp16", "int8") if name in settings.precision]
             kinds += [("onnx", name) for name in reduced]
             with writing(out_dir):
-                converted = convert(result, model, size, (files, probes), kinds, frames)
+                converted = convert(result, model, (files, probes), kinds, frames)
             comparisons = judge(result, model, trained.preprocess, converted, inputs)
         for name, entry in result.files.items():
             if entry["precision"] != "fp32" and comparisons.get(name):

@@ -1,21 +1,17 @@
 """Repeats every gate on an exported folder as it is on disk, against the checkpoint that it claims to come from."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from segpipe.errors import ConfigError
 from segpipe.export.artifact.golden import golden_problems
 from segpipe.export.artifact.manifest import (
-    NOT_REPEATED,
-    Origin,
     converters,
     described,
     differences,
+    origin_of,
     schema_problems,
 )
 from segpipe.export.artifact.place import sums_problems
@@ -34,9 +30,7 @@ from segpipe.export.verify_report import (
 )
 from segpipe.native import one_thread
 from segpipe.runtime.artifact import MANIFEST, parse_manifest, read_sums
-
-if TYPE_CHECKING:
-    from segpipe.train.checkpoint import TrainedNetwork
+from segpipe.train.checkpoint import TrainedNetwork
 
 _SHOWN = 5  # problems of the folder in a message
 
@@ -82,13 +76,12 @@ def verify_folder(
     manifest: Manifest,
     inputs: GateInputs,
     *,
-    origin: Origin,
     train_images: Iterable[Image] | None,
 ) -> ExportReport:
     """Report of all gates on the files of `folder`, against a trained network. Writes nothing there.
 
     manifest: what `read_manifest` gave. inputs: of the size of the files; without real images only with
-    `allow_unverified`. origin, train_images: as in `export_run`. Raises ExportMismatch or one of its subclasses when a
+    `allow_unverified`. train_images: as in `export_run`. Raises ExportMismatch or one of its subclasses when a
     gate fails, a file was altered, or the manifest is about another network; ConfigError where the data or the versions
     of the export are not here.
     """
@@ -98,7 +91,7 @@ def verify_folder(
         model, computed, frames = described(
             trained,
             inputs,
-            origin,
+            origin_of(trained),
             train_images,
             profile=PROFILES[manifest["profile"]],
             mask_stride=manifest["io"]["outputs"][0]["stride"],
@@ -108,7 +101,7 @@ def verify_folder(
         files: list[ModelFile] = []
         if not problems:
             problems = list(golden_problems(model, folder, inputs.checks))
-            files = _model_files(result, model, inputs.size, frames, Path(scratch))
+            files = _model_files(result, model, frames, Path(scratch))
         result.gates[FOLDER] = [gate_integrity(problems[:_SHOWN])]
         if result.passed:
             # Not timed: whether the file is the one that was judged does not depend on what this machine does beside.
@@ -132,18 +125,10 @@ def _false_claims(claimed: Manifest, computed: Manifest, real_images: int) -> li
             f"the manifest was made from {then}, here are {now}. Verify with the data set of the export and its "
             "export.images and export.quality_images, or export again."
         )
-    left_out = {*NOT_REPEATED}
-    if None in (claimed["metrics"], computed["metrics"]):
-        left_out.add("metrics")
-    one, other = (
-        {name: manifest[name] for name in computed.keys() - left_out}
-        for manifest in (claimed, computed)
-    )
-    for manifest in (one, other):
-        # Where it was exported from: the weights are compared by their digest.
-        unknown = {"git": None, "checkpoint": None}
-        manifest["source"] = manifest["source"] | unknown
-    return list(differences(one, other))
+    claims = {name: claimed.get(name) for name in computed}
+    if None in (claims["metrics"], computed["metrics"]):
+        claims["metrics"] = computed["metrics"]
+    return list(differences(claims, computed))
 
 
 def _images_of(manifest: Manifest, check_images: int) -> str:
@@ -156,7 +141,6 @@ def _images_of(manifest: Manifest, check_images: int) -> str:
 def _model_files(
     result: ExportReport,
     model: DeployModel,
-    size: Size,
     frames: Sequence[Image],
     scratch: Path,
 ) -> list[ModelFile]:
@@ -176,7 +160,7 @@ def _model_files(
     again = ExportReport(scratch, result.manifest)
     made = {
         converted.path.name: converted
-        for converted in convert(again, model, size, folders, ordered, frames)
+        for converted in convert(again, model, folders, ordered, frames)
     }
     others = [
         f"{name} {versions.get(name)}, here {version}"

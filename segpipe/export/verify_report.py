@@ -1,26 +1,22 @@
 """The report of an export or a verification: figures, status, the error of a refusal, and what people read of it."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.table import Table
 
 from segpipe.determinism import flags
 from segpipe.errors import ExportMismatch
 from segpipe.export.gates.comparison import GATES, GateResult, Sigma, gate_integrity
+from segpipe.export.graph.network import Manifest
 from segpipe.files import plain
 from segpipe.settings.groups import ENOUGH_IMAGES
-
-if TYPE_CHECKING:
-    from segpipe.export.graph.network import Manifest
 
 EAGER, FOLDER = "eager", "the folder"  # what is judged besides the model files
 # First words of a refusal
@@ -75,10 +71,6 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
 @dataclass
 class ExportReport:
     """Figures of an export: `gates`, `files` and `latency` by file name; the reference is called "eager"."""
@@ -90,10 +82,12 @@ class ExportReport:
     real_images: int = 0
     gates: dict[str, list[GateResult]] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    latency: dict[str, dict[str, float | int]] = field(default_factory=dict)
+    latency: dict[str, dict[str, float]] = field(default_factory=dict)
     # By file of reduced precision that is not published: why
     dropped: dict[str, str] = field(default_factory=dict)
-    created: str = field(default_factory=_now)
+    created: str = field(
+        default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    )
 
     @property
     def failed(self) -> list[tuple[str, GateResult]]:
@@ -220,7 +214,7 @@ def write_sidecars(manifest: Manifest, folder: Path) -> None:
 
 
 _TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).with_name("artifact") / "templates"),
+    loader=PackageLoader("segpipe.export.artifact"),
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,

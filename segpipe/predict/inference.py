@@ -1,22 +1,18 @@
 """Class ids of images of any size by a trained network, averaged over flips and scales."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from segpipe.errors import ConfigError
+from segpipe.models.layers import SegmentationNet
+from segpipe.models.preprocess import Preprocess
 from segpipe.models.resize import bilinear
 from segpipe.train.forward import AUTOCAST, autocast
 from segpipe.train.validate import predict
-
-if TYPE_CHECKING:
-    from segpipe.models.layers import SegmentationNet
-    from segpipe.models.preprocess import Preprocess
 
 FLIP = "flip"
 SMALLEST = 32  # rows and columns that a network needs
@@ -105,17 +101,16 @@ def answers(
         best = logits.max(1)
         confidence = (best.values - logits.logsumexp(1)).exp()
         return best.indices.to(torch.uint8), confidence
-    total: Tensor | None = None
+    total: Any = 0
     for scale, flip in how.views:
         view = normalised
         if scale != 1.0:
-            sides = [max(SMALLEST, round(side * scale)) for side in size]
-            view = bilinear(normalised, (sides[0], sides[1]))
+            height, width = (max(SMALLEST, round(side * scale)) for side in size)
+            view = bilinear(normalised, (height, width))
         logits = _logits(model, view.flip(3) if flip else view, size, how)
         shares = logits.softmax(1)
         shares = shares.flip(3) if flip else shares
-        total = shares if total is None else total + shares
-    assert total is not None
+        total = total + shares
     best = total.max(1)
     return best.indices.to(torch.uint8), best.values / total.sum(1)
 

@@ -1,7 +1,5 @@
 """One command's predictions: sources are found, those that are there are kept, bad ones named, the rest predicted."""
 
-from __future__ import annotations
-
 import math
 import os
 import time
@@ -10,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from glob import glob, has_magic
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cv2
 import numpy as np
@@ -21,9 +19,7 @@ from segpipe.disk import sha256
 from segpipe.errors import ConfigError, DataError, Interrupted, listed
 from segpipe.files import files_below, plain, read_json, to_json
 from segpipe.predict.outputs import VIDEOS, Input, Outputs, put, unwritable
-
-if TYPE_CHECKING:
-    from segpipe.runtime.frames import Pixels
+from segpipe.runtime.frames import Pixels
 
 FORMAT = "segpipe-predictions/4"
 SUMMARY = "predictions.json"
@@ -348,11 +344,11 @@ def _opened(path: str | Path) -> Iterator[cv2.VideoCapture]:
     # No warnings of OpenCV, which name no file.
     level = cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_ERROR)
     is_camera = given.isdigit()
-    capture = cv2.VideoCapture()
-    if is_camera:
-        capture.open(int(given))
-    else:
-        capture.open(given, cv2.CAP_FFMPEG)
+    capture = (
+        cv2.VideoCapture(int(given))
+        if is_camera
+        else cv2.VideoCapture(given, cv2.CAP_FFMPEG)
+    )
     cv2.utils.logging.setLogLevel(level)
     try:
         if not capture.isOpened():

@@ -1,11 +1,9 @@
 """A run or an exported folder as one thing: an image in, class ids and their confidence out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +23,7 @@ from segpipe.runtime.artifact import MANIFEST, ArtifactError, read_artifact
 from segpipe.runtime.engines import EngineError
 from segpipe.runtime.frames import Pixels, enlarged
 from segpipe.runtime.session import Session
-
-if TYPE_CHECKING:
-    from segpipe.train.checkpoint import TrainedNetwork
+from segpipe.train.checkpoint import TrainedNetwork
 
 Answer = tuple[Pixels, NDArray[np.float32]]  # ids (H, W), their probability (H, W)
 

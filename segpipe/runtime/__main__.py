@@ -8,8 +8,6 @@ Exit codes: 0 ok, 1 a frame without an answer (an unreadable image is one; the n
 answers than where the folder was exported, 7 altered files, 130 Ctrl-C.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

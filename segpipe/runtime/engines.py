@@ -1,7 +1,5 @@
 """Programs that run the ONNX file: onnxruntime, and OpenVINO where it is installed. No fallback to another device."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +14,8 @@ _CPU = ("CPUExecutionProvider",)
 BF16 = "openvino_bf16"
 _FATAL = 4  # log severity: errors are raised, and a run that a deadline ends is one
 Run = Callable[[Pixels], list[Pixels]]
+# A run of one input batch, and a function that ends it from another thread
+Prepared = tuple[Run, Callable[[], None]]
 
 
 class EngineError(ValueError):
@@ -31,7 +31,7 @@ class Engine(Protocol):
     def described(self) -> str:
         """Name and version, for messages."""
 
-    def prepare(self, outputs: list[str]) -> tuple[Run, Callable[[], None]]:
+    def prepare(self, outputs: list[str]) -> Prepared:
         """A run of one input batch for these outputs, and a function that ends this run from another thread."""
 
 
@@ -85,16 +85,19 @@ class OnnxRuntime:
         threads: int,
         providers: Sequence[str] | None,
         oldest: str = "0",
+        optimize: bool = True,
     ) -> None:
         self.described = f"onnxruntime {onnxruntime.__version__}"
         if _numbers(onnxruntime.__version__) < _numbers(oldest):
             raise EngineError(
                 f"{self.described} is too old for this file: version {oldest} or later was needed."
             )
-        self.inner = make_session(model, threads=threads, providers=providers or _CPU)
+        self.inner = make_session(
+            model, threads=threads, providers=providers or _CPU, optimize=optimize
+        )
         self._input = self.inner.get_inputs()[0].name
 
-    def prepare(self, outputs: list[str]) -> tuple[Run, Callable[[], None]]:
+    def prepare(self, outputs: list[str]) -> Prepared:
         """As in `Engine`."""
         options = onnxruntime.RunOptions()
         options.log_severity_level = _FATAL
@@ -145,7 +148,7 @@ class OpenVino:
         compiled = core.compile_model(core.read_model(model), devices[0], options)
         self._request = compiled.create_infer_request()
 
-    def prepare(self, outputs: list[str]) -> tuple[Run, Callable[[], None]]:
+    def prepare(self, outputs: list[str]) -> Prepared:
         """As in `Engine`."""
 
         def run(batch: Pixels) -> list[Pixels]:

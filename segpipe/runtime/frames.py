@@ -1,7 +1,5 @@
 """The result of a frame, and the checks before inference: what it shows, and whether the camera sends new ones."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping

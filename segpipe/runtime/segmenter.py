@@ -38,10 +38,10 @@ class Segmenter:
 
     artifact: Artifact
     session: Session
-    deadline_ms: float | None = None
-    max_age_s: float = 0.5
-    frozen_after: int = 5
-    clock: Callable[[], float] = time.time
+    deadline_ms: float | None
+    max_age_s: float
+    frozen_after: int
+    clock: Callable[[], float]
     last_error: str = ""  # why the last frame without an answer has none
 
     def __post_init__(self) -> None:

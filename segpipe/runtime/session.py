@@ -1,7 +1,5 @@
 """The network in an engine: loading, identity, golden frames, and runs that end at a deadline."""
 
-from __future__ import annotations
-
 import functools
 import math
 import threading

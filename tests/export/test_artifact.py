@@ -48,7 +48,7 @@ from segpipe.export.artifact.place import sums_problems, write_sums
 from segpipe.export.dataset import spread
 from segpipe.export.gates import judge
 from segpipe.export.graph.formats import FORMATS, jit, quiet_torch
-from segpipe.export.graph.network import deploy_model, manifest_text
+from segpipe.export.graph.network import DeployModel, manifest_text
 from segpipe.export.graph.onnx_format import write_probe
 from segpipe.export.verify_report import render
 from segpipe.files import git_state
@@ -256,7 +256,7 @@ def test_no_file_names_a_path_of_this_machine(exported: Path) -> None:
 def test_the_search_for_paths_finds_some(tmp_path: Path) -> None:
     with quiet_torch(), torch.no_grad():
         traced = jit.trace(
-            deploy_model(tiny_network()),
+            DeployModel(tiny_network()),
             (torch.zeros((1, *SIZE, 3), dtype=torch.uint8),),
         )
         jit.save(traced, str(tmp_path / "plain.pt"))
@@ -452,7 +452,7 @@ def test_golden_answers_are_those_of_the_trained_network(exported: Path) -> None
     }
     network = tiny_network()
     with torch.no_grad():
-        mask, confidence, logits, _ = deploy_model(network).probe()(
+        mask, confidence, logits, _ = DeployModel(network).probe()(
             torch.from_numpy(IMAGES[1])[None]
         )
         patch = network.preprocess(torch.from_numpy(golden["preprocess_input"]))
@@ -505,7 +505,7 @@ def test_the_runtime_answers_as_the_trained_network(
     exported: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     segmenter = Segmenter.load(exported, deadline_ms=60_000)
-    model = deploy_model(tiny_network())
+    model = DeployModel(tiny_network())
     for image in IMAGES:
         result = segmenter.infer(image)
         with torch.no_grad():
@@ -523,7 +523,7 @@ def test_a_folder_that_the_runtime_refuses_is_never_published(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def converted_before(
-        _model: Any, _size: Any, manifest: Any, shipped: Path, probe: Path
+        _model: Any, manifest: Any, shipped: Path, probe: Path
     ) -> None:
         model = onnx.load(exported / "model.onnx")
         onnx.helper.set_model_props(model, {"segpipe": manifest_text(manifest)})

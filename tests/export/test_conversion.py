@@ -16,7 +16,7 @@ from exports import SIZE, tiny_network
 from segpipe.export.artifact.manifest import Origin, describe
 from segpipe.export.graph import formats
 from segpipe.export.graph.formats import FORMATS, ModelFile, conversion_problem
-from segpipe.export.graph.network import Manifest, deploy_model, in_file
+from segpipe.export.graph.network import DeployModel, Manifest, in_file
 
 KINDS = ("onnx", "torchscript")
 Plant = Callable[[Path], None]
@@ -26,7 +26,7 @@ Plant = Callable[[Path], None]
 def manifest() -> Manifest:
     trained = tiny_network()
     entries = {"calibration": {"method": "none", "temperature": 1.0}}
-    return describe(trained, deploy_model(trained), SIZE, Origin(), entries)
+    return describe(trained, DeployModel(trained), SIZE, Origin(), entries)
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def made(
     for folder in folders:
         for kind in KINDS:
             path = folder / FORMATS[kind].file_name()
-            model, inside = deploy_model(tiny_network()), in_file(manifest, "fp32")
-            FORMATS[kind].write(model, SIZE, inside, path, folder / f"probe.{kind}")
+            model, inside = DeployModel(tiny_network()), in_file(manifest, "fp32")
+            FORMATS[kind].write(model, inside, path, folder / f"probe.{kind}")
     return folders
 
 
@@ -53,7 +53,7 @@ def test_a_manifest_has_the_hash_of_the_settings_as_the_checkpoint_has_them(
 ) -> None:
     """Those of an earlier version may have others; a run that was never saved has its own."""
     trained = replace(tiny_network(), config_hash="0f")
-    found = describe(trained, deploy_model(trained), SIZE, Origin(), {})
+    found = describe(trained, DeployModel(trained), SIZE, Origin(), {})
     assert (found["source"]["config_hash"], len(manifest["source"]["config_hash"])) == (
         "0f",
         32,

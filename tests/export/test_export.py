@@ -39,9 +39,9 @@ from segpipe.errors import (
 from segpipe.export import dataset, publish
 from segpipe.export.artifact import place
 from segpipe.export.artifact.manifest import Origin, describe
-from segpipe.export.dataset import Check
 from segpipe.export.gates.comparison import (
     Candidate,
+    Check,
     as_trained,
     compare,
     gate_logits,
@@ -51,7 +51,7 @@ from segpipe.export.gates.comparison import (
 from segpipe.export.gates.controls import CONTROLS
 from segpipe.export.graph import formats
 from segpipe.export.graph.formats import FORMATS, ModelFile
-from segpipe.export.graph.network import DeployModel, deploy_model, run_eager
+from segpipe.export.graph.network import DeployModel, run_eager
 from segpipe.export.graph.onnx_format import open_onnx
 from segpipe.predict.predictor import of_exported
 from segpipe.runtime import Segmenter
@@ -138,7 +138,7 @@ def test_the_manifest_explains_a_lone_file(exported: publish.ExportReport) -> No
 def test_both_files_answer_as_the_eager_network(
     trained: TrainedNetwork, exported: publish.ExportReport
 ) -> None:
-    model = deploy_model(trained)
+    model = DeployModel(trained)
     with torch.no_grad():
         logits = trained.model(trained.preprocess(torch.from_numpy(IMAGES[0])[None]))
         mask, confidence = model(torch.from_numpy(IMAGES[0])[None])
@@ -165,7 +165,7 @@ def test_auxiliary_heads_are_not_in_the_files(
     assert any("train_only" in name for name in trained.model.state_dict()), (
         "the control: the network has such heads"
     )
-    assert not any("train_only" in name for name in deploy_model(trained).state_dict())
+    assert not any("train_only" in name for name in DeployModel(trained).state_dict())
     for name in exported.files:
         assert b"train_only" not in (exported.folder / name).read_bytes()
     stored = sum(
@@ -179,13 +179,13 @@ def converted(
     name: str, trained: TrainedNetwork, checks: list[Check], folder: Path
 ) -> tuple[list[str], list[str]]:
     """G1 findings, and messages of G2 to G4 that fail, for a new file of the format `name`."""
-    model, size = deploy_model(trained), checks[0].image.shape[:2]
+    model, size = DeployModel(trained), checks[0].image.shape[:2]
     manifest, shipped, probe = (
         describe(trained, model, size, Origin(), {}),
         folder / "a",
         folder / "b",
     )
-    FORMATS[name].write(model, size, manifest, shipped, probe)
+    FORMATS[name].write(model, manifest, shipped, probe)
     candidate = Candidate(
         *(FORMATS[name].open(path, model.profile) for path in (probe, shipped))
     )
@@ -247,14 +247,12 @@ def plant(
     """The conversion to `name` now works on a model with `fault`, or ships one with a correct probe beside it."""
     right = FORMATS[name].convert
 
-    def wrong(
-        model: DeployModel, size: Any, manifest: Any, shipped: Path, probe: Path
-    ) -> None:
+    def wrong(model: DeployModel, manifest: Any, shipped: Path, probe: Path) -> None:
         faulty = copy.deepcopy(model)
         fault(faulty)
-        right(faulty, size, manifest, shipped, probe)
+        right(faulty, manifest, shipped, probe)
         if shipped_only:
-            right(model, size, manifest, probe.with_name("unused"), probe)
+            right(model, manifest, probe.with_name("unused"), probe)
 
     monkeypatch.setitem(
         FORMATS, name, dataclasses.replace(FORMATS[name], convert=wrong)
@@ -301,14 +299,14 @@ def test_a_network_with_synchronised_norms_is_the_same_one(
         isinstance(module, nn.SyncBatchNorm) for module in synchronised.modules()
     ), "the control"
     network = dataclasses.replace(tiny, model=synchronised)
-    model = deploy_model(network)
+    model = DeployModel(network)
     assert not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-    expected, found = deploy_model(tiny).state_dict(), model.state_dict()
+    expected, found = DeployModel(tiny).state_dict(), model.state_dict()
     assert list(expected) == list(found)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     for image in IMAGES:
         assert np.array_equal(
-            run_eager(model)(image).mask, run_eager(deploy_model(tiny))(image).mask
+            run_eager(model)(image).mask, run_eager(DeployModel(tiny))(image).mask
         )
     assert export_run(network, IMAGES[:1], tmp_path / "export", ["torchscript"]).passed
 
@@ -351,10 +349,8 @@ def test_logits_that_are_no_numbers_are_refused(
 def test_a_file_that_is_not_what_the_manifest_says_is_refused(
     tiny: TrainedNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(
-        model: DeployModel, size: Any, manifest: Any, shipped: Path, probe: Path
-    ) -> None:
-        right(model, size, {**manifest, "model": "another"}, shipped, probe)
+    def wrong(model: DeployModel, manifest: Any, shipped: Path, probe: Path) -> None:
+        right(model, {**manifest, "model": "another"}, shipped, probe)
 
     right = FORMATS["torchscript"].convert
     broken = dataclasses.replace(FORMATS["torchscript"], convert=wrong)

@@ -21,11 +21,12 @@ from segpipe.errors import (
     LatencyError,
     QualityError,
 )
-from segpipe.export.dataset import Check, Labelled, check_set
+from segpipe.export.dataset import Labelled, check_set
 from segpipe.export.gates import controls
 from segpipe.export.gates.comparison import (
     LIMITS,
     Candidate,
+    Check,
     GateResult,
     ImageComparison,
     Limits,
@@ -46,7 +47,6 @@ from segpipe.export.graph.network import (
     Answer,
     DeployModel,
     Image,
-    deploy_model,
     run_eager,
 )
 from segpipe.export.verify_report import ExportReport, refusal
@@ -200,7 +200,7 @@ def test_the_graph_normalises_what_training_feeds_the_network() -> None:
     sample, _ = Augmenter(still)(image, np.zeros((height, width), np.uint8), 7)
     fed = Preprocess()(torch.from_numpy(sample)[None])[0].numpy()
     for profile in PROFILES.values():
-        inside = run_eager(deploy_model(tiny_network(), profile=profile))(
+        inside = run_eager(DeployModel(tiny_network(), profile=profile))(
             image
         ).normalised
         assert inside is not None
@@ -360,7 +360,7 @@ def test_scores_are_counted_on_the_labelled_images() -> None:
     labelled = Labelled(Split(IMAGES), [0, 2, 3])
     runs = {
         "right": lambda image: Answer(np.zeros(image.shape[:2], np.uint8)),
-        "eager": run_eager(deploy_model(tiny_network())),
+        "eager": run_eager(DeployModel(tiny_network())),
     }
     found = scores(runs, labelled, NUM_CLASSES)
     assert found["right"].images == found["eager"].images == 3
@@ -371,7 +371,7 @@ def test_scores_are_counted_on_the_labelled_images() -> None:
 
 
 def power(model: DeployModel | None = None) -> GateResult:
-    model = model or deploy_model(tiny_network())
+    model = model or DeployModel(tiny_network())
     checks = check_set(IMAGES[:1], ["x"])
     reference = as_trained(run_eager(model), model.preprocess)
     return gate_power(model, reference, checks, compare(reference, [], checks))
@@ -388,7 +388,7 @@ def test_every_negative_control_is_refused() -> None:
 
 
 def test_controls_leave_the_model_as_it_was() -> None:
-    model = deploy_model(tiny_network())
+    model = DeployModel(tiny_network())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     reference = as_trained(run_eager(model), Preprocess())
     checks = check_set(IMAGES[:1], ["x"])
@@ -407,7 +407,7 @@ def tensors_of(model: DeployModel) -> dict[str, torch.Tensor]:
 def test_each_control_is_the_fault_that_its_name_says_and_no_other(
     align_corners: bool,
 ) -> None:
-    model, image = deploy_model(tiny_network()), IMAGES[0]
+    model, image = DeployModel(tiny_network()), IMAGES[0]
     model.align_corners = align_corners
     right, pixels = run_eager(model)(image), image.transpose(2, 0, 1) / 255
     assert right.logits is not None
@@ -476,7 +476,7 @@ def test_an_effect_of_a_hundredth_must_be_noticed(
     monkeypatch.setattr(controls, "CONTROLS", {"bgr": controls.CONTROLS["bgr"]})
     monkeypatch.setattr(controls, "_refusing", lambda *_: [])
     monkeypatch.setattr(controls, "_effect", lambda *_: next(found))
-    model = deploy_model(tiny_network())
+    model = DeployModel(tiny_network())
     result = gate_power(
         model, run_eager(model), [Check("x", IMAGES[0])] * len(effects), ONE
     )
@@ -526,7 +526,7 @@ def test_a_control_without_effect_says_nothing_of_the_gates(
 )
 def test_a_network_is_not_flat_because_it_cannot_have_a_fault(name: str) -> None:
     """A network with GroupNorm, with a normalisation of 0.5, without upsampling: trained as well as any other."""
-    model = deploy_model(tiny_network())
+    model = DeployModel(tiny_network())
     network: Any = model.network
     if name.startswith("batchnorm"):
         network.body[1] = nn.Identity()
@@ -681,7 +681,7 @@ def test_a_file_that_does_not_run_is_broken_not_a_traceback() -> None:
     def torn(image: Image) -> Answer:
         raise RuntimeError("torn")
 
-    model = deploy_model(tiny_network())
+    model = DeployModel(tiny_network())
     good, bad = Candidate(run_eager(model), run_eager(model)), Candidate(torn, torn)
     compare(
         as_trained(run_eager(model), Preprocess()),
@@ -698,7 +698,7 @@ def test_a_file_that_does_not_run_is_broken_not_a_traceback() -> None:
 def test_temperature_reaches_the_confidence_and_not_the_mask() -> None:
     network = tiny_network()
     plain, soft = (
-        run_eager(deploy_model(network, temperature=value))(IMAGES[0])
+        run_eager(DeployModel(network, temperature=value))(IMAGES[0])
         for value in (1.0, 4.0)
     )
     assert np.array_equal(plain.mask, soft.mask)
@@ -729,7 +729,7 @@ def test_calibration_entry() -> None:
 def test_profiles_answer_alike(name: str) -> None:
     network = tiny_network()
     robot, other = (
-        deploy_model(network, profile=profile) for profile in (ROBOT, PROFILES[name])
+        DeployModel(network, profile=profile) for profile in (ROBOT, PROFILES[name])
     )
     expected, found = run_eager(robot)(IMAGES[0]), run_eager(other)(IMAGES[0])
     assert np.array_equal(expected.mask, found.mask)

@@ -27,7 +27,6 @@ from segpipe.export.graph.network import (
     DeployModel,
     Image,
     Run,
-    deploy_model,
     run_eager,
 )
 from segpipe.export.verify_report import EAGER, ExportReport
@@ -48,7 +47,9 @@ class Shelf:
         self.faults: dict[Path, list[str]] = {}
         self.optimized: dict[Path, bool] = {}
 
-    def open(self, path: Path, _: object, *, optimize: bool = True) -> Run:
+    def open(
+        self, path: Path, _: object, *, engine: str = "", optimize: bool = True
+    ) -> Run:
         self.optimized[path] = optimize
         return self.runs[path]
 
@@ -61,7 +62,7 @@ class Shelf:
         """A file of the trained network with a fault in it."""
         path = self.folder / FORMATS[kind].file_name(precision)
         path.touch()
-        model = deploy_model(TRAINED)
+        model = DeployModel(TRAINED)
         fault(model)
         self.runs[path] = self.runs[path.with_suffix(".probe")] = run_eager(model)
         return ModelFile(kind, precision, path, path.with_suffix(".probe"), {})
@@ -77,9 +78,6 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
             problems=lambda path, _: made.faults.get(path, []),
         ))  # fmt: skip
     monkeypatch.setattr(formats, "open_onnx", made.open)
-    monkeypatch.setattr(
-        formats, "open_in_engine", lambda path, profile, _: made.open(path, profile)
-    )
     return made
 
 
@@ -96,7 +94,7 @@ def judged(
         check_set(IMAGES[:2], NAMES[:2]), labelled, ExportConfig(**settings)
     )
     return report, judge.judge(
-        report, deploy_model(TRAINED), TRAINED.preprocess, files, inputs
+        report, DeployModel(TRAINED), TRAINED.preprocess, files, inputs
     )
 
 
@@ -112,7 +110,7 @@ class Blind:
     """A file that answers `image` with class 0 and any other image as the network does."""
 
     def __init__(self, image: Image) -> None:
-        self.image, self.right = image, run_eager(deploy_model(TRAINED))
+        self.image, self.right = image, run_eager(DeployModel(TRAINED))
 
     def __call__(self, image: Image) -> Answer:
         answer = self.right(image)
@@ -125,7 +123,7 @@ class Blind:
 
 def labelled(images: list[Image]) -> Any:
     """The images with the trained network's own answers as labels, so that its IoU is 1."""
-    run = run_eager(deploy_model(TRAINED))
+    run = run_eager(DeployModel(TRAINED))
     return [(image, run(image).mask) for image in images]
 
 
@@ -150,7 +148,7 @@ def test_sound_files_pass_every_gate_in_order(shelf: Shelf) -> None:
     assert report.images == [*NAMES[:2], *copies, *made]
     assert report.real_images == 2
     assert set(report.latency) == {EAGER, *names}
-    reference = run_eager(deploy_model(TRAINED))
+    reference = run_eager(DeployModel(TRAINED))
     logits = np.stack(
         [reference(check.image).logits for check in check_set(IMAGES[:2], NAMES[:2])]
     )  # type: ignore[misc]
@@ -220,7 +218,7 @@ def test_logits_come_from_the_probe_and_masks_from_the_shipped_file(
     shelf: Shelf, role: str
 ) -> None:
     file = shelf.file()
-    wrong = deploy_model(TRAINED)
+    wrong = DeployModel(TRAINED)
     CONTROLS["no_normalisation"](wrong)
     shelf.runs[getattr(file, role)] = run_eager(wrong)
     report, _ = judged(file)
@@ -427,7 +425,7 @@ def test_int8_is_held_to_the_fp32_file_in_its_own_engine(
         lambda *_: {name: {"p50_ms": ms, "cpu_ms": ms} for name, ms in times.items()},
     )
     report = ExportReport(Path("export"), {}, gates={name: [] for name in files})
-    model = deploy_model(TRAINED)
+    model = DeployModel(TRAINED)
     run = run_eager(model)
     inputs = GateInputs(check_set(IMAGES[:1], NAMES[:1]), None, ExportConfig())
     candidates = {name: Candidate(run, run) for name in files}

@@ -82,7 +82,6 @@ def converted_before(all_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def copies(
         _result: Any,
         _model: Any,
-        _size: Any,
         folders: tuple[Path, Path],
         kinds: Sequence[tuple[str, str]],
         *_: Any,
@@ -193,9 +192,7 @@ def test_an_export_refuses_it_too(
     plant, folder = planted(name, request, tmp_path / "planted")
     code, gate = plant.answers or (14, "")
 
-    def wrong(
-        _model: Any, _size: Any, _manifest: Any, shipped: Path, probe: Path
-    ) -> None:
+    def wrong(_model: Any, _manifest: Any, shipped: Path, probe: Path) -> None:
         # An export is the same every time, so the file of the sound one is what a conversion would give.
         shutil.copy(folder / "model.onnx", shipped)
         write_probe(shipped, probe)

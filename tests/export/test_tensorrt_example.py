@@ -118,7 +118,7 @@ def trt(monkeypatch: pytest.MonkeyPatch, example: ModuleType) -> SimpleNamespace
     made.nptype = _KINDS.__getitem__
     monkeypatch.setitem(sys.modules, "tensorrt", made)  # type: ignore[arg-type]
     monkeypatch.setattr(example, "DEVICE", "cpu")
-    monkeypatch.setattr(example, "ENGINES", {})
+    monkeypatch.setattr(example, "ENGINES", {**example.ENGINES})
     from segpipe.export.graph import onnx_format
 
     monkeypatch.setattr(onnx_format, "ENGINES", example.ENGINES)

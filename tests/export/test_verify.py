@@ -47,7 +47,7 @@ from segpipe.export.graph.formats import (
     write_archive,
 )
 from segpipe.export.graph.lowprec import to_int8
-from segpipe.export.graph.network import deploy_model
+from segpipe.export.graph.network import DeployModel
 from segpipe.export.graph.onnx_format import open_onnx, write_probe
 from segpipe.ledger import inputs
 from segpipe.runtime import Segmenter
@@ -243,7 +243,7 @@ def test_golden_frames_are_the_images_of_their_names(
 ) -> None:
     folder = Path(shutil.copytree(artifact, tmp_path / "export"))
     frames = np.load(folder / "golden" / "image.npy")
-    model = deploy_model(load_network(run, "last"), temperature=0.25)
+    model = DeployModel(load_network(run, "last"), temperature=0.25)
 
     def problems(*images: np.ndarray) -> list[str]:
         checks = [

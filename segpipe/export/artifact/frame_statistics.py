@@ -1,17 +1,13 @@
 """What training images look like, and the limits outside which the robot refuses a frame."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from segpipe.export.graph.network import Image
 from segpipe.runtime.frames import QUANTITIES, look_at
-
-if TYPE_CHECKING:
-    from segpipe.export.graph.network import Image
 
 _QUANTILES = (0.05, 0.5, 0.95)  # images beyond the outer ones do not move a limit
 _CALIBRATION_IMAGES = 32  # for the activation ranges of int8

@@ -1,21 +1,15 @@
 """Golden frames: images with the trained network's answers, so that any machine and language can check itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from segpipe.export.gates.comparison import FP32, LIMITS
+from segpipe.export.gates.comparison import FP32, LIMITS, Check, ImageComparison
 from segpipe.export.graph.network import Array, DeployModel, run_eager
 from segpipe.native import one_thread
-
-if TYPE_CHECKING:
-    from segpipe.export.dataset import Check
-    from segpipe.export.gates.comparison import ImageComparison
 
 GOLDEN = "golden"  # the folder
 _IMAGES = 2

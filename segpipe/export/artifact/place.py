@@ -1,7 +1,5 @@
 """The exported folder on disk: checksums, and publishing it in one rename."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

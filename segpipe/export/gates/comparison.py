@@ -1,11 +1,9 @@
 """Limits of the gates per precision, the unit of logits, and the result of a gate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +13,6 @@ from torch import nn
 from segpipe.errors import ExportMismatch, IntegrityError, LatencyError, QualityError
 from segpipe.export.graph.network import Answer, Image, Run
 from segpipe.runtime.artifact import BF16_LEVELS, CONFIDENCE_SHARE
-
-if TYPE_CHECKING:
-    from segpipe.export.dataset import Check
 
 # Gates by id, in the order in which a failure decides the error: title and error.
 GATES: dict[str, tuple[str, type[ExportMismatch]]] = {
@@ -29,6 +24,19 @@ GATES: dict[str, tuple[str, type[ExportMismatch]]] = {
     "G5": ("G5 quality", QualityError),
     "latency": ("latency", LatencyError),
 }
+
+
+@dataclass(frozen=True)
+class Check:
+    """An image of the check set: `is_real` when it comes from the data set.
+
+    is_scene: it shows what a camera may see, on which a network has something to say; degraded copies do, too.
+    """
+
+    name: str
+    image: Image
+    is_real: bool = True
+    is_scene: bool = True
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,15 @@ A fault that hardly changes the answers of this network is no test of the gates.
 flat that some faults have no effect; then the gates were not shown to work, which is a status and not a refusal.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from segpipe.export.gates.comparison import (
+    Check,
     GateResult,
     Sigma,
     compare_answers,
@@ -22,12 +20,8 @@ from segpipe.export.gates.comparison import (
     gate_mask,
     gate_preprocessing,
 )
-from segpipe.export.graph.network import ROBOT, DeployModel, run_eager
+from segpipe.export.graph.network import ROBOT, Answer, DeployModel, Run, run_eager
 from segpipe.models.preprocess import Preprocess
-
-if TYPE_CHECKING:
-    from segpipe.export.dataset import Check
-    from segpipe.export.graph.network import Answer, Run
 
 _MAX_CHECKS = 3  # check images on which a control is tried
 # Smallest effect of a control that the gates must notice: ten times G2's limit, in standard deviations of the logits.

@@ -44,7 +44,7 @@ SECONDS = 1.0  # per file, after the minimum number of runs
 _MIN_RUNS, _MAX_RUNS, _WARMUP = 10, 50, 2
 
 
-def measure(runs: Mapping[str, Run], image: Image) -> dict[str, dict[str, float | int]]:
+def measure(runs: Mapping[str, Run], image: Image) -> dict[str, dict[str, float]]:
     """By name: p50_ms, p90_ms and p99_ms of n single runs, and cpu_ms, the least processor time of one.
 
     The runs take turns, so a change of the machine's load affects all of them alike.
@@ -61,7 +61,7 @@ def measure(runs: Mapping[str, Run], image: Image) -> dict[str, dict[str, float 
             spent = time.process_time() - start_cpu
             taken[name].append((time.perf_counter() - start, spent))
 
-    figures: dict[str, dict[str, float | int]] = {}
+    figures: dict[str, dict[str, float]] = {}
     for name, found in taken.items():
         wall, cpu = 1e3 * np.array(found[_WARMUP:]).T
         p50, p90, p99 = np.percentile(wall, (50, 90, 99)).round(3).tolist()
@@ -153,7 +153,7 @@ def judge(
     by_name = {file.name: file for file in (*files, *engines)}
     reference = as_trained(run_eager(model), preprocess)
     result.images = [check.name for check in inputs.checks]
-    result.real_images = sum(check.is_real for check in inputs.checks)
+    result.real_images = len(inputs.real_images)
     case = _Case(result, model, reference, by_name, inputs)
     _integrity(case)
     _answers(case)

@@ -4,8 +4,6 @@ Conversion is deterministic. With the same versions TorchScript files are equal 
 everything is equal but the values of its tensors, which may differ by the rounding of another processor.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
@@ -13,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnx
@@ -25,12 +23,12 @@ from segpipe.errors import ExportError
 from segpipe.export.graph.lowprec import to_fp16, to_int8
 from segpipe.export.graph.network import (
     Array,
+    DeployModel,
     Image,
     Manifest,
     Profile,
     Run,
-    Size,
-    dtype_name,
+    example_of,
     in_file,
     io_problems,
     manifest_text,
@@ -38,19 +36,14 @@ from segpipe.export.graph.network import (
 )
 from segpipe.export.graph.onnx_format import (
     IR_VERSION,
-    open_in_engine,
     open_onnx,
     problems_of_onnx,
     to_onnx,
     write_probe,
 )
-from segpipe.export.verify_report import one_line
+from segpipe.export.verify_report import ExportReport, one_line
 from segpipe.runtime.artifact import MANIFEST, MANIFEST_KEY
 from segpipe.runtime.engines import BF16
-
-if TYPE_CHECKING:
-    from segpipe.export.graph.network import DeployModel
-    from segpipe.export.verify_report import ExportReport
 
 jit: Any = torch.jit  # has no annotations
 _C: Any = torch._C
@@ -67,14 +60,14 @@ _REWRITTEN = ("version", ".data/version", ".data/serialization_id")
 
 
 def to_torchscript(
-    model: DeployModel, size: Size, manifest: Manifest, shipped: Path, probe: Path
+    model: DeployModel, manifest: Manifest, shipped: Path, probe: Path
 ) -> None:
     """Writes shipped file and probe, with the manifest as extra file.
 
     Not frozen: freezing folds BatchNorm, and the stored weights would no longer be the trained ones.
     """
     extra = {MANIFEST: manifest_text(manifest)}
-    example = model.profile.example(size)
+    example = example_of(manifest)
     # Every traced convolution records these switches, and obeys them on a GPU ever after.
     switches = torch.backends.cudnn.flags(
         enabled=True, benchmark=False, deterministic=True, allow_tf32=False
@@ -141,13 +134,11 @@ def problems_of_torchscript(path: Path, manifest: Manifest) -> list[str]:
     found = []
     if inside != manifest_text(manifest):
         found.append(f"{MANIFEST} inside the file differs from the manifest")
-    (image,) = manifest["io"]["inputs"]
     needed = manifest["io"]["outputs"]
-    zeros = torch.zeros(image["shape"], dtype=getattr(torch, image["dtype"]))
     with torch.no_grad():
-        outputs = module(zeros)
+        outputs = module(example_of(manifest))
     got = [
-        (entry["name"], dtype_name(output), list(output.shape))
+        (entry["name"], output.numpy().dtype.name, list(output.shape))
         for entry, output in zip(needed, outputs, strict=False)
     ]
     if len(outputs) != len(needed):
@@ -160,12 +151,9 @@ def quiet_torch() -> Iterator[None]:
     """Hides deprecation warnings of torch and its converters, on which the user cannot act; docs/export.md tells of
     torch.jit's."""
     with warnings.catch_warnings():
-        for category in (FutureWarning, DeprecationWarning):
-            warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is", category)
-            converters = r"(torch|onnxscript|onnx_ir|copyreg)\b"
-            warnings.filterwarnings("ignore", category=category, module=converters)
         # Sizes become constants of the trace. That is intended: a trace never has a free height or width.
-        warnings.filterwarnings("ignore", category=jit.TracerWarning)
+        for category in (FutureWarning, DeprecationWarning, jit.TracerWarning):
+            warnings.simplefilter("ignore", category)
         yield
 
 
@@ -180,7 +168,7 @@ class Format:
     name: str
     stem: str
     suffix: str
-    convert: Callable[[DeployModel, Size, Manifest, Path, Path], None]
+    convert: Callable[[DeployModel, Manifest, Path, Path], None]
     open: Callable[[Path, Profile], Run]
     problems: Callable[[Path, Manifest], list[str]]
 
@@ -189,18 +177,11 @@ class Format:
         marked = "" if precision == "fp32" else f".{precision}"
         return f"{self.stem}{marked}{self.suffix}"
 
-    def write(
-        self,
-        model: DeployModel,
-        size: Size,
-        manifest: Manifest,
-        shipped: Path,
-        probe: Path,
-    ) -> None:
-        """Converts `model` for images of `size`. Raises ExportError when torch cannot convert the network."""
+    def write(self, *given: Any) -> None:
+        """What `convert` does, without its warnings. Raises ExportError when torch cannot convert the network."""
         with quiet_torch():
             try:
-                self.convert(model, size, manifest, shipped, probe)
+                self.convert(*given)
             except Exception as error:
                 if isinstance(error, OSError) and error.errno:
                     raise  # the disk's fault, not the network's
@@ -254,7 +235,7 @@ class ModelFile:
     def open(self, path: Path, profile: Profile) -> Run:
         """The shipped file or its probe, ready to run."""
         if self.engine:
-            return open_in_engine(path, profile, self.engine)
+            return open_onnx(path, profile, engine=self.engine)
         if path == self.probe and self.precision == "int8":
             # onnxruntime 1.31 moves quantisation across a transpose, and `normalised` is then off by 0.05.
             return open_onnx(path, profile, optimize=False)
@@ -271,7 +252,6 @@ class ModelFile:
 def convert(
     result: ExportReport,
     model: DeployModel,
-    size: Size,
     folders: tuple[Path, Path],
     kinds: Sequence[tuple[str, str]],
     frames: Sequence[Image],
@@ -279,7 +259,7 @@ def convert(
     """The files to judge, after describing them in `result.files`.
 
     folders: for the shipped files and for the probes. kinds: (format, precision) of each file, fp32 before what is made
-    from it. frames: (H, W, 3) of `size`, for the calibration of int8. A reduced precision that cannot be converted is
+    from it. frames: (H, W, 3), for the calibration of int8. A reduced precision that cannot be converted is
     noted in `result.dropped`. Raises ExportError when torch cannot convert the network.
     """
     files = []
@@ -290,7 +270,7 @@ def convert(
 
         entry: dict[str, Any] = {"format": name, "precision": precision}
         if precision == "fp32":
-            FORMATS[name].write(model, size, manifest, shipped, probe)
+            FORMATS[name].write(model, manifest, shipped, probe)
         else:
             source = shipped.with_name(FORMATS[name].file_name())
             try:

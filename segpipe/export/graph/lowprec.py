@@ -7,12 +7,10 @@ Only the network, the part between the first and the last convolution, leaves fp
 upsampling, softmax and argmax after it: they are cheap, and there a rounding error goes straight into the answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,29 +36,23 @@ CONV = "Conv"
 
 def placed_nodes(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, bool]]:
     """Each node, in topological order, and whether it is a convolution or lies on a path between two."""
-    after, before = after_convolutions(graph), before_convolutions(graph)
+    after, before = convolution_sides(graph)
     for node in graph.node:
         outside = after.isdisjoint(node.input) or before.isdisjoint(node.output)
         yield node, node.op_type == CONV or not outside
 
 
-def after_convolutions(graph: onnx.GraphProto) -> set[str]:
-    """Names of the tensors that depend on a convolution."""
-    return _reached(graph.node, "input", "output")
-
-
-def before_convolutions(graph: onnx.GraphProto) -> set[str]:
-    """Names of the tensors on which a convolution depends, its own inputs included."""
-    return _reached(reversed(graph.node), "output", "input")
-
-
-def _reached(nodes: Iterable[onnx.NodeProto], near: str, far: str) -> set[str]:
-    """What the nodes lead to from their side `near` to their side `far`, from the convolutions on."""
-    found: set[str] = set()
-    for node in nodes:
-        if node.op_type == CONV or not found.isdisjoint(getattr(node, near)):
-            found.update(filter(None, getattr(node, far)))
-    return found
+def convolution_sides(graph: onnx.GraphProto) -> tuple[set[str], set[str]]:
+    """Names of the tensors that depend on a convolution, and of those on which one depends, its inputs included."""
+    after: set[str] = set()
+    before: set[str] = set()
+    for node in graph.node:
+        if node.op_type == CONV or not after.isdisjoint(node.input):
+            after.update(filter(None, node.output))
+    for node in reversed(graph.node):
+        if node.op_type == CONV or not before.isdisjoint(node.output):
+            before.update(filter(None, node.input))
+    return after, before
 
 
 def widen_constants(graph: onnx.GraphProto) -> None:
@@ -153,7 +145,7 @@ def to_fp16(source: Path, out: Path) -> None:
     half = _in_half(_cut_out(model, inner, read))
 
     # Put it back between what comes before it and what comes after it.
-    after = after_convolutions(graph)
+    after, _ = convolution_sides(graph)
     early = [node for node in outer if after.isdisjoint(node.input)]
     late = [node for node in outer if not after.isdisjoint(node.input)]
     # What both read stays in fp32 as well.
@@ -174,7 +166,7 @@ def _cut_out(
     model: onnx.ModelProto, inner: list[onnx.NodeProto], read: set[str]
 ) -> onnx.ModelProto:
     """The nodes `inner` as a model of their own; `read`: what the other nodes read."""
-    weights = {tensor.name for tensor in model.graph.initializer}
+    weights = _weights(model.graph).keys()
     needed = {name for node in inner for name in node.input if name}
     made = {name for node in inner for name in node.output}
     outputs = {entry.name for entry in model.graph.output}
@@ -268,13 +260,13 @@ def activation_ranges(
 
 def _quantized_nodes(graph: onnx.GraphProto) -> list[str]:
     """Names of the nodes that run in int8."""
-    needed = before_convolutions(graph)
-    weights = {tensor.name for tensor in graph.initializer}
+    _, needed = convolution_sides(graph)
+    weights = _weights(graph).keys()
     found = []
     for node, is_inside in placed_nodes(graph):
         if node.op_type == CONV:
             makes_logits = needed.isdisjoint(node.output)
-            fits = not makes_logits and weights.issuperset(node.input[1:])
+            fits = not makes_logits and weights >= set(node.input[1:])
         else:
             along = is_inside and node.op_type in _ALONG
             fits = along and weights.isdisjoint(_data(node))

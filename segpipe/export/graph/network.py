@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from segpipe.models.resize import bilinear
 
 if TYPE_CHECKING:
-    from segpipe.models.layers import SegmentationNet
-    from segpipe.models.preprocess import Preprocess
     from segpipe.train.checkpoint import TrainedNetwork
 
 Array = NDArray[Any]
@@ -76,8 +74,7 @@ class Profile:
 
     def example(self, size: Size) -> torch.Tensor:
         """Input of zeros for one image."""
-        shape = (1, 3, *size) if self.planar else (1, *size, 3)
-        return torch.zeros(shape, dtype=torch.float32 if self.planar else torch.uint8)
+        return torch.from_numpy(self.encode(np.zeros((*size, 3), np.uint8)))
 
     def encode(self, image: Image) -> Array:
         """Input batch of one image, in new memory."""
@@ -115,9 +112,10 @@ def torch_run(module: Any, profile: Profile) -> Run:
     return run
 
 
-def dtype_name(tensor: Tensor) -> str:
-    """Name of its dtype, as numpy has it."""
-    return str(tensor.dtype).removeprefix("torch.")
+def example_of(manifest: Manifest) -> Tensor:
+    """Input of zeros for one image, as the manifest describes it."""
+    (image,) = manifest["io"]["inputs"]
+    return torch.zeros(image["shape"], dtype=getattr(torch, image["dtype"]))
 
 
 def io_problems(kind: str, got: list[Any], expected: list[Manifest]) -> list[str]:
@@ -144,25 +142,33 @@ class DeployModel(nn.Module):
 
     `preprocess` is the training module itself, so the graph cannot normalise differently from training. That module
     takes bytes, so a planar profile applies its two buffers in the same two operations.
+
+    A copy of the trained network on the CPU, fp32, eval mode, without the training-only heads. SyncBatchNorm, which
+    neither CPUs nor export formats support, becomes BatchNorm: the same function in eval mode.
     """
 
     def __init__(
         self,
-        network: SegmentationNet,
-        preprocess: Preprocess,
+        trained: TrainedNetwork,
         *,
-        profile: Profile,
-        temperature: float,
-        mask_stride: int,
+        profile: Profile = ROBOT,
+        temperature: float = 1.0,
+        mask_stride: int = 1,
     ) -> None:
         super().__init__()
-        self.network = network
-        self.preprocess = preprocess
-        self.align_corners = network.align_corners
+        self.network = copy.deepcopy(trained.model)
+        if hasattr(self.network, "train_only"):
+            del self.network.train_only
+        for module in self.network.modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                module.__class__ = nn.BatchNorm2d  # type: ignore[assignment]
+        self.preprocess = copy.deepcopy(trained.preprocess)
+        self.align_corners = trained.model.align_corners
         self.profile = profile
         self.temperature = temperature
         self.mask_stride = mask_stride
         self.is_probe = False
+        self.cpu().float().eval().requires_grad_(False)
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         """Outputs of the profile; a probe adds the tensors that the gates compare.
@@ -196,33 +202,6 @@ class DeployModel(nn.Module):
         variant = copy.copy(self)
         variant.is_probe = True
         return variant
-
-
-def deploy_model(
-    trained: TrainedNetwork,
-    *,
-    profile: Profile = ROBOT,
-    temperature: float = 1.0,
-    mask_stride: int = 1,
-) -> DeployModel:
-    """DeployModel of a trained network: a copy on the CPU, fp32, eval mode, without the training-only heads.
-
-    SyncBatchNorm, which neither CPUs nor export formats support, becomes BatchNorm: the same function in eval mode.
-    """
-    network = copy.deepcopy(trained.model)
-    if hasattr(network, "train_only"):
-        del network.train_only
-    for module in network.modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            module.__class__ = nn.BatchNorm2d  # type: ignore[assignment]
-    model = DeployModel(
-        network,
-        copy.deepcopy(trained.preprocess),
-        profile=profile,
-        temperature=temperature,
-        mask_stride=mask_stride,
-    )
-    return model.cpu().float().eval().requires_grad_(False)
 
 
 def run_eager(model: DeployModel) -> Run:

@@ -1,10 +1,7 @@
 """ONNX files: conversion, the probe that shows logits and the normalised image, loading, and integrity."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import onnx
 import torch
@@ -13,21 +10,17 @@ from segpipe.export.graph.network import (
     INPUT,
     PROBES,
     ROBOT,
-    Answer,
-    Image,
+    DeployModel,
     Manifest,
     Profile,
     Run,
-    Size,
     answer_of,
+    example_of,
     io_problems,
     manifest_text,
 )
 from segpipe.runtime.artifact import MANIFEST_KEY
 from segpipe.runtime.engines import ENGINES, make_session
-
-if TYPE_CHECKING:
-    from segpipe.export.graph.network import DeployModel
 
 OPSET = 18
 IR_VERSION = 8  # the lowest that opset 18 needs; torch writes 10, which onnxruntime reads from 1.18 on
@@ -39,15 +32,13 @@ _NUMPY_NAMES = {
 }
 
 
-def to_onnx(
-    model: DeployModel, size: Size, manifest: Manifest, shipped: Path, probe: Path
-) -> None:
+def to_onnx(model: DeployModel, manifest: Manifest, shipped: Path, probe: Path) -> None:
     """Writes the shipped file, with weights and manifest inside, and its probe."""
     # One conversion for both: the shipped graph is the probe's without the additional outputs, node for node.
     with contextlib.redirect_stdout(None):
         torch.onnx.export(
             model.probe(),
-            (model.profile.example(size),),
+            (example_of(manifest),),
             probe,
             dynamo=True,
             external_data=False,
@@ -83,22 +74,20 @@ def write_probe(shipped: Path, probe: Path) -> None:
     onnx.save(model, probe)
 
 
-def open_onnx(path: Path, profile: Profile = ROBOT, *, optimize: bool = True) -> Run:
-    """An ONNX file in onnxruntime on one CPU thread. Without `optimize` it runs node by node as written."""
-    session = make_session(str(path), optimize=optimize)
-    names = [output.name for output in session.get_outputs()]
+def open_onnx(
+    path: Path,
+    profile: Profile = ROBOT,
+    *,
+    engine: str = "onnxruntime",
+    **settings: bool,
+) -> Run:
+    """An ONNX file in an engine of the runtime, on one CPU thread. Raises EngineError when the engine is not here.
 
-    def run(image: Image) -> Answer:
-        return answer_of(names, session.run(None, {INPUT: profile.encode(image)}))
-
-    return run
-
-
-def open_in_engine(path: Path, profile: Profile, engine: str) -> Run:
-    """An ONNX file in another engine of the runtime, on one CPU thread. Raises EngineError when it is not here."""
+    settings: of the engine. onnxruntime with optimize=False runs the graph node by node as written.
+    """
     graph = onnx.load(path, load_external_data=False).graph
     names = [output.name for output in graph.output]
-    loaded = ENGINES[engine](path.read_bytes(), threads=1, providers=None)
+    loaded = ENGINES[engine](path.read_bytes(), threads=1, providers=None, **settings)
     run, _ = loaded.prepare(names)
     return lambda image: answer_of(names, run(profile.encode(image)))
 
