@@ -32,16 +32,11 @@ def bilinear(x: Tensor, size: Sequence[int], *, align_corners: bool = False) -> 
     if not _needs_own_way(x):
         return F.interpolate(x, size=size, mode="bilinear", align_corners=align_corners)
 
-    by_kernel = (
-        x.is_cuda
-        and x.numel()
-        and x.dtype != torch.float64
-        and not torch.compiler.is_compiling()
-    )
-    if not by_kernel or (kernels := gpu_kernels(x.device)) is None:
+    if torch.compiler.is_compiling() or (kernels := _kernels_for(x)) is None:
         return bilinear_matmul(x, size, align_corners=align_corners)
 
-    return kernels.bilinear(x, bilinear_axes(x, size, align_corners=align_corners))
+    axes = bilinear_axes(x, size, align_corners=align_corners)
+    return kernels.bilinear(x, axes, order_of(x))
 
 
 def bicubic(x: Tensor, size: Sequence[int]) -> Tensor:
@@ -221,6 +216,19 @@ def gpu_kernels(device: torch.device) -> Any:
     return triton_resize
 
 
+def _kernels_for(x: Tensor) -> Any:
+    """`gpu_kernels` for what they resize; else None."""
+    fits = x.is_cuda and x.numel() and x.dtype != torch.float64
+    return gpu_kernels(x.device) if fits else None
+
+
+def order_of(x: Tensor) -> torch.memory_format:
+    """The memory format in which `x` is, or of a copy that a kernel takes."""
+    last = x.is_contiguous(memory_format=torch.channels_last)
+    plain = x.is_contiguous() or not last
+    return torch.contiguous_format if plain else torch.channels_last
+
+
 def _probe(kernels: Any, device: torch.device, order: torch.memory_format) -> None:
     """Raise AssertionError unless value and gradient are those of torch on a CPU, up and down."""
     image = (torch.arange(2 * 3 * 5 * 7) * 0.618 % 1.0).view(2, 3, 5, 7)
@@ -229,7 +237,7 @@ def _probe(kernels: Any, device: torch.device, order: torch.memory_format) -> No
             here = image.clone().requires_grad_()
             there = image.to(device).clone(memory_format=order).requires_grad_()
             expected = F.interpolate(here, size, mode="bilinear")
-            found = kernels.bilinear(there, bilinear_axes(there, size))
+            found = kernels.bilinear(there, bilinear_axes(there, size), order)
             for out in (expected, found):
                 out.square().sum().backward()  # type: ignore[no-untyped-call]
             for a, b in ((found, expected), (there.grad, here.grad)):
@@ -245,25 +253,31 @@ def pool_weights(num_in: int, bins: int, real: Real) -> NDArray[Any]:
 
 
 def _separable(x: Tensor, size: Sequence[int], kind: str, stride: int = 1) -> Tensor:
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        assert stride == 1, "a loss has one, and is not compiled"
+        return _compiled(x, kind, x.shape[-2:], size, False)  # type: ignore[no-any-return]
+    rows = _matrix(kind, x.shape[-2], size[0], stride, x)
+    columns = _matrix(kind, x.shape[-1], size[1], stride, x)
+    return _products(x, rows, columns)
+
+
+def _products(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """rows @ x @ columns.T in the dtype of the matrices; the result has that of `x`."""
     on_meta = x.device.type == "meta"  # which has no autocast
     if not on_meta and torch.is_autocast_enabled(x.device.type):
         # Autocast would run the products in bf16.
         with torch.autocast(x.device.type, enabled=False):
-            return _separable(x, size, kind, stride)
+            return _products(x, rows, columns)
 
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    rows = _matrix(kind, x.shape[-2], size[0], stride, wide)
-    columns = _matrix(kind, x.shape[-1], size[1], stride, wide)
+    wide = x if x.dtype == rows.dtype else x.to(rows.dtype)
     out = torch.matmul(rows, torch.matmul(wide, columns.t()))
-
     return out if wide is x else out.to(x.dtype)
 
 
 def _matrix(kind: str, num_in: int, num_out: int, stride: int, like: Tensor) -> Tensor:
-    """Weights of one axis, (num_out / stride, num_in), with dtype and device of `like`; cached per process."""
-    given = (kind, int(num_in), num_out, stride, like.device, like.dtype)
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-        return _compiled(*given)
+    """Weights of one axis, (num_out / stride, num_in), on the device of `like`, at least fp32; cached per process."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    given = (kind, int(num_in), num_out, stride, like.device, wide)
     # torch.export's fake tensors must not outlive their trace; torch.jit.trace compares two traces, so both build it.
     if type(like) is not Tensor or _tracing():
         return _built(*given)
@@ -289,20 +303,43 @@ def _built(
 _kept = cache(_built)
 
 
-# torch.compile cannot trace what builds a matrix, and takes only one constant of a function.
-_compiled = torch.library.custom_op(
-    "segpipe::resize_matrix",
-    lambda *given: _kept(*given).clone(),
-    mutates_args=(),
-    schema="(str kind, int num_in, int num_out, int stride, Device device, ScalarType dtype) -> Tensor",
-)
+@torch.library.custom_op("segpipe::resize", mutates_args=())
+def _compiled(
+    x: Tensor, kind: str, inner: Sequence[int], outer: Sequence[int], back: bool
+) -> Tensor:
+    """A resize from size `inner` to `outer` as one node of a compiled graph; with `back` its gradient, the other way.
+
+    torch.compile cannot trace what builds a matrix. Eager passes do without, as the first call imports the compiler.
+    """
+    kernels = _kernels_for(x) if "bilinear" in kind else None
+    ends = list(zip(inner, outer, strict=True))
+    if kernels:
+        given = 1, kind == "bilinear_corners", x.device, np.float32
+        axes = [_axis(*each, *given) for each in ends]
+        return kernels.resized(x, axes, order_of(x), back)
+    rows, columns = (_matrix(kind, *each, 1, x) for each in ends)
+    if back:
+        rows, columns = rows.t(), columns.t()
+    return _products(x, rows, columns).contiguous(memory_format=order_of(x))
 
 
 @_compiled.register_fake
-def _(kind: str, num_in: int, num_out: int, stride: int, *like: Any) -> Tensor:
-    device, dtype = like
-    rows = range(stride // 2, num_out, stride)
-    return torch.empty(len(rows), num_in, device=device, dtype=dtype)
+def _(
+    x: Tensor, kind: str, inner: Sequence[int], outer: Sequence[int], back: bool
+) -> Tensor:
+    shape = *x.shape[:2], *(inner if back else outer)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=order_of(x))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.given, _ = inputs
+
+
+def _gradient(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
+    return _compiled(given, *ctx.given, True), None, None, None, None
+
+
+_compiled.register_autograd(_gradient, setup_context=_keep)
 
 
 # Of one axis, by the kind of resize.

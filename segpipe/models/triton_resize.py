@@ -116,26 +116,26 @@ def product(x: Tensor, rows: Band, columns: Band, order: torch.memory_format) ->
     return out
 
 
+def resized(x: Tensor, axes: Axes, order: torch.memory_format, back: bool) -> Tensor:
+    """`x` at the rows and columns of `axes`, or with `back` the gradient of that; in a memory format."""
+    rows, columns = (_bands(axis)[back] for axis in axes)
+    return product(x.contiguous(memory_format=order), rows, columns, order)
+
+
 class _Resize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axes: Axes) -> Tensor:
-        last = x.is_contiguous(memory_format=torch.channels_last)
-        plain = x.is_contiguous() or not last
-        order = torch.contiguous_format if plain else torch.channels_last
+    def forward(ctx: Any, x: Tensor, axes: Axes, order: torch.memory_format) -> Tensor:
         ctx.axes, ctx.order = axes, order
-        rows, columns = (_bands(axis)[0] for axis in axes)
-        return product(x.contiguous(memory_format=order), rows, columns, order)
+        return resized(x, axes, order, back=False)
 
     @staticmethod
-    def backward(ctx: Any, given: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        given = given.contiguous(memory_format=ctx.order)
-        rows, columns = (_bands(axis)[1] for axis in ctx.axes)
-        return product(given, rows, columns, ctx.order), None
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return resized(given, ctx.axes, ctx.order, back=True), None, None
 
 
-def bilinear(x: Tensor, axes: Axes) -> Tensor:
-    """`x`, float (B, C, h, w), at the rows and columns of `axes`, in its dtype and memory format; differentiable."""
-    return _Resize.apply(x, axes)
+def bilinear(x: Tensor, axes: Axes, order: torch.memory_format) -> Tensor:
+    """`x`, float (B, C, h, w), at the rows and columns of `axes`, in its dtype and a memory format; differentiable."""
+    return _Resize.apply(x, axes, order)
 
 
 @lru_cache(maxsize=256)
