@@ -191,13 +191,13 @@ def digest(bench: Bench) -> dict[str, Any]:
     if bench.device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
-        many = digests_of.digest_many(there, channels_last=True)
+        many = digests_of.digest_many(there)
         each = digests_of.digest_groups([[image] for image in batch])
     finally:
         if bench.device.type == "cuda":
             torch.cuda.set_sync_debug_mode(before)
     single = [digests_of.digest(tensor) for tensor in there]  # on the host: it waits
-    assert int(many) == int(digests_of.digest_many(tensors, channels_last=True)), (
+    assert int(many) == int(digests_of.digest_many(tensors)), (
         "digest_many differs from the CPU's"
     )
     assert (

@@ -120,7 +120,7 @@ def diagnose(
     counts: Sequence[int],
     *,
     differ: bool,
-    hosts: Sequence[str] = (),
+    hosts: Sequence[str],
 ) -> str:
     """One paragraph that names the first difference between the ranks' calls, with both sides.
 
@@ -239,7 +239,7 @@ class Contract:
         self._ticket = 0
         self._posts: dict[str, str] = {}  # what this rank asks for or tells, by key
         self._verdict: CollectiveError | None = None
-        self._decided = threading.Event()  # a verdict came, or the store is gone
+        self._decided = threading.Event()  # there is a verdict
         self._limit = 0.0  # for the training thread, after a verdict
         # Called on the ranks that print the verdict, in a thread: a disk may hang.
         self.on_verdict: Callable[[CollectiveError], None] = lambda error: None
@@ -253,8 +253,8 @@ class Contract:
         Raises CollectiveError when a rank was found to break the contract.
         """
         self.log.add(op, tensor, level)
-        if self._verdict is not None:
-            raise self._heard(self._verdict)
+        if verdict := self._wait(0.0):
+            raise verdict
 
     def ticket(self) -> int:
         """48 bits of the hash of all calls, to be summed over all ranks and passed to `settle`."""
@@ -280,10 +280,8 @@ class Contract:
         """
         if self._store is None or isinstance(error, CollectiveError):
             return
-        verdict = self._wait(REPORT_S if lost else 0.0)
-        if verdict is None and lost:
-            verdict = self._ask()
-        if verdict is not None:
+        verdict = self._wait(REPORT_S) or self._ask() if lost else self._wait(0.0)
+        if verdict:
             raise verdict from None
 
         own = _on([self._rank], self._hosts)
@@ -319,14 +317,12 @@ class Contract:
                 time.sleep(0.02)
                 gone = store.add("closed", 0)
 
-    def _heard(self, verdict: CollectiveError) -> CollectiveError:
-        self._limit = time.monotonic() + CLOSING_S
-        return verdict
-
     def _wait(self, seconds: float) -> CollectiveError | None:
         """The verdict, if there is one or comes within `seconds`."""
         self._decided.wait(seconds)
-        return self._heard(self._verdict) if self._verdict is not None else None
+        if verdict := self._verdict:
+            self._limit = time.monotonic() + CLOSING_S
+        return verdict
 
     def _ask(self) -> CollectiveError | None:
         """Have all ranks report their calls; the verdict, if they come to one."""
@@ -346,7 +342,7 @@ class Contract:
         if self._verdict is not None:
             if time.monotonic() > self._limit:
                 end_process(self._verdict.exit_code)
-        elif not self._decided.is_set() and self._store is not None:
+        elif self._store is not None:
             try:
                 self.tick(self._store)
             except RuntimeError as error:  # its process ended, or does not answer
@@ -471,7 +467,7 @@ class Contract:
             f"the process or machine that holds it ended, or the network{others} was cut."
         )
 
-    def _accept(self, text: str, exit_code: int, *, told: bool = True) -> None:
+    def _accept(self, text: str, exit_code: int, *, told: bool) -> None:
         error = CollectiveError(text)
         error.exit_code = exit_code
         error.told = True

@@ -41,7 +41,7 @@ class Level(NamedTuple):
     """Ranks among which the reduction sums on its way up the tree; neighbours in the order of the shards."""
 
     size: int
-    ranks: dist.ProcessGroup | None  # None: all of them
+    ranks: Any  # a dist.ProcessGroup; None: all of them
 
 
 @dataclass(frozen=True)
@@ -205,14 +205,12 @@ def _subgroups(group: Group, local: int, timeout: timedelta) -> tuple[Level, ...
     # Without a timeout of their own, NCCL's is 600 s, and its watchdog would end the process before we name the cause.
     within, _ = dist.new_subgroups_by_enumeration(machines, timeout=timeout)
     across, _ = dist.new_subgroups_by_enumeration(places, timeout=timeout)
-    assert isinstance(within, dist.ProcessGroup)
-    assert isinstance(across, dist.ProcessGroup)
     return (Level(local, within), Level(world // local, across))
 
 
 def leave(group: Group) -> None:
     """Destroy the process group, if there is one, and watch no more."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         dist.destroy_process_group()
     group.contract.close()
 

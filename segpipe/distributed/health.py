@@ -19,7 +19,7 @@ ALLOCATOR = {
     "fragmented_mib": "inactive_split_bytes.all.current",
 }
 
-# In the messages of torch and the system when memory runs out; CUDA raises a class of its own.
+# In the messages of torch and the system when memory runs out.
 SHORT_OF_MEMORY = (
     "DefaultCPUAllocator",
     "can't allocate memory",
@@ -54,11 +54,9 @@ def sample(device: torch.device) -> dict[str, float]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this error says that the memory of a device or of the machine ran out."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError | OSError) and any(
-        sign in str(error) for sign in SHORT_OF_MEMORY
-    )
+    if isinstance(error, RuntimeError | OSError):  # torch's own among them
+        return any(sign in str(error) for sign in SHORT_OF_MEMORY)
+    return isinstance(error, MemoryError)
 
 
 @contextlib.contextmanager
@@ -68,25 +66,20 @@ def out_of_memory_named(
     """Raises OutOfMemory in place of the error when memory runs out inside; `step()` is the update by then."""
     try:
         yield
-    except (RuntimeError, MemoryError, OSError) as error:
+    except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(_explained(error, rank, device, step())) from error
-
-
-def _explained(error: BaseException, rank: int, device: torch.device, step: int) -> str:
-    """Where memory ran out, what is in use, and what to change."""
-    cuda = device.type == "cuda"
-    where = f"the GPU {device}" if cuda else "the machine"
-    figures = [f"{name} {value:g}" for name, value in sample(device).items()]
-    advice = (
-        "compute.cuda_graph=off gives back what a recording keeps between updates. When fragmented_mib or retries are "
-        "high, set PYTORCH_ALLOC_CONF=expandable_segments:True."
-        if cuda
-        else "On a CPU, fewer data.workers, a lower data.prefetch and data.cache_mib help as well."
-    )
-    return (
-        f"step {step}: the memory of {where} ran out on rank {rank}. {first_line(error)}. Now: {'; '.join(figures)}. "
-        f"Take a smaller augment.crop_size, or a smaller compute.samples_per_shard with more compute.shards: the "
-        f"global batch stays, and one shard at a time is in memory. {advice}"
-    )
+        where = "the machine"
+        advice = "On a CPU, fewer data.workers, a lower data.prefetch and data.cache_mib help as well."
+        if device.type == "cuda":
+            where = f"the GPU {device}"
+            advice = (
+                "compute.cuda_graph=off gives back what a recording keeps between updates. When fragmented_mib or "
+                "retries are high, set PYTORCH_ALLOC_CONF=expandable_segments:True."
+            )
+        figures = [f"{name} {value:g}" for name, value in sample(device).items()]
+        raise OutOfMemory(
+            f"step {step()}: the memory of {where} ran out on rank {rank}. {first_line(error)}. Now: "
+            f"{'; '.join(figures)}. Take a smaller augment.crop_size, or a smaller compute.samples_per_shard with more "
+            f"compute.shards: the global batch stays, and one shard at a time is in memory. {advice}"
+        ) from error

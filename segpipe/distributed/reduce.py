@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from segpipe.distributed.group import Group
 
 ALIGNMENT = 128  # elements between starts of tensors: 512 bytes, to which CUDA's allocator aligns every tensor
-BASE_ALIGNMENT = 64  # bytes: what torch's allocators guarantee on a CPU
 
 # torch 2.14 warns at each use of the old name; torch 2.11 has only that.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -68,11 +67,7 @@ class FlatLayout:
 
     def new(self) -> Tensor:
         """A fresh vector; the padding is zero."""
-        flat = torch.zeros(self.size, dtype=torch.float32, device=self.device)
-        assert flat.data_ptr() % BASE_ALIGNMENT == 0, (
-            "another allocator than torch's aligns memory otherwise"
-        )
-        return flat
+        return torch.zeros(self.size, dtype=torch.float32, device=self.device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The tensors inside `flat`, without a copy."""

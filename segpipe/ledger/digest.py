@@ -109,10 +109,10 @@ def _block_indices() -> Tensor:
     return _mixed_indices(BLOCK)
 
 
-def _words(tensor: Tensor, *, channels_last: bool = False) -> Tensor:
+def _words(tensor: Tensor) -> Tensor:
     """Bytes of a tensor as int64 (n,), padded with zero bytes; a view where its memory allows one."""
     tensor = tensor.detach()
-    if channels_last and tensor.ndim == 4:
+    if tensor.ndim == 4:
         tensor = tensor.permute(0, 2, 3, 1)
     octets = tensor.contiguous().reshape(-1).view(torch.uint8)
     if octets.numel() % 8 or octets.storage_offset() % 8:
@@ -122,20 +122,18 @@ def _words(tensor: Tensor, *, channels_last: bool = False) -> Tensor:
     return octets.view(torch.int64)
 
 
-def digest_many(tensors: Sequence[Tensor], *, channels_last: bool = False) -> Tensor:
+def digest_many(tensors: Sequence[Tensor]) -> Tensor:
     """One digest of several tensors in their order, 0-d int64 on their device; never synchronizes.
 
-    Each tensor starts a new word, and its last word is padded with zero bytes. `channels_last` reads 4-D tensors in the
-    order N, H, W, C, which avoids a copy of those in that memory format. CPU tensors beside GPU tensors (AdamW's step
+    Each tensor starts a new word, and its last word is padded with zero bytes. 4-D tensors are read in the order N, H,
+    W, C, which avoids a copy of those in that memory format. CPU tensors beside GPU tensors (AdamW's step
     counters) are copied to the GPU.
     """
-    return digest_groups([tensors], channels_last=channels_last)[0]
+    return digest_groups([tensors])[0]
 
 
 @torch.no_grad()
-def digest_groups(
-    groups: Sequence[Sequence[Tensor]], *, channels_last: bool = False
-) -> Tensor:
+def digest_groups(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     """`digest_many` of every group of tensors, int64 (n,), on their device."""
     tensors = [tensor for group in groups for tensor in group]
     devices = {tensor.device for tensor in tensors} - {_CPU}
@@ -144,10 +142,10 @@ def digest_groups(
 
     compiled = kernels() if device == _CPU else gpu_kernels(device)
     if compiled is None:
-        found = [int(_digest_words(_joined(group, channels_last))) for group in groups]
+        found = [int(_digest_words(_joined(group))) for group in groups]
         return torch.tensor(found, dtype=torch.int64, device=device)
 
-    parts = _in_words(tensors, device, channels_last)
+    parts = _in_words(tensors, device)
     lengths = tuple(-(-tensor.nbytes // 8) for tensor in tensors)
     ends = tuple(itertools.accumulate(len(group) for group in groups))
     if device == _CPU:
@@ -161,26 +159,27 @@ def as_tensors(*arrays: NDArray[Any]) -> list[Tensor]:
     return [*map(torch.from_numpy, owned)]
 
 
-def _in_words(
-    tensors: Sequence[Tensor], device: torch.device, channels_last: bool
-) -> list[Tensor]:
+def _in_words(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Each tensor if its memory holds whole words in the order of the digest, or a copy that does."""
     parts = []
     for tensor in tensors:
         order = torch.contiguous_format
-        if channels_last and tensor.ndim == 4:
+        if tensor.ndim == 4:
             order = torch.channels_last
 
-        whole = tensor.nbytes % 8 == 0 and tensor.is_contiguous(memory_format=order)
-        if device != _CPU:
-            whole = whole and not tensor.is_cpu and tensor.data_ptr() % 8 == 0
-        parts.append(tensor if whole else _words(tensor, channels_last=channels_last))
+        whole = (
+            tensor.device == device
+            and tensor.nbytes % 8 == 0
+            and tensor.data_ptr() % 8 == 0
+            and tensor.is_contiguous(memory_format=order)
+        )
+        parts.append(tensor if whole else _words(tensor))
     return parts
 
 
-def _joined(tensors: Iterable[Tensor], channels_last: bool) -> Tensor:
+def _joined(tensors: Iterable[Tensor]) -> Tensor:
     """The words of all tensors, int64 (n,), on the CPU."""
-    words = [_words(each, channels_last=channels_last).cpu() for each in tensors]
+    words = [_words(each).cpu() for each in tensors]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *words])
 
 

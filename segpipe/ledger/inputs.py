@@ -8,7 +8,6 @@ sizes are recorded.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ from segpipe.data.readers import threaded
 from segpipe.data.samples import main_set, open_samples
 from segpipe.disk import sha256
 from segpipe.errors import DataError, listed
-from segpipe.files import to_json, write_atomically
+from segpipe.files import sha256_of, to_json, write_atomically
 from segpipe.ledger.reader import changes, read_inputs
 from segpipe.ledger.rows import FOLDER, INPUTS
 from segpipe.settings.config import Config
@@ -39,7 +38,7 @@ SOURCE_SUFFIXES = (".py", ".c", ".json", ".j2")
 def combined(hashes: Mapping[str, str]) -> str:
     """One SHA-256 for many files: of their lines as `sha256sum` writes them, sorted by path."""
     lines = "".join(f"{value}  {path}\n" for path, value in sorted(hashes.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()
+    return sha256_of(lines.encode())
 
 
 def record(
@@ -109,8 +108,7 @@ def _pixel_counts(config: Config) -> str:
     counts = load_counts(config.run_dir / COUNTS_NAME)
     if counts is None:
         return ""
-    content = counts.pixels.tobytes() + counts.indices.tobytes()
-    return hashlib.sha256(content).hexdigest()
+    return sha256_of(counts.pixels.tobytes() + counts.indices.tobytes())
 
 
 def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
@@ -197,9 +195,8 @@ def _known(sets: Iterable[DataSet]) -> Hashes:
 
 def sizes_of(found: Mapping[str, Input]) -> Sizes:
     """Bytes of each file by name; None of samples, and of a file that a user's class fetches later."""
-    sizes: Sizes = {}
+    sizes: Sizes = dict.fromkeys(found)
     for name, source in found.items():
-        sizes[name] = None
         if isinstance(source, str):
             with suppress(OSError):
                 sizes[name] = os.stat(source).st_size

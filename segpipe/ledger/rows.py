@@ -62,8 +62,7 @@ PARTS = "/parts"  # ends the names of fields of which single tensors were record
 Rows: TypeAlias = NDArray[Any]  # structured, of `row_type`
 Key: TypeAlias = tuple[int, str, int]  # kind, field, shard (-1: none)
 Values: TypeAlias = dict[Key, NDArray[Any]]
-_HEAD, _CRC = Struct("<8sIII"), Struct("<I")
-_HEAD_START = Struct("<8sII")
+_HEAD, _CRC = Struct("<8sII"), Struct("<I")
 
 
 def ledger_path(run_folder: Path, rank: int) -> Path:
@@ -210,8 +209,12 @@ def _checksums(raw: bytes, start: int, count: int, size: int) -> list[int]:
 def encode(header: SessionHeader) -> bytes:
     """The header as bytes."""
     text = json.dumps(asdict(header)).encode()
-    start = _HEAD_START.pack(MAGIC, VERSION, len(text))
-    return start + _CRC.pack(zlib.crc32(start)) + text + _CRC.pack(zlib.crc32(text))
+    return _sealed(_HEAD.pack(MAGIC, VERSION, len(text))) + _sealed(text)
+
+
+def _sealed(content: bytes) -> bytes:
+    """The content and its CRC-32."""
+    return content + _CRC.pack(zlib.crc32(content))
 
 
 class LedgerSession(NamedTuple):
@@ -250,32 +253,32 @@ def read_file(path: Path) -> LedgerFile:
 
 def _decode(path: Path, raw: bytes, place: int) -> tuple[SessionHeader, int] | None:
     """The header at `place` and where it ends; None when it is torn."""
-    head = raw[place : place + _HEAD.size]
+    size = _HEAD.size + _CRC.size
+    head = raw[place : place + size]
     if not any(head) and not raw[place:].strip(b"\0"):
         return None  # empty, or a power cut before the content reached the disk
     if not head.startswith(MAGIC[: len(head)]):
         text = f"{path} is no ledger: it starts with {head[:8]!r}."
         raise CheckpointError(f"{text} Give the folder of a run.")
-    if len(head) < _HEAD.size:
+    if len(head) < size:
         return None
-    _, version, length, checksum = _HEAD.unpack(head)
+    _, version, length = _HEAD.unpack_from(head)
     text = f"{path}: the header at byte {place} was altered after it was written."
     altered = CheckpointError(f"{text} Restore the file.")
-    if checksum != zlib.crc32(head[: _HEAD_START.size]):
+    if head != _sealed(head[: _HEAD.size]):
         raise altered
     if version != VERSION:
         raise CheckpointError(
             f"{path} has version {version}, but version {VERSION} was needed. Use the segpipe that wrote it."
         )
-    end = place + _HEAD.size + length
-    if end + _CRC.size > len(raw):
-        return None
-    content = raw[place + _HEAD.size : end]
-    if _CRC.unpack_from(raw, end)[0] != zlib.crc32(content):
-        if end + _CRC.size == len(raw):
+    start = place + size
+    content = raw[start : start + length]
+    end = start + length + _CRC.size
+    if raw[start:end] != _sealed(content):
+        if end >= len(raw):
             return None
         raise altered
-    return SessionHeader(**json.loads(content)), end + _CRC.size
+    return SessionHeader(**json.loads(content)), end
 
 
 def _rows(
@@ -284,20 +287,14 @@ def _rows(
     """The sound rows from `start` to the next header, and where they end."""
     layout = row_type(header.samples_per_shard)
     size = layout.itemsize
-    count = (len(raw) - start) // size
-    kinds = np.frombuffer(raw, np.uint8, count * size, start)[::size]
-    for candidate in np.flatnonzero(kinds == MAGIC[0]).tolist():
-        if raw.startswith(MAGIC, start + candidate * size):
-            count = candidate
-            break
+    following = raw.find(MAGIC, start)
+    count = ((len(raw) if following < 0 else following) - start) // size
     rows = np.frombuffer(raw, layout, count, start)
-    expected = np.array(_checksums(raw, start, count, size), np.uint32)
-    bad = np.flatnonzero(rows["crc"] != expected)
+    bad = np.flatnonzero(rows["crc"] != _checksums(raw, start, count, size))
     sound = int(bad[0]) if len(bad) else count
     end = start + sound * size
     # A new session drops a torn tail before it.
-    followed = len(bad) > 0 and raw.startswith(MAGIC, start + count * size)
-    if followed or (not raw.startswith(MAGIC, end) and _holds_row(raw, end, size)):
+    if end != following and (following >= 0 or _holds_row(raw, end, size)):
         where = "the first"
         if sound:
             last = rows[sound - 1]

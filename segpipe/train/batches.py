@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from segpipe.data.augment import Augmenter
-from segpipe.data.loader import train_batches
+from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import (
     Order,
     PixelCounts,
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from segpipe.data.data_set import DataSet
-    from segpipe.data.loader import ShardBatch
     from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
 

@@ -38,13 +38,7 @@ class Witness(NamedTuple):
     process: int  # its id
     image: int
     target: int
-    trail: Trail = ()
-
-
-def witness(crop: Frame, trail: Trail = ()) -> Witness:
-    """The digests of a sample made in this process."""
-    digests = digest_groups([as_tensors(part) for part in crop]).tolist()
-    return Witness(os.getpid(), digests[0] % 2**64, digests[1] % 2**64, trail)
+    trail: Trail
 
 
 def augment_watched(
@@ -61,7 +55,9 @@ def augment_watched(
 
     with another_worker() if again else nullcontext():
         crop = augmenter(*frame, key, look if kernels() else None)
-        return crop, witness(crop, tuple(trail))
+    image, target = digest_groups([as_tensors(part) for part in crop]).tolist()
+    made = Witness(os.getpid(), image % 2**64, target % 2**64, tuple(trail))
+    return crop, made
 
 
 @contextmanager

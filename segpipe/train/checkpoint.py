@@ -154,7 +154,7 @@ def restore(
     if not config.run.allow_fingerprint_change:
         _check_fingerprint(path, saved["fingerprint"], fingerprint, config.compute.mode)
     for part in ("names", "train_ids"):
-        before, now = saved["classes"][part], asdict(classes)[part]
+        before, now = saved["classes"][part], getattr(classes, part)
         if before != now:
             raise CheckpointError(
                 f"{path} was trained with the class {part} {before}, the data set has {now}."
@@ -162,8 +162,7 @@ def restore(
     load_weights(state.model, saved["model"], path)
     load_weights(state.ema.model, saved["ema"], path)
     load_optimizer(state.optimizer, saved["optimizer"])
-    if state.scaler.is_enabled():
-        state.scaler.load_state_dict(saved["scaler"])
+    state.scaler.load_state_dict(saved["scaler"])
     state.step, state.best_miou = int(saved["step"]), float(saved["best_miou"])
     if state.step > config.train.steps:
         raise CheckpointError(
@@ -282,12 +281,11 @@ def _digests(state: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def load_network(run: Path, which: str = "best") -> TrainedNetwork:
+def load_network(path: Path, which: str = "best") -> TrainedNetwork:
     """The averaged network of a run folder (or of one checkpoint file), in eval mode on the CPU.
 
     `which` is "best" (highest validation mIoU) or "last"; a run without best.pt falls back to last.pt.
     """
-    path = Path(run)
     if path.is_dir():
         best = path / "best.pt"
         path = best if which == "best" and best.is_file() else path / "last.pt"
@@ -354,11 +352,6 @@ def read_teacher(config: Config) -> TrainedNetwork:
     Raises ConfigError when the file is gone, and CheckpointError when it was replaced meanwhile.
     """
     return load_network(pinned_teacher(config.loss))
-
-
-def teacher_of(config: Config, device: torch.device) -> SegmentationNet | None:
-    """The network of `loss.teacher` on the device; None without one."""
-    return read_teacher(config).model.to(device) if config.loss.teacher else None
 
 
 def check_teacher(config: Config, names: tuple[str, ...]) -> None:

@@ -30,7 +30,7 @@ from segpipe.train import checkpoint, opening
 from segpipe.train.batches import first_batch, loss_weights, shard_stream
 from segpipe.train.forward import norms
 from segpipe.train.metrics import Validation, miou, scores, summary
-from segpipe.train.recorder import keeps_ledger, open_watch
+from segpipe.train.recorder import Watch, keeps_ledger, open_watch
 from segpipe.train.start import weights_summary
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from segpipe.data.loader import ShardBatch
     from segpipe.data.order import PixelCounts
     from segpipe.distributed.group import Group
-    from segpipe.train.recorder import Watch
     from segpipe.train.state import TrainState
 
 SETTLED = 50  # updates; of a BatchNorm's first statistics, 0.9**50 = 0.5 % is left
@@ -66,7 +65,7 @@ class Log(Protocol):
 
     def seconds(self) -> float: ...  # of all sessions
 
-    def close(self, exit_code: int = 0) -> None: ...
+    def close(self, exit_code: int) -> None: ...
 
 
 # Makes both when nothing but the training itself can fail any more; given the step from which a run is resumed, or
@@ -244,8 +243,7 @@ def _open(
     view, log = open_outputs(done)  # clears the folder of an earlier run
     if group.is_main:
         opening.write_origin(config, state, found, counts)
-        ledger = keeps_ledger(config)
-        inputs.record(config, data, fresh=not found, ledger=ledger)
+        inputs.record(config, data, fresh=not found, ledger=keeps_ledger(config))
     group.keep_stacks(config.run_dir)
     run = Run(
         config,
@@ -258,7 +256,7 @@ def _open(
         open_watch(config, group, state, data.train, fingerprint),
         view,
         log,
-        saved=done if found and not found.note else None,
+        saved=None if found and found.note else done,
         ended=found is not None and found.content["config"]["train"]["steps"] == done,
         kept=group.gather(kept)[0],
     )

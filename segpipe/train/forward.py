@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
@@ -144,7 +144,7 @@ class GraphedHeads(AllHeads):
                     materialize_grads=True,
                 )
             tensors = [*given, *grads, *self.model.buffers()]
-            return int(digest_many(tensors, channels_last=True))
+            return int(digest_many(tensors))
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
@@ -217,8 +217,11 @@ class Norms:
         self._layers = list(norms(model).values())
         self.statistics = statistics(model)
         # The passes of each layer, with which those without a momentum compute.
-        passes = [layer.num_batches_tracked for layer in self._layers]
-        self.counters = [value for value in passes if value is not None]
+        self.counters = [
+            layer.num_batches_tracked
+            for layer in self._layers
+            if layer.num_batches_tracked is not None
+        ]
         self._groups = [
             (tensors, [torch.empty_like(value) for value in tensors])
             for tensors in (self.statistics, self.counters)
@@ -250,7 +253,7 @@ class Norms:
                 layer._buffers["num_batches_tracked"] = counter
 
 
-def copy_all(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def copy_all(into: list[Tensor], values: list[Tensor]) -> None:
     """Copy each value into its tensor, in one launch for all of a dtype."""
     if into:  # torch refuses empty lists
-        torch._foreach_copy_(list(into), list(values))
+        torch._foreach_copy_(into, values)

@@ -96,11 +96,8 @@ def iou_per_class(confusion: Counts) -> list[float | None]:
 
 def _pixels(confusion: Counts) -> list[tuple[int, int, int]]:
     """Of each class the pixels that are right, those of the target and those of the prediction."""
-    rows: list[list[int]] = confusion.tolist()
-    found = []
-    for k, column in enumerate(zip(*rows, strict=True)):
-        found.append((rows[k][k], sum(rows[k]), sum(column)))
-    return found
+    counts = (confusion.diagonal(), confusion.sum(1), confusion.sum(0))
+    return list(zip(*(each.tolist() for each in counts), strict=True))
 
 
 def mean(values: Iterable[float | None]) -> float:
@@ -114,13 +111,6 @@ def miou(confusion: Counts) -> float:
     return mean(iou_per_class(confusion))
 
 
-def pixel_accuracy(confusion: Counts) -> float:
-    """Fraction of labelled pixels that were predicted correctly, 0 to 1; NaN when no pixel is labelled."""
-    pixels = _pixels(confusion)
-    total = sum(target for _, target, _ in pixels)
-    return sum(both for both, _, _ in pixels) / total if total else math.nan
-
-
 def summary(confusion: Counts, names: Sequence[str]) -> dict[str, Any]:
     """Figures of a validation as a plain dictionary, ready for JSON except for NaN.
 
@@ -130,13 +120,14 @@ def summary(confusion: Counts, names: Sequence[str]) -> dict[str, Any]:
     pixels = dict(zip(names, _pixels(confusion), strict=True))
     absent = [name for name, (_, target, _) in pixels.items() if not target]
     iou = dict(zip(names, iou_per_class(confusion), strict=True))
+    labelled = int(confusion.sum())
     return {
         "miou": mean(iou.values()),
-        "pixel_accuracy": pixel_accuracy(confusion),
+        "pixel_accuracy": int(confusion.trace()) / labelled if labelled else math.nan,
         "iou": iou,
         "absent": absent,
         "false_positives_only": [name for name in absent if pixels[name][2]],
-        "pixels": sum(target for _, target, _ in pixels.values()),
+        "pixels": labelled,
     }
 
 

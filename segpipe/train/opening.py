@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from segpipe.data.order import COUNTS_NAME
+from segpipe.data.order import COUNTS_NAME, PixelCounts
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import common_fingerprint
 from segpipe.errors import CheckpointError
 from segpipe.files import to_json, write_atomically
 from segpipe.losses.total import backend
-from segpipe.settings.config import to_mapping
+from segpipe.settings.config import Config, to_mapping
 from segpipe.train import checkpoint
 from segpipe.train.batches import counted
 from segpipe.train.start import WEIGHTS
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
     from segpipe.data.catalog import ClassTable
     from segpipe.data.data_set import DataSet, Samples
-    from segpipe.data.order import PixelCounts
     from segpipe.distributed.group import Group
-    from segpipe.settings.config import Config
 
 MIB = 2**20
 
@@ -44,7 +42,8 @@ def state_of(
     state = build_state(
         config, classes, group.device, None if found else checkpoint.read_start(config)
     )
-    state.teacher = checkpoint.teacher_of(config, group.device)
+    if config.loss.teacher:
+        state.teacher = checkpoint.read_teacher(config).model.to(group.device)
     apply()  # the network did
     fingerprint, rank_differences = common_fingerprint(
         config, group, backend(config.loss, group.device.type)
@@ -99,9 +98,8 @@ def write_origin(
         write_atomically(folder / "config.json", to_json(to_mapping(config)))
     if state.weights and not found:
         write_atomically(folder / WEIGHTS, to_json(state.weights))
-    kept = folder / COUNTS_NAME
-    if counts is not None and not (found and kept.is_file()):
-        counts.save(kept)
+    if counts is not None:
+        counts.save(folder / COUNTS_NAME)
 
 
 def header(

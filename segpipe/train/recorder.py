@@ -22,7 +22,7 @@ from segpipe.ledger.rows import (
     ledger_path,
     next_session,
 )
-from segpipe.settings.config import config_hash, recipe
+from segpipe.settings.config import Config, config_hash, recipe
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from segpipe.data.data_set import Samples
     from segpipe.data.loader import ShardBatch
     from segpipe.distributed.group import Group
-    from segpipe.settings.config import Config
     from segpipe.train.state import TrainState
 
 # Spans of an update, in its order; see `Watch.span`.
@@ -107,18 +106,14 @@ class Recorder(Watch):
 
         path = ledger_path(config.run_dir, group.rank)
         self._writer = LedgerWriter(path, header)
-        self._shard: dict[str, Tensor] = {}
         self._step: dict[str, Tensor] = {}
 
-        self.state_digest = torch.zeros((), dtype=torch.int64)
         self._state_row(state.step - 1)
 
     @record_function("ledger")
     def forward(self, seen: Tensor, heads: Mapping[str, Tensor]) -> None:
         """Digests of input and output of the shard's network, for its row."""
-        batch, logits = digest_groups(
-            [[seen], list(heads.values())], channels_last=True
-        )
+        batch, logits = digest_groups([[seen], list(heads.values())])
         self._shard = {"batch": batch, "logits": logits}
 
     @record_function("ledger")
@@ -136,9 +131,8 @@ class Recorder(Watch):
         gradients: Sequence[Tensor],
     ) -> None:
         """Row of a shard, after its backward; `gradients` in the order of the trained parameters."""
-        own, grads = digest_groups([statistics, gradients], channels_last=True)
-        bits = float_bits(loss.detach().double())
-        found = {"statistics": own, "gradient": grads, "loss": bits}
+        own, grads = digest_groups([statistics, gradients])
+        found = {"statistics": own, "gradient": grads, "loss": float_bits(loss)}
         self._shard_row(batch, {**self._shard, **found})
 
         if not self.audits:
@@ -176,7 +170,7 @@ class Recorder(Watch):
             for p in self._trained.values()
         ]
 
-        digest = digest_many(gradients, channels_last=True)
+        digest = digest_many(gradients)
         self._step = {"valid": valid.long(), "gradient": digest}
 
         if self.audits:
@@ -191,7 +185,7 @@ class Recorder(Watch):
     def _state_row(self, step: int) -> None:
         kinds = self._kinds()
         groups = [list(chain.from_iterable(named.values())) for named in kinds.values()]
-        found = digest_groups(groups, channels_last=True)
+        found = digest_groups(groups)
 
         scaler = self.state.scaler
         # Also before a session's first update: a loaded scale decides what is skipped.
@@ -270,7 +264,7 @@ def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[
 def _each(parts: Iterable[Tensor | Sequence[Tensor]]) -> Tensor:
     """Digest of every tensor, or of the tensors of every name, int64 (n,)."""
     groups = [[part] if isinstance(part, Tensor) else part for part in parts]
-    return digest_groups(groups, channels_last=True)
+    return digest_groups(groups)
 
 
 def keeps_ledger(config: Config) -> bool:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from segpipe.disk import sha256
 from segpipe.errors import CheckpointError, ConfigError
-from segpipe.settings.config import saved_config
+from segpipe.settings.config import Config, saved_config
 
 if TYPE_CHECKING:
     from segpipe.distributed.group import Group
-    from segpipe.settings.config import Config
     from segpipe.settings.groups import LossConfig
 
 WEIGHTS = "weights.json"  # in a run's folder: what became of every tensor

@@ -61,18 +61,17 @@ def tensors() -> list[Tensor]:
 
 
 def numbers() -> list[int]:
-    """Of every tensor alone, of all together in both orders of memory, and of every image."""
+    """Of every tensor alone, of all together in both orders, and of every image."""
     given = tensors()
     found = [int(digest_many([tensor])) for tensor in given]
     found += [
         int(digest_many(given)),
-        int(digest_many(given, channels_last=True)),
         int(digest_many([])),
     ]
     found += digest_groups(
         [given[:3], [], given[3:8], *([tensor] for tensor in given[8:])]
     ).tolist()
-    found += digest_groups([given, given[::-1]], channels_last=True).tolist()
+    found += digest_groups([given, given[::-1]]).tolist()
     return found + digest_groups([[image] for image in given[len(SIZES)]]).tolist()
 
 
@@ -140,7 +139,7 @@ def test_single_numbers_are_padded_together(dtype: torch.dtype) -> None:
     ] * 2
     expected = [int(digests._digest_words(digests._words(tensor))) for tensor in given]
     assert digest_groups([[tensor] for tensor in given]).tolist() == expected
-    joined = digests._joined(given, False)
+    joined = digests._joined(given)
     assert int(digest_many(given)) == int(digests._digest_words(joined))
 
 
@@ -166,7 +165,7 @@ def test_whole_words_are_read_where_they_are() -> None:
     ] * 100
     for given, copied in ((whole, False), ([*whole, torch.zeros(3)], True)):
         with torch.profiler.profile() as seen:
-            digest_many(given, channels_last=True)
+            digest_many(given)
         assert (
             any(
                 event.key in ("aten::copy_", "aten::contiguous", "aten::fill_")
@@ -198,14 +197,10 @@ def test_tensors_that_a_gpu_lacks_are_moved_at_once_and_in_their_order(
 
     monkeypatch.setattr(digests, "gpu_kernels", lambda device: Kernels)
     groups = [tensors()[:3], [], tensors()[3:]]
-    parts = [
-        digests._words(tensor, channels_last=True)
-        for group in groups
-        for tensor in group
-    ]
+    parts = [digests._words(tensor) for group in groups for tensor in group]
     lengths = tuple(part.numel() for part in parts)
     found = digests._by_triton(parts, lengths, (3, 3, len(parts)), torch.device("cpu"))
-    assert found.tolist() == digest_groups(groups, channels_last=True).tolist()
+    assert found.tolist() == digest_groups(groups).tolist()
     assert blocks == [BLOCK]
 
 

@@ -47,8 +47,8 @@ def found_by_triton(rank: int) -> tuple[list[list[int]], bool]:
     for block in (96, 5000, module.BLOCK):
         module.BLOCK = block
         tensors = [tensor for group in given for tensor in group]
-        parts = module._in_words(tensors, CPU, True)
-        away = [module._words(tensor, channels_last=True) for tensor in tensors]
+        parts = module._in_words(tensors, CPU)
+        away = [module._words(tensor) for tensor in tensors]
         lengths = tuple(len(words) for words in away)
         found.append(triton_digest.digests(parts, lengths, ends, block).tolist())
         found.append(
@@ -65,7 +65,7 @@ def test_the_kernels_give_the_digests_of_a_cpu(monkeypatch: pytest.MonkeyPatch) 
     ):
         monkeypatch.setattr(module, "BLOCK", block)
         module._block_indices.cache_clear()
-        expected = module.digest_groups(groups(), channels_last=True).tolist()
+        expected = module.digest_groups(groups()).tolist()
         module._block_indices.cache_clear()
         assert direct == copied == expected
 
@@ -118,5 +118,5 @@ def test_torch_computes_them_where_triton_fails_or_is_wrong(
     monkeypatch.setattr(module, "kernels", lambda: None)
     for group in groups():
         assert int(module.digest_many(group)) == int(
-            module._digest_words(module._joined(group, False))
+            module._digest_words(module._joined(group))
         )

@@ -113,7 +113,7 @@ def test_all_ignored_has_no_value() -> None:
     )
     assert counts.sum() == 0
     assert math.isnan(metrics.miou(counts))
-    assert math.isnan(metrics.pixel_accuracy(counts))
+    assert math.isnan(metrics.summary(counts, "abc")["pixel_accuracy"])
     assert metrics.summary(counts, "abc")["absent"] == ["a", "b", "c"]
 
 

@@ -321,9 +321,7 @@ def test_every_tensor_of_the_state_is_in_its_digest_and_in_no_other(
     }
     row, parts = row_of(recorder), recorder.state_parts()
     assert row["optimizer"] == int(
-        digest_groups(
-            [[x for each in moments.values() for x in each]], channels_last=True
-        )
+        digest_groups([[x for each in moments.values() for x in each]])
     )
     assert {kind: list(names) for kind, names in tensors.items()} == {
         kind: list(digests) for kind, digests in parts.items()
