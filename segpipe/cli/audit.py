@@ -1,12 +1,7 @@
 """`segpipe audit`: what a run says of itself, found again, as a table and a report."""
 
-from __future__ import annotations
-
 import secrets
-import sys
 from pathlib import Path
-
-from rich.text import Text
 
 from segpipe.audit.examine import AuditRequest, check_folder, examine
 from segpipe.cli.commands import Given
@@ -14,16 +9,8 @@ from segpipe.cli.export import verify
 from segpipe.errors import SegpipeError
 from segpipe.export.verify import read_manifest
 from segpipe.files import to_json, write_atomically
-from segpipe.run.console import CONSOLE, progress, table
+from segpipe.run.console import CONSOLE, ERRORS, progress, table, verdict
 from segpipe.settings.config import Config, flat
-
-# Of verdicts.
-COLORS = {
-    "passed": "green",
-    "failed": "bold red",
-    "noted": "yellow",
-    "not checked": "dim",
-}
 
 
 def main(given: Given) -> int:
@@ -55,10 +42,7 @@ def main(given: Given) -> int:
             lambda what, done, total: show(done, total or None, what),
             verify=gates if given["verify"] else None,
         )
-    rows = [
-        (line.part, Text(line.status, COLORS[line.status]), line.text)
-        for line in found.lines
-    ]
+    rows = [(line.part, verdict(line.status), line.text) for line in found.lines]
     columns = ("part", "verdict", "finding")
     CONSOLE.print(table(columns, rows, f"audit of {found.run}"))
     CONSOLE.print(f"{found.sentence}.")
@@ -67,6 +51,6 @@ def main(given: Given) -> int:
         write_atomically(report, to_json(found.to_json()))
         CONSOLE.print(f"Report: {report}")
     except SegpipeError as error:
-        print(f"{error} Set out=FOLDER for the report.", file=sys.stderr)
+        ERRORS.print(f"{error} Set out=FOLDER for the report.")
         return found.exit_code or error.exit_code
     return found.exit_code

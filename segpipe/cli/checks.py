@@ -1,10 +1,6 @@
 """`segpipe check-augment` and `check-plugin`: contracts of augmentation, networks, losses and data sets, as a table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
-
-from rich.text import Text
 
 from segpipe.checks.contracts import (
     CLASSES,
@@ -19,7 +15,7 @@ from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.errors import ConfigError, DataError, ImpureAugmentError
 from segpipe.export.publish import trial_export
-from segpipe.run.console import CONSOLE, progress, table
+from segpipe.run.console import CONSOLE, progress, table, verdict
 from segpipe.run.launch import with_crop
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, check
@@ -90,8 +86,10 @@ def _show(checked: Iterable[Clause], what: str) -> bool:
     """Whether a check failed. Prints a table of the checks, then what is wrong and what to do."""
     with CONSOLE.status(f"checking {what}"):
         found = list(checked)
-    verdicts = {True: Text("failed", "bold red"), False: Text("passed", "green")}
-    rows = [(x.part, x.name, verdicts[bool(x.problem)], x.note) for x in found]
+    rows = [
+        (x.part, x.name, verdict("failed" if x.problem else "passed"), x.note)
+        for x in found
+    ]
     CONSOLE.print(table(("part", "check", "", "note"), rows))
     broken = [clause for clause in found if clause.problem]
     for clause in broken:

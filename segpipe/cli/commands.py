@@ -1,7 +1,5 @@
 """All commands with their keys: what --help and the parser read. Imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +11,6 @@ Given = dict[str, Any]  # what was given of a command's keys, with their default
 RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
 IMPORTS = ("voc", "coco", "labelme", "cvat", "roboflow")
-WAYS = ("sequence", "image", "tail")
 TRUST = Setting(
     "trust",
     [],
@@ -24,10 +21,8 @@ TTA = Setting(
     [],
     "average over views of the image: [flip,0.75,1.25] for mirrored and scaled ones",
 )
-LINES = Setting("lines", 20, "problems to print; 0: all", low=0)
+LINES = Setting("lines", 20, "problems to print; 0: all")
 JSON = Setting("json", False, "print one line of JSON")
-PRECISIONS = ("fp32", "bf16", "fp16", "int8")
-EXISTS = ("keep", "replace")
 DATA = ("data.root", "data.split")
 ALL = tuple(dict.fromkeys(key.partition(".")[0] for key in SETTINGS))
 EXPORT = tuple(
@@ -106,7 +101,7 @@ COMMANDS = {
                 "precision",
                 "fp32",
                 "of the network; int8: an exported file",
-                choices=PRECISIONS,
+                choices=("fp32", "bf16", "fp16", "int8"),
             ),
             Setting(
                 "provider",
@@ -114,21 +109,18 @@ COMMANDS = {
                 "exported file: execution provider of onnxruntime",
             ),
             Setting("overlay", True, "write overlays"),
-            Setting(
-                "alpha", 0.5, "opacity of the class colors in an overlay", low=0, high=1
-            ),
+            Setting("alpha", 0.5, "opacity of the class colors in an overlay", high=1),
             Setting("frames", False, "video: write the mask of each frame"),
             Setting(
                 "seconds",
                 0.0,
                 "camera or stream: stop after this time; 0: at Ctrl-C",
-                low=0,
             ),
             Setting(
                 "exists",
                 "keep",
                 "other outputs in `out`: keep them and stop, or replace",
-                choices=EXISTS,
+                choices=("keep", "replace"),
             ),
             TRUST,
         ),
@@ -170,14 +162,14 @@ COMMANDS = {
                 "by",
                 "sequence",
                 "what stays together; tail: the last frames of each sequence",
-                choices=WAYS,
+                choices=("sequence", "image", "tail"),
             ),
             Setting(
                 "pattern",
                 "",
                 "regular expression whose first group is the sequence; empty: docs/data.md",
             ),
-            Setting("seed", 0, "seed of the choice", low=0),
+            Setting("seed", 0, "seed of the choice"),
             Setting("replace", False, "replace train.txt and val.txt"),
         ),
         ("data.root", "data.classes", "data.images", "data.masks"),
@@ -223,7 +215,6 @@ COMMANDS = {
                 "val",
                 0.0,
                 "share of the images for validation, if the format has no splits; 0: none",
-                low=0,
                 high=0.99,
             ),
             Setting("copy", False, "copy the images; links to them otherwise"),
@@ -307,7 +298,6 @@ COMMANDS = {
                 "span_steps",
                 100,
                 "largest number of updates per part; 0: up to the next checkpoint",
-                low=0,
             ),
             Setting("seed", -1, "seed that chooses the parts; -1: random", low=-1),
             Setting(
@@ -348,7 +338,7 @@ COMMANDS = {
         (
             Setting("size", "1024x2048", "HEIGHTxWIDTH of the image"),
             Setting("classes", 19, "number of classes", low=1, high=255),
-            Setting("runs", 5, "forwards whose median is the latency; 0: none", low=0),
+            Setting("runs", 5, "forwards whose median is the latency; 0: none"),
             JSON,
         ),
         overrides=("model",),

@@ -1,7 +1,5 @@
 """`segpipe pack`, `split` and `import`: a data set made ready before anything is trained on it."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ import numpy as np
 from segpipe.cli.commands import Given
 from segpipe.data.catalog import table_path
 from segpipe.data.data_set import DataSet
-from segpipe.data.pairs import Scan, scan, scan_undivided
+from segpipe.data.pairs import Scan, scan, scan_undivided, split_lists
 from segpipe.data.readers import threaded
 from segpipe.data.samples import file_samples, open_samples, over, sequence
 from segpipe.datasets.division import divide
@@ -80,14 +78,15 @@ def split(given: Given) -> int:
         raise ConfigError(
             f"data.root = {data.root!r} is not a folder. Set data.root=FOLDER."
         )
-    endings = (".csv",) if given["replace"] else (".csv", ".txt")
-    for path in (root / f"{name}{end}" for name in ("train", "val") for end in endings):
-        if path.exists():
+    lists = split_lists(root)
+    rewritten = ("train.txt", "val.txt") if given["replace"] else ()
+    for name in lists:
+        if name.startswith(("train.", "val.")) and name not in rewritten:
             raise ConfigError(
-                f"{path} already divides the images. Set replace=true to write train.txt and val.txt anew."
+                f"{root / name} already divides the images. Set replace=true to write train.txt and val.txt anew."
             )
     found, test = scan_undivided(data), Scan([], [], [], [])
-    if any((root / f"test{end}").exists() for end in (".csv", ".txt")):
+    if {"test.csv", "test.txt"} & {*lists}:
         test = scan(data, "test")
     if faults := found.faults + test.faults:
         more = f" ({len(faults)} problems in all)" if len(faults) > 1 else ""

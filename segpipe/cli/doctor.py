@@ -1,7 +1,5 @@
 """`segpipe doctor`: all problems of a data set in one pass, or the content of its splits if there are none."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress

@@ -1,9 +1,6 @@
 """`segpipe evaluate`: scores of a run on a split, in total, by class and by sequence."""
 
-from __future__ import annotations
-
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,15 +36,14 @@ def main(given: Given) -> int:
         ERRORS.print(figures["note"])
     if given["out"]:
         ERRORS.print(f"report {given['out']}")
-    sys.stderr.flush()
     print(json.dumps(plain(figures), allow_nan=False))
     return 0
 
 
 def scored(given: Given) -> tuple[Given, list[int]]:
     """What the command prints, and the pixels of each class; writes the page, if one is asked for."""
-    how = inference(given)
-    trained = load_network(Path(given["run"]), given["which"])
+    how, run = inference(given), Path(given["run"])
+    trained = load_network(run, given["which"])
     # A split that is named is scored whole.
     whole = {"data.hold_out": ""} if "data.split" in given else {}
     config = with_settings(trained.config, whole | given)
@@ -79,9 +75,9 @@ def scored(given: Given) -> tuple[Given, list[int]]:
         "step": trained.step,
     }
     where = sequences(samples, config.data.sequence)
-    seen = _seen(Path(given["run"]), trained.config, config)
+    seen = _seen(run, trained.config, config)
     figures |= scores(found, trained.classes.names, where, seen) | how.described
-    changed = changed_since(Path(given["run"]), trained.config.data, config.data)
+    changed = changed_since(run, trained.config.data, config.data)
     notes = [
         f"T{changed[1:]}: this is not the score of that day." if changed else "",
         flattering(figures["sequences"]),

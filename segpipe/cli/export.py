@@ -1,9 +1,6 @@
 """`segpipe export`, `verify`, `weights`: a trained network as files that compute the same, and its checks."""
 
-from __future__ import annotations
-
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,7 +29,7 @@ from segpipe.export.verify_report import (
 from segpipe.files import write_atomically
 from segpipe.ledger.inputs import changed_since
 from segpipe.models.weights import FORMAT, published_key
-from segpipe.run.console import CONSOLE
+from segpipe.run.console import CONSOLE, ERRORS
 from segpipe.settings.compose import with_settings
 from segpipe.train.checkpoint import TrainedNetwork, load_network
 
@@ -78,7 +75,7 @@ def verify_main(given: Given) -> int:
 def _print(report: ExportReport, what: str, warnings: Sequence[str]) -> None:
     CONSOLE.print(report.table())
     for warning in warnings:
-        print(f"warning: {warning}.", file=sys.stderr)
+        ERRORS.print(f"warning: {warning}.")
     print(sums_line(report.folder))
     print(report.line(what))
 
@@ -114,7 +111,7 @@ def verify(given: Given, *, engines: Sequence[str] = ()) -> ExportReport:
             f"{changed}. So {folder} cannot be compared on these images ({error}). Restore the images, or export again."
         ) from error
     if changed:
-        print(f"warning: {changed}.", file=sys.stderr)
+        ERRORS.print(f"warning: {changed}.")
     return report
 
 

@@ -3,8 +3,6 @@
 `python -m segpipe.cli.help` prints docs/settings.md, `python -m segpipe.cli.help commands` tests/cli/help.txt.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -57,14 +55,12 @@ def all_pages() -> str:
 
 def _sections(command: Command) -> Iterator[tuple[str, Rows]]:
     if command.overrides:
-        files = [
-            group for group in GROUPS if group in (*command.overrides, "experiment")
-        ]
         yield (
             "files of conf/",
             [
                 (f"{group}=FILE", f"one of {', '.join(choices(group))}")
-                for group in files
+                for group in GROUPS
+                if group in (*command.overrides, "experiment")
             ],
         )
     for group in command.overrides:

@@ -1,7 +1,5 @@
 """Entry point of `segpipe COMMAND ...`: finds the command, parses its arguments, turns errors into exit codes."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,9 +1,6 @@
 """`segpipe predict`: class ids and overlays of images and videos, from a run or from an exported folder."""
 
-from __future__ import annotations
-
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +54,7 @@ def main(given: Given) -> int:
         )
         job.run()
     for line in filter(None, [*job.problems, left_out]):
-        print(line, file=sys.stderr)
+        ERRORS.print(line)
     print(json.dumps(summary(job, outputs)))
     return 2 if job.problems else 0
 

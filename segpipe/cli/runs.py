@@ -1,19 +1,15 @@
 """`segpipe runs` and `segpipe compare`: runs side by side, and where two of them part."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
 from segpipe.cli.commands import Given
 from segpipe.errors import ConfigError, SegpipeError
 from segpipe.ledger.divergence import Comparison, compare, not_comparable
 from segpipe.ledger.reader import read_run
-from segpipe.run.console import CONSOLE, table
+from segpipe.run.console import CONSOLE, table, verdict
 from segpipe.run.overview import (
     RecipeGroup,
     Row,
@@ -23,16 +19,14 @@ from segpipe.run.overview import (
     run_table,
     write_overview,
 )
-from segpipe.settings.config import FREE_KEYS, SETTINGS
+from segpipe.settings.config import SETTINGS
 from segpipe.settings.setting import nearest
-
-COLORS = {"differs": "red", "equal": "green", "not recorded": "dim"}
 
 
 def main(given: Given) -> int:
     """Exit code of `segpipe runs`."""
     by = given["group"]
-    recipe = [key for key in SETTINGS if key not in FREE_KEYS]
+    recipe = [key for key, entry in SETTINGS.items() if not entry.free]
     if by and by not in recipe:
         raise ConfigError(
             f"group = {by} is not a setting that decides what is trained."
@@ -99,7 +93,7 @@ def _show(found: Comparison) -> None:
         CONSOLE.print(line)
     if found.verdict == "diverged":
         rows = [
-            (cell["stage"], cell["field"], Text(cell["state"], COLORS[cell["state"]]))
+            (cell["stage"], cell["field"], verdict(cell["state"]))
             for cell in found.fields
         ]
         CONSOLE.print(table(("stage", "field", ""), rows, f"step {found.step}"))

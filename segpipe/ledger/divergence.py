@@ -31,7 +31,7 @@ from segpipe.ledger.rows import (
     recorded,
     unequal,
 )
-from segpipe.settings.config import of_this_version
+from segpipe.settings.config import deciding
 
 EXIT_CODES = {"identical": 0, "identical_up_to": 2, "diverged": 5, "not_comparable": 2}
 # Stage of runs whose updates are equal, and whose validations or final digests are not.
@@ -167,7 +167,7 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
 def _facts(a: RunLedger, b: RunLedger, pair: Pair, limits: list[str]) -> dict[str, Any]:
     """What every verdict reports."""
     one, two = a.first, b.first
-    recipes = [of_this_version(header.recipe) for header in (one, two)]
+    recipes = [deciding(header.recipe) for header in (one, two)]
     notes = [*limits, *missing_files(a.folder, b.folder)]
     notes += [f"A: {note}" for note in a.notes] + [f"B: {note}" for note in b.notes]
     return {

@@ -25,6 +25,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from segpipe.settings.setting import Values
+
 if TYPE_CHECKING:
     from segpipe.data.catalog import ClassTable
 
@@ -48,6 +50,15 @@ ERRORS = _Console(stderr=True, width=None if sys.stderr.isatty() else WIDE, **LO
 PLAIN_EVERY_S = 15.0  # between progress lines in a log file
 COLUMNS = {"precision": "precision", "recall": "recall", "f1": "F1"}
 MOST_ROWS = 20  # of a table of sequences
+VERDICTS = {
+    "passed": "green",
+    "equal": "green",
+    "failed": "bold red",
+    "differs": "red",
+    "noted": "yellow",
+    "not checked": "dim",
+    "not recorded": "dim",
+}
 
 
 @contextlib.contextmanager
@@ -143,7 +154,12 @@ def table(
     return made
 
 
-def iou_table(summary: Mapping[str, Any], pixels: Sequence[float]) -> Table:
+def verdict(word: str) -> Text:
+    """A verdict in its color."""
+    return Text(word, VERDICTS[word])
+
+
+def iou_table(summary: Values, pixels: Sequence[float]) -> Table:
     """Per-class IoU of a validation; `pixels` are the labelled ones of each class.
 
     The keys of `COLUMNS` and `interval_95` that `summary` has get a column.
@@ -170,7 +186,7 @@ def iou_table(summary: Mapping[str, Any], pixels: Sequence[float]) -> Table:
     return made
 
 
-def share_table(classes: ClassTable, pixels: Mapping[str, Any]) -> Table:
+def share_table(classes: ClassTable, pixels: Values) -> Table:
     """Share of each class in the labelled pixels of each split; `pixels` by split, in the order of the classes."""
     rows = []
     for train, name in enumerate(classes.names):
@@ -187,7 +203,7 @@ def share_table(classes: ClassTable, pixels: Mapping[str, Any]) -> Table:
     return table(["id", "class", *titles], rows, f"classes of {classes.name}")
 
 
-def sequence_table(sequences: Mapping[str, Mapping[str, Any]]) -> Table:
+def sequence_table(sequences: Mapping[str, Values]) -> Table:
     """mIoU of the sequences of a validation, the lowest first; of many, the 20 lowest."""
     seen = {None: "unknown", True: "yes", False: "no"}
     rows = [
@@ -206,11 +222,11 @@ def sequence_table(sequences: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def lowest_first(
-    sequences: Mapping[str, Mapping[str, Any]],
-) -> list[tuple[str, Mapping[str, Any]]]:
+    sequences: Mapping[str, Values],
+) -> list[tuple[str, Values]]:
     """Sequences by rising mIoU; those without a labelled pixel come last."""
 
-    def place(item: tuple[str, Mapping[str, Any]]) -> tuple[float, str]:
+    def place(item: tuple[str, Values]) -> tuple[float, str]:
         score = item[1]["miou"]
         return math.inf if score is None or math.isnan(score) else score, item[0]
 

@@ -8,8 +8,6 @@ ignore, nor on the clocks of the machines: ages are differences of the file syst
 after all, on a machine that was cut off, sees the other's lock at its next touch and ends without saving.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

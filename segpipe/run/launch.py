@@ -27,7 +27,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -78,6 +78,7 @@ from segpipe.run.tracking import (
     read_metrics,
 )
 from segpipe.settings.config import SETTINGS, Config, check, config_hash
+from segpipe.settings.setting import Values
 from segpipe.train.start import check_pins, pin_weights
 from segpipe.train.stop import (
     Stopped,
@@ -142,7 +143,7 @@ def launch(config: Config) -> int:
         flags.set_environment(config.compute.threads, config.compute.mode)
         config, world_size, splits = _prepared(config)
     except KeyboardInterrupt:
-        print("stopped before the first step; nothing was written.", file=sys.stderr)
+        ERRORS.print("stopped before the first step; nothing was written.")
         return Interrupted.exit_code
     if world_size == 1:
         return work(config, prepared=True, splits=splits)
@@ -268,7 +269,7 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
     if config.compute.mode != "off":
         skipped = purity.quick(Augmenter(config.augment), train)
         if skipped:
-            print(skipped, file=sys.stderr)
+            ERRORS.print(skipped)
     if config.export.enabled and config.export.dir:
         check_place(Path(config.export.dir))  # now, not after hours of training
     return splits
@@ -328,10 +329,9 @@ def check_crop(config: Config, samples: DataSet) -> None:
     )
     padding = 1 - shown / sizes.total()
     if padding > MUCH_PADDING:
-        print(
+        ERRORS.print(
             f"Warning: {padding:.0%} of the crops of augment.crop_size = {crop} is padding, as the images are smaller. "
-            "Set augment.crop_size=auto.",
-            file=sys.stderr,
+            "Set augment.crop_size=auto."
         )
 
 
@@ -482,7 +482,7 @@ def work(
         return _report(error, rank=environment.rank())
     except KeyboardInterrupt:
         if environment.rank() == 0:
-            print("stopped. Continue with run.exists=resume.", file=sys.stderr)
+            ERRORS.print("stopped. Continue with run.exists=resume.")
         return Interrupted.exit_code
     except OSError as error:
         if error.errno not in ADVICE:
@@ -528,9 +528,7 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
                 if not prepared:
                     splits = _prepare_together(config, group, splits)
                 group.together(own)
-            group.contract.on_verdict = lambda error: note_failure(
-                config, error.exit_code, str(error)
-            )
+            group.contract.on_verdict = partial(note_failure, config)
             with _failure_told(group, config):
                 return _train(config, group, splits)
     finally:
@@ -583,11 +581,11 @@ def _failure_told(group: Group, config: Config | None = None) -> Iterator[None]:
             raise
     except SegpipeError as error:
         if config is not None and _speaks(error, group.rank):
-            note_failure(config, error.exit_code, str(error))
+            note_failure(config, error)
         raise
     except Exception as error:
         if config is not None and not _lost_another_rank(error):
-            note_failure(config, 1, plugins.located(error))
+            note_failure(config, SegpipeError(plugins.located(error)))
         raise
 
 
@@ -620,7 +618,7 @@ def _train(config: Config, group: Group, splits: Splits | None) -> int:
     return 0
 
 
-def finish(run: Run, found: Validation, result: dict[str, Any]) -> None:
+def finish(run: Run, found: Validation, result: Values) -> None:
     """Print the results and write the report, then export. Raises ExportMismatch if an exported file differs.
 
     The export comes last, so that a refused one hides nothing of the finished training.
@@ -693,7 +691,7 @@ def _this_command() -> str:
 
 def train(
     config: Config, group: Group, console: Console, splits: Splits | None = None
-) -> tuple[Run, Validation, dict[str, Any]]:
+) -> tuple[Run, Validation, Values]:
     """`segpipe.train.engine.train`, reporting to the terminal and to metrics.jsonl; the caller ends `run.log`."""
     from segpipe.files import ROOT, git_state
     from segpipe.train import engine

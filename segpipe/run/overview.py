@@ -1,10 +1,8 @@
 """Runs, read from their folders and compared: tables, groups that repeat a recipe, and a page with curves."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from glob import glob
@@ -20,8 +18,8 @@ from segpipe.files import read_json
 from segpipe.run.console import CONSOLE, percent, table
 from segpipe.run.pages import COLORS, chart, points_of, write_page
 from segpipe.run.tracking import FILE_NAME, failure, read_metrics
-from segpipe.settings.config import FREE_KEYS, flat, saved_config
-from segpipe.settings.setting import shown
+from segpipe.settings.config import deciding, flat, saved_config
+from segpipe.settings.setting import Values, shown
 
 SETTINGS_SHOWN = 6  # columns of a table; the page and --json have all
 
@@ -43,14 +41,14 @@ class Row:
     state: str = "finished"
     reason: str = ""  # why the last session failed or stopped, on one line
     # Of the recipe, by dotted key; empty without a readable file.
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Values = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RecipeGroup:
     """Runs of one recipe, one for each value of the setting `by`."""
 
-    settings: dict[str, Any]
+    settings: Values
     rows: list[Row]
     by: str = ""
 
@@ -98,10 +96,10 @@ def read_row(folder: Path, name: str) -> Row:
         config = saved_config(folder)
     except ConfigError:
         return replace(row, state="config.json is damaged")
-    found: dict[str, Any] = {
+    found: Values = {
         "model": config.model.name,
         "data": config.data.name,
-        "settings": {k: v for k, v in flat(config).items() if k not in FREE_KEYS},
+        "settings": deciding(flat(config)),
     }
     try:
         result = read_json(folder / "result.json")
@@ -135,7 +133,7 @@ def best_first(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (row.miou is None, -(row.miou or 0.0)))
 
 
-def differing(recipes: Sequence[Mapping[str, Any]]) -> list[str]:
+def differing(recipes: Sequence[Values]) -> list[str]:
     """Settings in which recipes differ, in the order of the settings page."""
     known = [recipe for recipe in recipes if recipe]
     keys = known[0] if known else {}

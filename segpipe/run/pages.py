@@ -4,8 +4,6 @@ Everything is inside the file: pictures and curves as data: URLs, styles as CSS.
 forbids the browser to load anything else, so a page can be mailed or archived as it is.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io
@@ -24,7 +22,7 @@ from segpipe import IGNORE_INDEX
 from segpipe.files import write_atomically
 from segpipe.predict.outputs import Palette, blend
 from segpipe.run.console import percent, percent_range
-from segpipe.settings.setting import shown
+from segpipe.settings.setting import Values, shown
 
 # Curves: readable on white and on black.
 COLORS = (
@@ -54,14 +52,13 @@ Pixels = NDArray[np.uint8]
 
 
 def write_page(template: str, path: Path, **facts: Any) -> Path:
-    """`path`, at which the page is then. Raises CheckpointError when the disk is full."""
-    write_atomically(path, render_page(template, **facts).encode())
+    """Write a page of this folder, whose template escapes all text; the same facts give the same bytes.
+
+    Returns `path`. Raises CheckpointError when the disk is full.
+    """
+    page = _environment().get_template(template).render(facts)
+    write_atomically(path, page.encode())
     return path
-
-
-def render_page(template: str, **facts: Any) -> str:
-    """A page of this folder. The template escapes all text; the same facts give the same bytes."""
-    return _environment().get_template(template).render(facts)
 
 
 @cache
@@ -164,7 +161,7 @@ def chart(
     )
 
 
-def points_of(history: Sequence[Mapping[str, Any]], kind: str, key: str) -> Points:
+def points_of(history: Sequence[Values], kind: str, key: str) -> Points:
     """(step, value) of the lines of a kind in metrics.jsonl that have a finite value; scores in per cent."""
     scale = 100 if key == "miou" else 1
     return [

@@ -13,17 +13,17 @@ from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from timeit import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
-from segpipe.files import write_atomically
 from segpipe.run.console import lowest_first
-from segpipe.run.pages import Picture, chart, points_of, render_page
+from segpipe.run.pages import Picture, chart, points_of, write_page
 from segpipe.settings.compose import choices, compose
 from segpipe.settings.config import Config, flat
+from segpipe.settings.setting import Values
 
 # torch is imported inside the functions: a command imports this module before it sets the environment of processes.
 if TYPE_CHECKING:
@@ -65,16 +65,16 @@ class ReportData:
     """Input of the page. The fields with defaults may be missing."""
 
     config: Config
-    result: Mapping[str, Any]  # as in result.json or printed by evaluate, and `device`
+    result: Values  # as in result.json or printed by evaluate, and `device`
     confusion: Counts  # (C, C), rows target, columns prediction
     names: Sequence[str]
     palette: Sequence[tuple[int, int, int]]
-    history: Sequence[Mapping[str, Any]] = ()  # lines of metrics.jsonl
+    history: Sequence[Values] = ()  # lines of metrics.jsonl
     pictures: Mapping[str, Sequence[Picture]] = field(default_factory=dict)  # by title
     live: bool = False  # the run goes on: the page loads itself again
     # As of `Validation`.
     calibration: NDArray[np.float64] | None = None
-    detail: Mapping[str, Any] | None = None  # as `detail` gives it
+    detail: Values | None = None  # as `detail` gives it
     links: Sequence[str] = ()  # files beside the page
 
 
@@ -98,7 +98,7 @@ def page_data(
     config: Config,
     samples: Samples,
     found: Validation,
-    result: Mapping[str, Any],
+    result: Values,
     predict: Predict,
 ) -> ReportData:
     """Input of the report page; predicts some images once more."""
@@ -181,12 +181,6 @@ def is_live(path: Path) -> bool:
 
 def write_report(path: Path, data: ReportData) -> Path:
     """`path`, at which the page is then. Raises CheckpointError when the disk is full."""
-    write_atomically(path, render(data).encode())
-    return path
-
-
-def render(data: ReportData) -> str:
-    """The page as text."""
     from segpipe.train.metrics import flattering, rates, summary  # torch
 
     counts, names, config = data.confusion, data.names, data.config
@@ -196,8 +190,9 @@ def render(data: ReportData) -> str:
     sequences = data.result.get("sequences") or {}
     settings, default = flat(config), _defaults(config.model.name, config.data.name)
     changed = [key for key in settings if default[key] != settings[key]]
-    return render_page(
+    return write_page(
         "report.html.j2",
+        path,
         data=data,
         live=data.live,
         figures={**data.result, **figures},
@@ -218,7 +213,7 @@ def render(data: ReportData) -> str:
 
 
 @cache
-def _defaults(model: str, data: str) -> dict[str, Any]:
+def _defaults(model: str, data: str) -> Values:
     """All settings as they are where only network and data set are chosen."""
     chosen = ("model", model), ("data", data)
     return flat(
@@ -292,7 +287,7 @@ def _charts(data: ReportData) -> dict[str, str]:
     }
 
 
-def detail(samples: Samples, num_classes: int, predict: Predict) -> dict[str, Any]:
+def detail(samples: Samples, num_classes: int, predict: Predict) -> Values:
     """IoU of some images, NaN where there is no pixel.
 
     `images`: how many; `by_size` (C, 3): IoU of each class by SIZE_NAMES; `by_distance` (5): mIoU by DISTANCE_NAMES.

@@ -1,9 +1,6 @@
 """`segpipe train --multirun`: jobs of Hydra's sweepers and launchers, named, checked before they start, and listed."""
 
-from __future__ import annotations
-
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,9 +21,9 @@ from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from segpipe.distributed.environment import under_launcher
-from segpipe.errors import ConfigError, Interrupted, SegpipeError
+from segpipe.errors import ConfigError, Interrupted, SegpipeError, first_line
 from segpipe.files import sha256_of
-from segpipe.run.console import CONSOLE
+from segpipe.run.console import CONSOLE, ERRORS
 from segpipe.run.folder import finished
 from segpipe.run.overview import (
     Row,
@@ -318,9 +315,8 @@ def sweep(
         ) from error
     except KeyboardInterrupt:
         code = started[0].summarize() if started else 0
-        print(
-            "the sweep was interrupted. The same command with run.exists=resume continues it.",
-            file=sys.stderr,
+        ERRORS.print(
+            "the sweep was interrupted. The same command with run.exists=resume continues it."
         )
         return code or Interrupted.exit_code
     except JobFailedError:
@@ -338,4 +334,4 @@ def sweep(
 
 def _brief(error: Exception) -> str:
     """The first line: submitit adds all output of a job."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0].strip().rstrip(".")
+    return f"{type(error).__name__}: {first_line(error)}"

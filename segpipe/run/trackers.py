@@ -4,8 +4,6 @@
 starts to use one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -15,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,15 +21,12 @@ from segpipe import IGNORE_INDEX, plugins
 from segpipe.distributed import environment
 from segpipe.errors import ConfigError
 from segpipe.ledger.rows import ledger_path
+from segpipe.run.pages import Picture
 from segpipe.settings.config import Config, recipe, to_mapping
-
-if TYPE_CHECKING:
-    from segpipe.run.pages import Picture
-
-    Pictures = Sequence[Picture]
+from segpipe.settings.setting import Values
 
 Figures = dict[str, float]
-Values = dict[str, Any]
+Pictures = Sequence[Picture]
 
 _METHODS = ("on_start", "on_metrics", "on_validation", "on_end")  # of `Callback`
 _PROJECT = "segpipe"
@@ -39,7 +34,6 @@ _PROJECT = "segpipe"
 _WANDB_MODES = ("online", "offline", "disabled", "shared", "run", "dryrun")
 _WANDB_KEYS = ("entity", "group", "job_type", "tags", "notes")  # of `track`
 _MLFLOW_TAG, _MLFLOW_GROUP = "segpipe.id", "segpipe.group"
-_MLFLOW_BATCH = 100  # parameters that MLflow takes at once
 _MLFLOW_VALUE = 500  # characters of a parameter
 
 
@@ -128,7 +122,7 @@ def _has_login() -> bool:
 def run_id(config: Config, run_dir: Path) -> str:
     """Id of the run in a tracker, 16 hex digits: a function of the folder's name and the recipe only.
 
-    Settings that may change on resume (`FREE_KEYS`) do not enter, so that a resumed run continues its curve.
+    Settings that may change on resume do not enter, so that a resumed run continues its curve.
     """
     text = json.dumps([run_dir.name, recipe(config)], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -298,9 +292,7 @@ class Mlflow(Callback):
             entities.Param(key, str(value)[:_MLFLOW_VALUE])
             for key, value in recipe(config).items()
         ]
-        for start in range(0, len(params), _MLFLOW_BATCH):
-            batch = params[start : start + _MLFLOW_BATCH]
-            self._client.log_batch(self._id, params=batch)
+        self._client.log_batch(self._id, params=params)
 
     def on_metrics(self, step: int, metrics: Figures) -> None:
         """Log the figures."""

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -39,10 +38,10 @@ from segpipe.run.trackers import (
     Callback,
     Figures,
     Tracked,
-    Values,
     tracker_classes,
 )
 from segpipe.settings.config import Config
+from segpipe.settings.setting import Values
 
 if TYPE_CHECKING:
     from segpipe.train.engine import Run
@@ -143,9 +142,7 @@ class Tracker:
         ends = self._callbacks if exit_code or self._path is None else [PAGE]
         self._end({"exit_code": exit_code}, ends)
 
-    def end(
-        self, config: Config, result: Mapping[str, Any], exit_code: int = 0
-    ) -> None:
+    def end(self, config: Config, result: Values, exit_code: int = 0) -> None:
         """End the callbacks with results and files. A second call does nothing."""
         folder = config.run_dir
         files = [folder / name for name in ("report.html", "best.pt", "inputs.json")]
@@ -156,7 +153,7 @@ class Tracker:
             {**result, "exit_code": exit_code, "files": existing}, self._callbacks
         )
 
-    def _end(self, result: Mapping[str, Any], names: Iterable[str]) -> None:
+    def _end(self, result: Values, names: Iterable[str]) -> None:
         ended = [self._callbacks.pop(each) for each in {*names} & {*self._callbacks}]
         for called in ended:
             called.calls.put(("on_end", (copy.deepcopy(result),)))
@@ -227,7 +224,7 @@ def _warn(name: str, error: BaseException) -> None:
     )
 
 
-def _line(entry: Mapping[str, Any]) -> bytes:
+def _line(entry: Values) -> bytes:
     return (json.dumps(entry, allow_nan=False) + "\n").encode()
 
 
@@ -285,11 +282,11 @@ class LivePage(Callback):
         write_report(self._config.run_dir / PAGE, self._data)
 
 
-def note_failure(config: Config, code: int, reason: str) -> None:
+def note_failure(config: Config, error: SegpipeError) -> None:
     """Write down why the run ended; a full disk does not hide the error itself: then nothing is written."""
-    content = to_json({"exit_code": code, "reason": reason, "time": time.time()})
+    noted = Failure(error.exit_code, str(error), time.time())
     with contextlib.suppress(SegpipeError, OSError):
-        write_atomically(config.run_dir / FAILURE, content)
+        write_atomically(config.run_dir / FAILURE, to_json(noted._asdict()))
 
 
 class Failure(NamedTuple):
@@ -315,9 +312,9 @@ def note_lost(config: Config, rank: int, number: int, before: Failure) -> int:
     reason = f"rank {rank} was ended by signal {number} ({signal.strsignal(number)})."
     if number == signal.SIGKILL:
         reason += " The machine's memory may have run out: see dmesg."
-    print(reason, file=sys.stderr)
+    ERRORS.print(reason)
     noted = failure(config.run_dir)
     if noted != before:
         reason += f" {noted.reason}"
-    note_failure(config, CollectiveError.exit_code, reason)
+    note_failure(config, CollectiveError(reason))
     return CollectiveError.exit_code

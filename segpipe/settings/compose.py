@@ -1,7 +1,5 @@
 """From what was typed, `key=value` or options with dashes, to values with types: of a command's keys, or a Config."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -33,9 +31,9 @@ from segpipe.settings.config import (
     SETTINGS,
     Config,
     check,
+    flat,
     from_mapping,
     no_setting,
-    to_mapping,
 )
 from segpipe.settings.setting import (
     Setting,
@@ -55,7 +53,7 @@ MULTIRUN = ("-m", "--multirun")
 CONFIG_DIR = ("-cd", "--config-dir")
 SHOW = ("-c", "--cfg")
 # Options of a training; their values are of these types.
-OPTIONS: dict[str, Any] = {
+OPTIONS: Values = {
     **dict.fromkeys(MULTIRUN, False),
     **dict.fromkeys((*CONFIG_DIR, *SHOW), ""),
 }
@@ -225,7 +223,7 @@ def parse(
     positional: Sequence[str] = (),
     *,
     overrides: bool = False,
-) -> dict[str, Any]:
+) -> Values:
     """Values of the keys of a command, and of those settings of a run, whose keys have a dot, that are given.
 
     Keys in `positional` may be given without their name, in this order. With `overrides`, all other arguments are those
@@ -243,7 +241,7 @@ def parse(
     return given | {"overrides": rest} if overrides else given
 
 
-def complete(values: Values, keys: Sequence[Setting]) -> dict[str, Any]:
+def complete(values: Values, keys: Sequence[Setting]) -> Values:
     """The values with their types, and the defaults of the keys that are not given. Raises as `parse` does."""
     known = {key.key: key for key in keys}
     refuse(_unknown(name, known) for name in values if name not in known)
@@ -308,14 +306,11 @@ def with_settings(config: Config, given: Values) -> Config:
 
     A `loss.backend` that needs a certain machine becomes auto: the network may have been trained on another one.
     """
-    values = to_mapping(config)
-    if values["loss"]["backend"] != "plain":
-        values["loss"]["backend"] = "auto"
-    for key, value in given.items():
-        group, _, name = key.rpartition(".")
-        if group:
-            values[group][name] = value
-    changed = from_mapping(values)
+    values = flat(config)
+    if config.loss.backend != "plain":
+        values["loss.backend"] = "auto"
+    replaced = {key: value for key, value in given.items() if "." in key}
+    changed = from_mapping(values | replaced)
     check(changed)
     return changed
 

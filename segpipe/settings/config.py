@@ -3,8 +3,6 @@
 Imports no torch and builds nothing, so that `segpipe train --help` and a wrong key answer at once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -48,7 +46,7 @@ from segpipe.settings.setting import (
 @dataclass
 class Config:
     seed: int = setting(
-        0, "seed of weights, data order and augmentation", low=0, high=2**63 - 1
+        0, "seed of weights, data order and augmentation", high=2**63 - 1
     )
     run: RunConfig = group(RunConfig, free=True)
     model: ModelConfig = group(ModelConfig)
@@ -107,9 +105,6 @@ MIX = {
     )
 }
 
-# Settings that may change when a run is resumed, because they cannot reach the numbers.
-FREE_KEYS = frozenset(key for key, entry in SETTINGS.items() if entry.free)
-
 
 def from_mapping(values: Values) -> Config:
     """Config from nested mappings, as composed by Hydra or stored in a checkpoint.
@@ -117,7 +112,7 @@ def from_mapping(values: Values) -> Config:
     Raises ConfigError with a line for each unknown key, with the nearest valid one, and each value of the wrong type.
     """
     config = Config()
-    given: dict[str, Any] = {}
+    given: Values = {}
     for name, value in values.items():
         is_group = is_dataclass(getattr(config, str(name), None))
         if is_group and isinstance(value, Mapping):
@@ -154,19 +149,19 @@ def saved_config(folder: Path) -> Config:
         ) from error
 
 
-def to_mapping(config: Config) -> dict[str, Any]:
+def to_mapping(config: Config) -> Values:
     """Nested plain dictionaries, as stored in checkpoints and in config.json."""
     return asdict(config)
 
 
-def flat(config: Config) -> dict[str, Any]:
+def flat(config: Config) -> Values:
     """All settings by dotted name."""
     return {key: attrgetter(key)(config) for key in SETTINGS}
 
 
-def recipe(config: Config) -> dict[str, Any]:
-    """Settings that decide what is trained, by dotted name: all except FREE_KEYS."""
-    found = {key: value for key, value in flat(config).items() if key not in FREE_KEYS}
+def recipe(config: Config) -> Values:
+    """Settings that decide what is trained, by dotted name: all that are not free."""
+    found = deciding(flat(config))
     found["data.mix"] = [  # of a data set as of data.root, the place is free
         {key: value for key, value in entry.items() if key not in ("root", "classes")}
         for entry in config.data.mix
@@ -178,16 +173,16 @@ def recipe(config: Config) -> dict[str, Any]:
     return found
 
 
-def course(found: Values) -> dict[str, Any]:
+def course(found: Values) -> Values:
     """What of a recipe decides an update: train.steps only while the learning rates follow it."""
-    whole = of_this_version(found)
+    whole = deciding(found)
     if found.get("optim.schedule_steps"):
         del whole["train.steps"]
     return whole
 
 
-def of_this_version(found: Values) -> dict[str, Any]:
-    """A recipe as this version would write it: an earlier one lacks later settings, and has others."""
+def deciding(found: Values) -> Values:
+    """The settings that are not free, as this version would write them: an earlier one lacks some, and has others."""
     kept = SETTINGS.items()
     return {key: found.get(key, each.default) for key, each in kept if not each.free}
 
@@ -281,11 +276,9 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _augment(augment: AugmentConfig) -> Iterator[str]:
-    ranges = {"scale": augment.scale, "gamma": augment.gamma}
-    if isinstance(augment.contrast, list):
-        ranges["contrast"] = augment.contrast
-    for name, values in ranges.items():
-        if len(values) != 2 or values[0] > values[1]:
+    for name in ("scale", "gamma"):
+        values = getattr(augment, name)
+        if values[0] > values[1]:
             yield f"augment.{name} = {values}, but [smallest, largest] was needed."
 
 

@@ -1,7 +1,5 @@
 """The groups of settings, one dataclass each: every setting with its default, meaning and range. Holds no logic."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +16,8 @@ FILE_SETS = (
 )  # fmt: skip
 DATA_NAMES = ("synthetic", *FILE_SETS)
 STEPS = 400  # train.steps unless it is set
-ENOUGH_IMAGES = (
-    16  # real images that an exported file must be compared on to count as verified
-)
+# Real images that an exported file must be compared on to count as verified.
+ENOUGH_IMAGES = 16
 
 
 @dataclass(slots=True)
@@ -85,12 +82,11 @@ class DataConfig:
         [],
         "data sets to train on together, as {root: FOLDER, name: KIND, weight: SHARE, map: {CLASS: SHARED CLASS}}, see "
         "docs/sampling.md",
-        mappings=True,
+        item={},
     )
     balance: float = setting(
         0.0,
         "images with a class that fewer than this fraction of the images hold come more often; 0: each once per epoch",
-        low=0,
         high=1,
     )
     balance_by: str = setting(
@@ -155,7 +151,6 @@ class DataConfig:
     workers: int = setting(
         2,
         "loader processes per rank; 0 loads in the training process",
-        low=0,
         high=256,
         free=True,
     )
@@ -169,7 +164,6 @@ class DataConfig:
         0,
         "memory for decoded samples, in MiB: for those of training in each loader process, and as much for those of "
         "validation in each rank, which later validations then need not load",
-        low=0,
         free=True,
     )
     pack: str = setting(
@@ -212,14 +206,11 @@ class AugmentConfig:
     rare_crop: float = setting(
         0.0,
         "probability of a crop around a pixel of a class that is rare in its image, see docs/sampling.md",
-        low=0,
         high=1,
     )
-    flip: float = setting(0.5, "probability of a horizontal flip", low=0, high=1)
-    brightness: float = setting(
-        0.2, "largest relative change of brightness", low=0, high=1
-    )
-    contrast: float = setting(0.2, "largest relative change of contrast", low=0, high=1)
+    flip: float = setting(0.5, "probability of a horizontal flip", high=1)
+    brightness: float = setting(0.2, "largest relative change of brightness", high=1)
+    contrast: float = setting(0.2, "largest relative change of contrast", high=1)
     gamma: list[float] = setting(
         [1.0, 1.0],
         "[smallest, largest] exponent of the values, before the other colors; above 1: darker, as at dusk",
@@ -227,10 +218,8 @@ class AugmentConfig:
         low=0.1,
         high=10,
     )
-    saturation: float = setting(
-        0.2, "largest relative change of saturation", low=0, high=1
-    )
-    hue: float = setting(0.02, "largest shift of the hue, in turns", low=0, high=0.5)
+    saturation: float = setting(0.2, "largest relative change of saturation", high=1)
+    hue: float = setting(0.02, "largest shift of the hue, in turns", high=0.5)
     extra: list[str] = setting(
         [],
         "further transforms by name, or package.module:Class of your own",
@@ -244,7 +233,6 @@ class AugmentConfig:
     canary: int = setting(
         1000,
         "augment one in n samples again in another process and compare; 0: none",
-        low=0,
         high=10**6,
         free=True,
     )
@@ -271,13 +259,11 @@ class LossConfig:
         "log: log1.02, sqrt: 1 / sqrt(frequency); a list: these weights as they are, in the order of the classes",
         choices=("none", "log", "sqrt"),
         family=("log1.10", r"log1\.(?=0*[1-9])\d{1,4}|log2(\.0{1,4})?"),
-        numbers=True,
-        low=0,
+        item=1.0,
     )
     label_smoothing: float = setting(
         0.0,
         "share of the target that is spread evenly over all classes, in the class heads",
-        low=0,
         high=1,
     )
     # Free, because the fingerprint of a run holds what it resolves to, and a resume compares fingerprints.
@@ -288,7 +274,7 @@ class LossConfig:
         choices=("auto", "native", "triton", "plain"),
         free=True,
     )
-    aux_weight: float = setting(0.4, "weight of each auxiliary class head", low=0)
+    aux_weight: float = setting(0.4, "weight of each auxiliary class head")
     stride: int = setting(
         1,
         "the main head's loss reads every n-th row and column of the target",
@@ -301,12 +287,10 @@ class LossConfig:
     dice_weight: float = setting(
         0.0,
         "weight of a soft Dice loss on the main head, in which all classes count equally",
-        low=0,
     )
     lovasz_weight: float = setting(
         0.0,
         "weight of Lovasz-softmax, which follows the IoU, on the main head; it holds logits at full resolution",
-        low=0,
     )
     teacher: str = setting(
         "",
@@ -317,16 +301,14 @@ class LossConfig:
         "",
         "SHA-256 that the checkpoint of loss.teacher must have; filled in at the start",
     )
-    teacher_weight: float = setting(
-        1.0, "weight of the divergence from the teacher", low=0
-    )
+    teacher_weight: float = setting(1.0, "weight of the divergence from the teacher")
     temperature: float = setting(
         1.0,
         "divides logits of network and teacher in that divergence",
         low=0.01,
     )
     boundary_weight: float = setting(
-        20.0, "weight of the boundary head, if the network has one", low=0
+        20.0, "weight of the boundary head, if the network has one"
     )
     boundary: str = setting(
         "band",
@@ -337,62 +319,58 @@ class LossConfig:
     focal_gamma: float = setting(
         2.0,
         "focal: exponent of 1 - the probability of the correct class",
-        low=0,
     )
     ohem_threshold: float = setting(
         0.7,
         "ohem: pixels whose correct class has a higher probability are easy",
-        low=0,
         high=1,
     )
     ohem_min_kept: float = setting(
-        0.0625, "ohem: fraction of a shard's pixels that is always kept", low=0, high=1
+        0.0625, "ohem: fraction of a shard's pixels that is always kept", high=1
     )
 
 
 @dataclass(slots=True)
 class OptimConfig:
     name: str = setting("sgd", "optimizer", choices=("sgd", "adamw"))
-    lr: float = setting(0.05, "learning rate after the warm-up", low=0, high=3e38)
-    momentum: float = setting(0.9, "sgd: momentum", low=0, high=1)
+    lr: float = setting(0.05, "learning rate after the warm-up", high=3e38)
+    momentum: float = setting(0.9, "sgd: momentum", high=1)
     betas: list[float] = setting(
         [0.9, 0.999],
         "adamw: decay rates of the two moments",
         length=2,
-        low=0,
         high=1 - 1e-9,
     )
-    weight_decay: float = setting(
-        5e-4, "weight decay; not applied to norms and biases", low=0
-    )
+    weight_decay: float = setting(5e-4, "weight decay; not applied to norms and biases")
     schedule: str = setting(
         "poly", "decay of the learning rate", choices=("poly", "cosine")
     )
-    power: float = setting(0.9, "poly: exponent", low=0)
+    power: float = setting(0.9, "poly: exponent")
     schedule_steps: int = setting(
-        0, "updates after which the learning rate reaches 0; 0: train.steps", low=0
+        0, "updates after which the learning rate reaches 0; 0: train.steps"
     )
-    warmup_steps: int = setting(20, "updates of linear warm-up", low=0)
-    clip_norm: float = setting(0.0, "largest gradient norm; 0: no clipping", low=0)
+    warmup_steps: int = setting(20, "updates of linear warm-up")
+    clip_norm: float = setting(0.0, "largest gradient norm; 0: no clipping")
     lr_scale: dict[str, Any] = setting(
         {},
         "{pattern of parameter names: factor of their learning rate}",
         low=1e-9,
+        item=1.0,
     )
 
 
 @dataclass(slots=True)
 class EmaConfig:
     decay: float = setting(
-        0.99, "decay of the averaged weights; 0: no averaging", low=0, high=1
+        0.99, "decay of the averaged weights; 0: no averaging", high=1
     )
 
 
 @dataclass(slots=True)
 class TrainConfig:
-    steps: int = setting(STEPS, "number of updates; 0: left to train.epochs", low=0)
+    steps: int = setting(STEPS, "number of updates; 0: left to train.epochs")
     epochs: int = setting(
-        0, "passes over the training images instead of train.steps; 0: none", low=0
+        0, "passes over the training images instead of train.steps; 0: none"
     )
     precision: str = setting(
         "fp32",
@@ -406,16 +384,14 @@ class TrainConfig:
     log_every_s: float = setting(
         2.0,
         "on a GPU, seconds between these lines at least: it is waited for at each",
-        low=0,
         free=True,
     )
     validate_every: int = setting(
-        0, "updates between validations; 0: only at the end", low=0, free=True
+        0, "updates between validations; 0: only at the end", free=True
     )
     patience: int = setting(
         0,
         "validations in a row without a better mIoU after which training stops; 0: none",
-        low=0,
     )
     progress: bool = setting(True, "show progress", free=True)
 
@@ -464,19 +440,14 @@ class ComputeConfig:
 
 @dataclass(slots=True)
 class CheckpointConfig:
-    every: int = setting(
-        100, "updates between writes of last.pt; 0: only at the end", low=0
-    )
-    every_s: float = setting(
-        30.0, "on a GPU, seconds between these writes at least", low=0
-    )
+    every: int = setting(100, "updates between writes of last.pt; 0: only at the end")
+    every_s: float = setting(30.0, "on a GPU, seconds between these writes at least")
     keep_every: int = setting(
         0,
         "updates between checkpoints that are kept as step_NNNNNN.pt, for audits; 0: none",
-        low=0,
     )
     keep_last: int = setting(
-        0, "how many of the newest step_NNNNNN.pt are kept; 0: all", low=0
+        0, "how many of the newest step_NNNNNN.pt are kept; 0: all"
     )
 
 
@@ -487,7 +458,7 @@ class TrackConfig:
         "experiment tracker, or a list of several, see docs/sweeps.md; metrics.jsonl is always written",
         choices=("none", "wandb", "tensorboard", "mlflow", "prometheus"),
         plugin=True,
-        several=True,
+        item="",
     )
     project: str = setting(
         "",
@@ -560,7 +531,6 @@ class ExportConfig:
     latency_budget_ms: float = setting(
         0.0,
         "longest time per image on one CPU thread of this machine; 0: no limit",
-        low=0,
     )
     allow_unverified: bool = setting(
         False, "export without the data set, marked UNVERIFIED_REAL_DATA"
@@ -568,13 +538,11 @@ class ExportConfig:
     height: int = setting(
         0,
         "image height if there is no data set; 0: that of the validation images",
-        low=0,
         high=65536,
     )
     width: int = setting(
         0,
         "image width if there is no data set; 0: that of the validation images",
-        low=0,
         high=65536,
     )
     dir: str = setting("", "folder of the exported files; empty: <run folder>/export")

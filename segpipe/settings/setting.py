@@ -1,9 +1,6 @@
 """One declaration per setting: default, meaning and valid values, for --help, docs/settings.md and the checks."""
 
-from __future__ import annotations
-
 import json
-import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,16 +31,15 @@ class Setting:
     default: Any
     doc: str
     choices: tuple[str, ...] = ()  # valid values, or valid items of a list
-    low: float = -math.inf  # smallest valid number
+    low: float = 0  # smallest valid number
     high: float = MOST
     length: int = 0  # items that a list must have; 0 means any number
     free: bool = False  # cannot reach the numbers: may change when a run is resumed
     required: bool = False  # has no default; `default` is then an example
-    numbers: bool = False  # a list of numbers in the range is valid, too
     # A family of names that are valid, too: an example, and the regular expression.
     family: tuple[str, str] = ("", "")
-    several: bool = False  # a list of the choices is valid, too
-    mappings: bool = False  # a list of mappings, empty by default
+    # A list or mapping of values like this one is valid, too, or what a list that is empty by default holds.
+    item: Any = None
     auto: bool = False  # "auto" is valid, too: an empty list until the data tells
     # An import path package.module:Name is valid, too; its form is checked where it is
     # imported.
@@ -52,7 +48,7 @@ class Setting:
     @property
     def is_text(self) -> bool:
         """Whether every value is text, taken as it was typed."""
-        return isinstance(self.default, str) and not (self.numbers or self.several)
+        return isinstance(self.default, str) and self.item is None
 
     @property
     def valid(self) -> str:
@@ -60,10 +56,10 @@ class Setting:
         if self.choices:
             quantity = "any" if isinstance(self.default, list) else "one"
             text = f"{quantity} of {self._names}"
-            if self.numbers:
+            if isinstance(self.item, float):
                 text += f", or a list of numbers of at least {self.low}"
             return text
-        if math.isinf(self.low):
+        if type(self._example) not in (int, float):
             return ""
         if self.high == MOST:
             return f"at least {self.low}"
@@ -90,14 +86,14 @@ class Setting:
                 not isinstance(name, str) for name in value
             ):
                 raise self._unfit(value, "a mapping such as {name: value}")
-            if math.isinf(self.low):
+            if self.item is None:
                 return dict(value)
             return {name: self._item(f".{name}", value[name]) for name in value}
 
         if self.auto and value in ("auto", []):
             return []
         is_list = isinstance(default, list)
-        takes_list = is_list or self.numbers or self.several
+        takes_list = is_list or self.item is not None
         if takes_list and isinstance(value, list | tuple) and (value or default == []):
             numbered = enumerate(value)
             return [self._item(f"[{place}]", each) for place, each in numbered]
@@ -121,12 +117,10 @@ class Setting:
 
     @property
     def _example(self) -> Any:
-        """A value of the type that the items of a list, or of a mapping, have."""
-        if self.numbers or isinstance(self.default, dict):
-            return 1.0
-        if self.mappings:
-            return {}
-        return self.default[0] if self.default and not self.several else ""
+        """A value of the type that the items of a list or mapping have, or the value itself."""
+        if self.item is None and isinstance(self.default, list):
+            return next(iter(self.default), "")
+        return self.default if self.item is None else self.item
 
     def _item(self, place: str, value: Any) -> Any:
         """An item of a list or mapping, converted."""
@@ -142,7 +136,7 @@ class Setting:
         """What is wrong with `value`, which has the right type; empty when it is valid."""
         items = value if isinstance(value, list) else [value]
         if isinstance(value, dict):
-            items = list(value.values()) if math.isfinite(self.low) else []
+            items = [] if self.item is None else list(value.values())
         if self.length and len(items) != self.length and (items or not self.auto):
             return (
                 f"{self.key} = {value}, but {self.length} values were needed, such as "
@@ -155,7 +149,7 @@ class Setting:
                         f"{self.key} = {item!r} is not one of {self._names}."
                         f"{nearest(item, self.choices)}"
                     )
-            elif not self.mappings and not self.low <= item <= self.high:
+            elif self.item != {} and not self.low <= item <= self.high:
                 return f"{self.key} = {brief(value)}, but a value of {self.valid} was needed."
         names = [item for item in items if isinstance(item, str) and not item.isdigit()]
         if len(set(names)) < len(names):
@@ -169,7 +163,7 @@ class Setting:
 
 
 Settings = Mapping[str, Setting]
-Values = Mapping[str, Any]
+Values = dict[str, Any]  # by key
 
 
 def problems_of(settings: Settings, values: Values) -> dict[str, str]:
@@ -180,7 +174,7 @@ def problems_of(settings: Settings, values: Values) -> dict[str, str]:
 
 def converted(
     settings: Settings, values: Values, problems: Iterable[str] = ()
-) -> dict[str, Any]:
+) -> Values:
     """The values by key with their types.
 
     Raises ConfigError with a line for each of the `problems` found before, and for each value that does not fit.
@@ -197,7 +191,7 @@ def converted(
 
 def valid_values(
     settings: Settings, values: Values, problems: Iterable[str] = ()
-) -> dict[str, Any]:
+) -> Values:
     """`converted`, which also raises for values that are not valid."""
     found = converted(settings, values)
     refuse([*problems_of(settings, found).values(), *problems])

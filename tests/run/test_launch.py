@@ -38,6 +38,7 @@ from segpipe.data.order import Order
 from segpipe.distributed import environment
 from segpipe.errors import (
     CheckpointError,
+    CollectiveError,
     ConfigError,
     ImpureAugmentError,
     Interrupted,
@@ -266,13 +267,12 @@ def test_a_killed_rank_ends_with_9_and_the_text_of_the_rank_that_spoke_is_kept(
 ) -> None:
     config = compose(settings(tmp_path / "run", "compute.nproc=2", "run.exists=resume"))
     config.run_dir.mkdir()
-    note_failure(config, 2, "of an earlier session")
+    note_failure(config, ConfigError("of an earlier session"))
 
     def join() -> bool:
         if spoke:
-            note_failure(
-                config, 9, "rank 1 was lost after call 95, which was all_reduce."
-            )
+            lost = "rank 1 was lost after call 95, which was all_reduce."
+            note_failure(config, CollectiveError(lost))
         raise ProcessExitedException("gone", error_index=1, error_pid=1, exit_code=-9)
 
     monkeypatch.setattr("torch.multiprocessing.start_processes", Spawned(join))

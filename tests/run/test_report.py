@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,6 @@ from segpipe.run.report import (
     ReportData,
     advice,
     is_live,
-    render,
     worst_images,
     write_report,
 )
@@ -51,6 +51,12 @@ VOID = {
     "polyline",
     "polygon",
 }
+
+
+def render(data: ReportData) -> str:
+    """The page as text."""
+    with TemporaryDirectory() as folder:
+        return write_report(Path(folder, "page.html"), data).read_text(encoding="utf8")
 
 
 class Page(HTMLParser):

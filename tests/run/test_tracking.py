@@ -30,7 +30,6 @@ from segpipe.run.trackers import check_tracking, run_id
 from segpipe.run.tracking import open_tracker, read_metrics
 from segpipe.settings.compose import compose
 from segpipe.settings.config import (
-    FREE_KEYS,
     SETTINGS,
     Config,
     check,
@@ -288,7 +287,7 @@ def test_run_id_is_that_of_all_that_may_be_resumed(key: str) -> None:
     same = run_id(from_mapping(values), Path("runs/a")) == run_id(
         Config(), Path("runs/a")
     )
-    assert same is (key in FREE_KEYS)
+    assert same is SETTINGS[key].free
 
 
 class Recorded:

@@ -11,7 +11,6 @@ from segpipe.errors import ConfigError
 from segpipe.models import MODELS
 from segpipe.settings.compose import compose
 from segpipe.settings.config import (
-    FREE_KEYS,
     SETTINGS,
     Config,
     changed_course,
@@ -134,7 +133,7 @@ def test_wrong_types_are_refused_by_name(key: str) -> None:
     for value in WRONG[kind]:
         no_list = default == [] or SETTINGS[key].auto  # [] is valid
         if (value == [] and no_list) or (
-            value in (["a"], [1.0]) and (SETTINGS[key].numbers or SETTINGS[key].several)
+            value in (["a"], [1.0]) and kind is str and SETTINGS[key].item is not None
         ):  # there, refused as no number or choice, or for its length
             continue
         if value is True and "on" in SETTINGS[key].choices:
@@ -146,7 +145,7 @@ def test_wrong_types_are_refused_by_name(key: str) -> None:
         with pytest.raises(ConfigError, match=rf"^{key}\[1\]"):
             with_value(
                 key,
-                [*(default or [{} if SETTINGS[key].mappings else "name"])[:1], None],
+                [*(default or [{} if SETTINGS[key].item == {} else "name"])[:1], None],
             )
 
 
@@ -421,9 +420,10 @@ FREE = {
 def test_free_keys_are_those_that_cannot_reach_the_numbers_and_the_recipe_is_all_the_others() -> (
     None
 ):
-    assert {key for key in FREE_KEYS if not key.startswith("export.")} == FREE
-    assert {key for key in ALL if key.startswith("export.")} <= FREE_KEYS
-    assert set(recipe(Config())) == set(ALL) - FREE_KEYS
+    free_keys = {key for key, entry in SETTINGS.items() if entry.free}
+    assert {key for key in free_keys if not key.startswith("export.")} == FREE
+    assert {key for key in ALL if key.startswith("export.")} <= free_keys
+    assert set(recipe(Config())) == set(ALL) - free_keys
 
 
 @pytest.mark.parametrize("key", ALL)
@@ -431,7 +431,7 @@ def test_recipe_changes_with_every_setting_that_is_not_free_and_the_hash_with_al
     key: str,
 ) -> None:
     changed = with_value(key, another(value_of(Config(), key), key))
-    assert (recipe(changed) != recipe(Config())) == (key not in FREE_KEYS)
+    assert (recipe(changed) != recipe(Config())) == (not SETTINGS[key].free)
     assert config_hash(changed) != config_hash(Config())
 
 

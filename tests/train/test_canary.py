@@ -29,7 +29,7 @@ from segpipe.data.samples import CachedSamples
 from segpipe.errors import ConfigError, ImpureAugmentError
 from segpipe.ledger.digest import digest_groups
 from segpipe.settings.compose import compose
-from segpipe.settings.config import FREE_KEYS, Config, check
+from segpipe.settings.config import SETTINGS, Config, check
 from segpipe.settings.groups import AugmentConfig
 from segpipe.train import canary
 from segpipe.train.canary import Canary, augment_watched
@@ -585,7 +585,7 @@ def test_its_setting_is_checked_and_free() -> None:
         ConfigError, match=r"augment.canary = -1, but a value of 0 to 1000000"
     ):
         check(Config(augment=AugmentConfig(canary=-1)), world_size=1)
-    assert "augment.canary" in FREE_KEYS
+    assert SETTINGS["augment.canary"].free
 
 
 def _started(rank: int, folder: str, changes: tuple[str, ...]) -> int:
