@@ -59,6 +59,7 @@ def pytest_runtest_setup() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # a test before may have left more, with other sums
 
 
 @pytest.fixture
