@@ -198,28 +198,31 @@ class Wandb(Callback):
         )
 
     def on_end(self, result: Values) -> None:
-        """Log model and data as artifacts, and end the run."""
+        """Log the model as what the run made, and the data as what it used, and end the run."""
         files = {path.name: path for path in result.get("files", ())}
-        data = self._config.data
+        data, run = self._config.data, self._run
         if inputs := files.pop("inputs.json", None):
             about = {"root": str(data.root), "split": data.split}
-            self._log_artifact("data", "dataset", [inputs], about)
+            # One for all runs on this data.
+            name = re.sub(r"[^\w.-]", "-", f"{data.name}-{Path(data.root).name}")
+            artifact = self._artifact(name, "dataset", [inputs], about)
+            log = run.log_artifact if run.offline else run.use_artifact
+            log(artifact)
         if files:
             scores = {"miou": result["miou"], "best_miou": result["best_miou"]}
-            self._log_artifact("model", "model", list(files.values()), scores)
-            self._run.summary.update(scores)
-        self._run.finish(exit_code=result["exit_code"])
+            paths = list(files.values())
+            run.log_artifact(self._artifact(f"{run.id}-model", "model", paths, scores))
+            run.summary.update(scores)
+        run.finish(exit_code=result["exit_code"])
 
-    def _log_artifact(
+    def _artifact(
         self, name: str, kind: str, paths: Sequence[Path], about: Values
-    ) -> None:
-        artifact = self._wandb.Artifact(
-            f"{self._run.id}-{name}", type=kind, metadata=about
-        )
+    ) -> Any:
+        artifact = self._wandb.Artifact(name, type=kind, metadata=about)
         for path in paths:
             add = artifact.add_dir if path.is_dir() else artifact.add_file
             add(str(path), name=path.name)
-        self._run.log_artifact(artifact)
+        return artifact
 
 
 class Tensorboard(Callback):

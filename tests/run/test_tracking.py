@@ -583,6 +583,30 @@ SPY = """
 """
 
 
+@pytest.mark.parametrize("offline", [False, True])
+def test_the_data_is_an_input_of_a_run_online(tmp_path: Path, offline: bool) -> None:
+    """So that wandb's lineage leads from the data to the model; offline, wandb refuses to say so."""
+    files = [tmp_path / "inputs.json", tmp_path / "best.pt"]
+    for path in files:
+        path.write_text("{}")
+    calls: list[tuple[str, str]] = []
+    tracker = trackers.Wandb()
+    tracker._wandb = wandb
+    tracker._config = compose(["data=folder", "data.root=/data/my crates"])
+    tracker._run = SimpleNamespace(
+        id="r1",
+        offline=offline,
+        log_artifact=lambda made: calls.append(("log", made.name)),
+        use_artifact=lambda made: calls.append(("use", made.name)),
+        summary={},
+        finish=lambda exit_code: calls.append(("end", str(exit_code))),
+    )
+    tracker.on_end({"files": files, "miou": 0.5, "best_miou": 0.5, "exit_code": 0})
+    first = "log" if offline else "use"
+    expected = [(first, "folder-my-crates"), ("log", "r1-model"), ("end", "0")]
+    assert calls == expected
+
+
 def test_a_real_run_is_in_wandb_and_tensorboard_with_pictures(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
