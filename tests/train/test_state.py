@@ -22,7 +22,8 @@ HERE = {"torch": "2.14.1", "device": "A"}
 
 
 def config(**groups: dict[str, Any]) -> Config:
-    return from_mapping({"model": {"name": "fast_scnn"}, **groups})
+    model = {"name": "fast_scnn", **groups.pop("model", {})}
+    return from_mapping({"model": model, **groups})
 
 
 def update(state: TrainState, number: int) -> None:
@@ -101,6 +102,16 @@ def test_memory_format_is_the_configured_one() -> None:
             p for p in state.model.parameters() if p.ndim == 4 and min(p.shape) > 1
         )
         assert weight.is_contiguous(memory_format=torch.channels_last) is wanted
+
+
+def test_frozen_layers_are_in_no_optimizer() -> None:
+    state = build_state(config(model={"freeze": ["detail.*"]}), CAMVID, CPU)
+    trained = {
+        id(each) for group in state.optimizer.param_groups for each in group["params"]
+    }
+    for name, parameter in state.model.named_parameters():
+        learns = not name.startswith("detail.")
+        assert parameter.requires_grad is (id(parameter) in trained) is learns
 
 
 @pytest.fixture

@@ -365,9 +365,12 @@ def test_update_is_the_optimizers_at_the_scheduled_rate() -> None:
         name: p.detach() - rate * (p.grad if p.grad is not None else 0)
         for name, p in named(state)
     }
+    told: list[float] = []
+    step.watch.applied = told.append  # type: ignore[method-assign]
     step.apply()
     for name, p in named(state):
         torch.testing.assert_close(p.detach(), moved[name])
+    assert told == [rate], "what the ledger has"
 
 
 def test_average_follows_every_update() -> None:
