@@ -110,7 +110,7 @@ CLAIMS = {  # id: what is measured, and the module whose `measure` does it
         "rare_classes",
     ),
     "attacks": (
-        "a second owner, another environment, changed evidence and 58 impure transforms are named",
+        "a second owner, another environment, changed evidence and each planted impure transform are named",
         "attacks",
     ),
     "trace": (
