@@ -54,9 +54,10 @@ def sample(device: torch.device) -> dict[str, float]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this error says that the memory of a device or of the machine ran out."""
-    if isinstance(error, RuntimeError | OSError):  # torch's own among them
-        return any(sign in str(error) for sign in SHORT_OF_MEMORY)
-    return isinstance(error, MemoryError)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError | OSError)
+        and any(sign in str(error) for sign in SHORT_OF_MEMORY)
+    )
 
 
 @contextlib.contextmanager

@@ -261,16 +261,24 @@ def _separable(x: Tensor, size: Sequence[int], kind: str, stride: int = 1) -> Te
     return _products(x, rows, columns)
 
 
-def _products(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """rows @ x @ columns.T in the dtype of the matrices; the result has that of `x`."""
+def _products(
+    x: Tensor, rows: Tensor, columns: Tensor, *, back: bool = False
+) -> Tensor:
+    """rows @ (x @ columns.T) in the dtype of the matrices; the result has that of `x`.
+
+    With `back` the gradient of that, (rows.T @ x) @ columns, in the order in which autograd multiplies.
+    """
     on_meta = x.device.type == "meta"  # which has no autocast
     if not on_meta and torch.is_autocast_enabled(x.device.type):
         # Autocast would run the products in bf16.
         with torch.autocast(x.device.type, enabled=False):
-            return _products(x, rows, columns)
+            return _products(x, rows, columns, back=back)
 
     wide = x if x.dtype == rows.dtype else x.to(rows.dtype)
-    out = torch.matmul(rows, torch.matmul(wide, columns.t()))
+    if back:
+        out = torch.matmul(torch.matmul(rows.t(), wide), columns)
+    else:
+        out = torch.matmul(rows, torch.matmul(wide, columns.t()))
     return out if wide is x else out.to(x.dtype)
 
 
@@ -317,18 +325,24 @@ def _compiled(
         given = 1, kind == "bilinear_corners", x.device, np.float32
         axes = [_axis(*each, *given) for each in ends]
         return kernels.resized(x, axes, order_of(x), back)
-    rows, columns = (_matrix(kind, *each, 1, x) for each in ends)
-    if back:
-        rows, columns = rows.t(), columns.t()
-    return _products(x, rows, columns).contiguous(memory_format=order_of(x))
+    matrices = (_matrix(kind, *each, 1, x) for each in ends)
+    out = _products(x, *matrices, back=back)
+    return out.contiguous(memory_format=_order(x, kind))
+
+
+def _order(x: Tensor, kind: str) -> torch.memory_format:
+    """The memory format of what a kernel makes where there may be one; products are contiguous."""
+    by_kernel = x.is_cuda and "bilinear" in kind
+    return order_of(x) if by_kernel else torch.contiguous_format
 
 
 @_compiled.register_fake
 def _(
     x: Tensor, kind: str, inner: Sequence[int], outer: Sequence[int], back: bool
 ) -> Tensor:
-    shape = *x.shape[:2], *(inner if back else outer)
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=order_of(x))
+    shape = *x.shape[:-2], *(inner if back else outer)
+    order = _order(x, kind)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=order)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

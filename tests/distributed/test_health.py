@@ -69,7 +69,7 @@ def planted(kind: str) -> BaseException:
             "[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
         )
     if kind == "cuda":
-        return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return torch.OutOfMemoryError("an allocator of another package")
     return MemoryError() if kind == "python" else OSError(12, "Cannot allocate memory")
 
 
