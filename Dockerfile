@@ -30,7 +30,7 @@ RUN make packages CPU="$CPU" TORCH="$TORCH"
 
 COPY --chown=10001:10001 . .
 # A named volume on runs/ starts as a copy of this folder with its owner; without the folder, root would own it.
-RUN touch .venv/.packages && make setup && mkdir -p runs
+RUN touch .venv/.ready && make setup && mkdir -p runs
 ENV PATH=/opt/segpipe/.venv/bin:$PATH
 
 # docker run --gpus all --shm-size=8g -v DATA:/data:ro -v RUNS:/opt/segpipe/runs IMAGE train data=camvid data.root=/data

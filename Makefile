@@ -1,8 +1,8 @@
 # make setup | train | race-demo | elastic-demo | test | check | wheels | docs | site | sbom. Everything runs in .venv, made from the locked requirements.txt.
 PYTHON ?= python3
 RUN := .venv/bin/python
-PACKAGES := .venv/.packages
-READY := .venv/.ready
+PACKAGES := .venv/.ready
+READY := .venv/.segpipe
 # The suite starts hundreds of processes, and each would compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(RUN) -m pip install --disable-pip-version-check --no-input --quiet

@@ -635,6 +635,19 @@ class OwnTorchGenerator(Planted):
         return int(torch.rand((), generator=self.torch_generator) > 2)
 
 
+class LeftoverGenerator(Planted):
+    """Seeds its generator from the key, but draws before: what the call before left behind, and rarely uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = random.Random(0)
+
+    def number(self) -> int:
+        rare = self.own.random() < 1e-6
+        self.own.seed(self.py_random.getrandbits(64))
+        return int(rare)
+
+
 class ImportedCurriculum(Planted):
     """Counts in a module that no name of this module leads to."""
 
@@ -806,28 +819,6 @@ class SeededTorchGenerator(Modest):
         return int(torch.rand((), generator=own) * 2**24)
 
 
-class ReseededGenerators(Modest):
-    """Keeps generators, and seeds them from the key in each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.torchs, self.pythons, self.numpys = (
-            torch.Generator(),
-            random.Random(),
-            np.random.RandomState(),
-        )
-
-    def number(self, drawn: int) -> int:
-        for seed in (self.torchs.manual_seed, self.pythons.seed, self.numpys.seed):
-            seed(drawn)
-        found = (
-            torch.rand((), generator=self.torchs),
-            self.pythons.random(),
-            self.numpys.rand(),
-        )
-        return int(sum(found) * 2**24)
-
-
 class ReadsAFile(Modest):
     def number(self, drawn: int) -> int:
         return drawn + len(Path(__file__).read_bytes())
@@ -836,7 +827,6 @@ class ReadsAFile(Modest):
 HONEST = (
     CachedFunction, CachedMethod, OwnMemo, ClassMemo, AttributeMemo, ModuleTable, OwnTable, BuiltOnce, ClosedTable,
     SmallMemo, Locked, ImportsLate, Logging, SeededInTheCall, SeededTorchGenerator, ReadsAFile,
-    ReseededGenerators,
 )  # fmt: skip
 # Which probe names each of them.
 CORPUS = {
@@ -852,7 +842,7 @@ CORPUS = {
             MutableDefault, Closure, Generating, Iterating, ThreadLocal, InPlaceTable, TensorCounter,
             DataclassCurriculum, ParamsCurriculum, SlotsCurriculum, SharedCurriculum, ArrayCurriculum, NormCurriculum,
             ClassCurriculum, OwnTorchGenerator, ImportedCurriculum, ContextCurriculum, ObjectsCurriculum,
-            ContextVariable,
+            ContextVariable, LeftoverGenerator,
         ),
         REPEAT: (
             SameTwice, NumpyGlobal, PythonGlobal, PythonByName, TorchGlobal, OpencvGlobal,
@@ -900,6 +890,7 @@ NAMED = {  # what the message of the check at the start says of some of them
     NormCurriculum: "impure.NORM._buffers['num_batches_tracked']",
     ClassCurriculum: "a call changes Progress.total",
     OwnTorchGenerator: "a call changes OwnTorchGenerator.torch_generator",
+    LeftoverGenerator: "a call changes LeftoverGenerator.own",
     ImportedCurriculum: "a call changes impure_counter.calls",
     ContextCurriculum: "a call changes impure.CONTEXT_CALLS",
     ObjectsCurriculum: "a call changes ObjectsCurriculum.table[0][0]",

@@ -92,8 +92,9 @@ WRAPPERS = (
     functools._lru_cache_wrapper,
 )
 WRAPPED = ("__self__", "__func__", "__wrapped__", "fget", "func", "args", "keywords")
-# What an honest call sets from its key, by itself or through albumentations: the same after two calls with one key.
-SET_BY_CALL = re.compile(r"\.(random_generator|py_random|params)\b|\(generator\)$")
+# Attributes that albumentations sets in every call: the same after two calls with one key. A generator that a transform
+# keeps is none of them: drawn before it is seeded, it tells of the call before.
+SET_BY_CALL = re.compile(r"\.(random_generator|py_random|params)\b")
 
 
 class _Watch:
@@ -266,7 +267,7 @@ def changed(before: State, after: State) -> list[str]:
 def changed_by_call(first: State, other_key: State, same_key: State) -> list[str]:
     """Paths that calls change, of the states after three calls, the last two with one sample and key.
 
-    What a call sets from its key, as albumentations does in each, does not change in the last call.
+    What albumentations sets in each call follows the key, but does not change in the last call.
     """
     paths = [path for path in changed(first, other_key) if not SET_BY_CALL.search(path)]
     again = changed(other_key, same_key)
@@ -350,8 +351,7 @@ def _object(path: str, thing: Any) -> Parts:
 
     attributes = _attributes(thing)
     if not attributes or isinstance(thing, random.Random):
-        is_generator = kind.__name__ in ("Random", "RandomState", "Generator")
-        yield f"{path} (generator)" if is_generator else path, _snapshot(thing)
+        yield path, _snapshot(thing)
         return
 
     # The user's objects are named by their class.

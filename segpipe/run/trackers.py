@@ -203,8 +203,11 @@ class Wandb(Callback):
         data, run = self._config.data, self._run
         if inputs := files.pop("inputs.json", None):
             about = {"root": str(data.root), "split": data.split}
-            # One for all runs on this data.
-            name = re.sub(r"[^\w.-]", "-", f"{data.name}-{Path(data.root).name}")
+            # One for all runs on this data, in the form that wandb takes.
+            roots = [data.root, *(entry.get("root", "") for entry in data.mix)]
+            names = [Path(root).resolve().name for root in roots if root]
+            name = "-".join([data.name, *names])
+            name = re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:128]
             artifact = self._artifact(name, "dataset", [inputs], about)
             log = run.log_artifact if run.offline else run.use_artifact
             log(artifact)

@@ -204,7 +204,7 @@ def test_what_albumentations_sets_in_a_call_may_follow_the_key() -> None:
     assert changed_by_call(*states[:3]) == []
     assert changed_by_call(*states[1:]) == [
         "Holder.params['drawn']",
-        "Holder.py_random (generator)",
+        "Holder.py_random",
     ]
 
 
