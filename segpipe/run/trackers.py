@@ -201,7 +201,13 @@ class Wandb(Callback):
         """Log the model as what the run made, and the data as what it used, and end the run."""
         files = {path.name: path for path in result.get("files", ())}
         data, run = self._config.data, self._run
-        if inputs := files.pop("inputs.json", None):
+        inputs = files.pop("inputs.json", None)
+        if files:
+            scores = {"miou": result["miou"], "best_miou": result["best_miou"]}
+            paths = list(files.values())
+            run.log_artifact(self._artifact(f"{run.id}-model", "model", paths, scores))
+            run.summary.update(scores)
+        if inputs:
             about = {"root": str(data.root), "split": data.split}
             # One for all runs on this data, in the form that wandb takes.
             roots = [data.root, *(entry.get("root", "") for entry in data.mix)]
@@ -209,13 +215,9 @@ class Wandb(Callback):
             name = "-".join([data.name, *names])
             name = re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:128]
             artifact = self._artifact(name, "dataset", [inputs], about)
+            # Last: online it waits for wandb.
             log = run.log_artifact if run.offline else run.use_artifact
             log(artifact)
-        if files:
-            scores = {"miou": result["miou"], "best_miou": result["best_miou"]}
-            paths = list(files.values())
-            run.log_artifact(self._artifact(f"{run.id}-model", "model", paths, scores))
-            run.summary.update(scores)
         run.finish(exit_code=result["exit_code"])
 
     def _artifact(

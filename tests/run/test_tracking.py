@@ -606,12 +606,8 @@ def test_the_data_is_an_input_of_a_run_online(tmp_path: Path, offline: bool) -> 
     )
     tracker.on_end({"files": files, "miou": 0.5, "best_miou": 0.5, "exit_code": 0})
     first = "log" if offline else "use"
-    expected = [
-        (first, f"folder-d--ids{121 * 'x'}"[:128]),
-        ("log", "r1-model"),
-        ("end", "0"),
-    ]
-    assert calls == expected
+    data = f"folder-d--ids{121 * 'x'}"[:128]
+    assert calls == [("log", "r1-model"), (first, data), ("end", "0")]
 
 
 def test_a_real_run_is_in_wandb_and_tensorboard_with_pictures(
