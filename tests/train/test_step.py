@@ -334,8 +334,10 @@ def test_each_shard_begins_with_the_threads_of_the_run(
     settings = config(compute={"shards": V, "samples_per_shard": B, "threads": 1})
     state, seen = fresh(settings), list[int]()
     state.model.main.register_forward_pre_hook(hook)  # type: ignore[operator,union-attr]
-    step_of(state, settings)(batches(), valid(batches()))
-    assert seen == [1] * V
+    step = step_of(state, settings)
+    monkeypatch.setattr(step, "apply", lambda: seen.append(torch.get_num_threads()))
+    train_step(step, batches())
+    assert seen == [1] * (V + 1), "the last is the optimizer's"
 
 
 @pytest.mark.parametrize(
