@@ -48,7 +48,7 @@ check: $(READY)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
-	$(RUN) -m mypy --python-version 3.10 --follow-imports silent segpipe/runtime
+	cd segpipe && ../$(RUN) -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache --python-version 3.10 --follow-imports silent runtime
 
 # A third process works while others wait for a timeout.
 test: check

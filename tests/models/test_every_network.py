@@ -259,7 +259,7 @@ def of_command(name: str) -> tuple[str, ...]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_exports")
-@pytest.mark.parametrize("name", NETWORKS if EVERY else ["pp_liteseg_t"])
+@pytest.mark.parametrize("name", NETWORKS if EVERY else ["erfnet"])
 def test_its_files_pass_after_a_short_training(name: str, tmp_path: Path) -> None:
     assert run(tmp_path / "run", *of_command(name), *SHORT) == 0
     losses = [line["loss"] for line in updates(tmp_path / "run")]
