@@ -243,7 +243,6 @@ COMMANDS = {
             *DATA,
             "export.images",
             "export.quality_images",
-            "export.latency_budget_ms",
             "export.critical_classes",
             "export.engines",
             "export.allow_unverified",
