@@ -15,21 +15,18 @@ from segpipe.data.order import (
     PixelCounts,
     check_given_weights,
     draws,
-    load_counts,
     merged_counts,
     pixels_seen,
     repeats_by_class,
     repeats_by_sequence,
 )
 from segpipe.data.samples import CachedSamples, over, sequences
-from segpipe.errors import DataError
 from segpipe.keys import sample_key
 from segpipe.losses.cross_entropy import class_weights
 from segpipe.train.canary import Canary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -112,14 +109,11 @@ def counted(
     config: Config,
     group: Group,
     samples: DataSet,
-    *,
-    kept: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> PixelCounts | None:
     """Pixels of each class by sample, equal on every rank; None where neither order nor loss needs them.
 
-    The ranks share the work. `kept` is a file with the counts of an earlier session of the run, if there is one.
-    Raises DataError when a mask cannot be read, or `kept` is not of these samples.
+    The ranks share the work. Raises DataError when a mask cannot be read.
     """
     data, chosen = config.data, config.loss.class_weights
     by_frequency = isinstance(chosen, str) and chosen != "none"
@@ -129,16 +123,6 @@ def counted(
         return None
     # Balance needs each sample by itself.
     indices = list(range(len(samples))) if data.balance else samples.countable()
-    earlier = load_counts(kept) if kept and group.is_main else None
-    # Of all ranks: a checkpoint of step 0 may be on one machine alone.
-    if (found := group.gather(earlier)[0]) is not None:
-        same = np.array_equal(found.indices, indices)
-        if not same or found.pixels.shape[1] != samples.classes.num_classes:
-            raise DataError(
-                f"{kept} counts the classes of {len(found.indices)} masks, but there are {len(indices)} now, or other "
-                f"classes. Restore the data, or start another run with another run.name."
-            )
-        return found
     counts = _count(group, samples, indices, say)
     if data.balance:
         told = _told(config, samples, counts)

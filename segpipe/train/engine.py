@@ -237,12 +237,12 @@ def _open(
             kept = max(kept, checkpoint.load(config.run_dir / "best.pt")["best_miou"])
     group.together(lambda: opening.check_space(config, state, group))
 
-    counts = opening.counts_of(config, group, data.train, found)
+    counts = opening.counts_of(config, group, data.train)
     steps = range(state.step, config.train.steps)
     stream = shard_stream(config, group, data.train, steps, counts)
     view, log = open_outputs(done)  # clears the folder of an earlier run
     if group.is_main:
-        opening.write_origin(config, state, found, counts)
+        opening.write_origin(config, state, found)
         inputs.record(config, data, fresh=not found, ledger=keeps_ledger(config))
     group.keep_stacks(config.run_dir)
     run = Run(
