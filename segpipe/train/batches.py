@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +23,7 @@ from segpipe.data.order import (
     repeats_by_sequence,
 )
 from segpipe.data.samples import CachedSamples, over, sequences
-from segpipe.keys import sample_key
+from segpipe.distributed.group import Group
 from segpipe.losses.cross_entropy import class_weights
 from segpipe.train.canary import Canary
 
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from segpipe.data.data_set import DataSet
-    from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
 
 
@@ -62,17 +63,16 @@ def shard_stream(
     )
 
 
-def first_batch(
-    config: Config, samples: DataSet, counts: PixelCounts | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images and targets of the run's first shard, uint8 (b, H, W, 3) and (b, H, W); made in this process."""
-    augmenter = Augmenter(config.augment)
-    pairs = []
-    for epoch, index in order_of(config, samples, counts).shard(0, 0):
-        key = sample_key(config.seed, epoch, index, "augment")
-        pairs.append(augmenter(*samples.read(index), key))
-    images, targets = zip(*pairs, strict=True)
-    return torch.from_numpy(np.stack(images)), torch.from_numpy(np.stack(targets))
+def first_shard(
+    config: Config, samples: DataSet, counts: PixelCounts | None, workers: int = 0
+) -> ShardBatch:
+    """The run's first shard, made by `workers` loader processes; in this process without any."""
+    data = replace(config.data, workers=workers, cache_mib=0)
+    compute = replace(config.compute, mode="off")  # no canary
+    alone = Group(0, 0, 1, torch.device("cpu"))
+    config = replace(config, data=data, compute=compute)
+    with closing(shard_stream(config, alone, samples, range(1), counts)) as stream:
+        return next(stream)
 
 
 def order_of(config: Config, samples: DataSet, counts: PixelCounts | None) -> Order:

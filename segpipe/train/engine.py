@@ -27,7 +27,7 @@ from segpipe.losses.total import backend
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, config_hash
 from segpipe.train import checkpoint, opening
-from segpipe.train.batches import first_batch, loss_weights, shard_stream
+from segpipe.train.batches import first_shard, loss_weights, shard_stream
 from segpipe.train.forward import norms
 from segpipe.train.metrics import Validation, miou, scores, summary
 from segpipe.train.recorder import Watch, keeps_ledger, open_watch
@@ -457,14 +457,13 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
         run.log.validated(run, found)
     run.view.say(f"step {current.step}: validation mIoU {100 * figures['miou']:.2f} %")
     if run.group.is_main and _is_settled(config, current.step):
-        batch = first_batch(config, run.train_samples, run.counts)
-        image, target = (part.to(run.group.device) for part in batch)
+        shard = first_shard(config, run.train_samples, run.counts)
         told = eval_gap(
             current.ema.model,
             preprocess,
             list(norms(current.model)),
-            image,
-            target,
+            shard.image.to(run.group.device),
+            shard.target.to(run.group.device),
             config.train.precision,
         )
         if told:
