@@ -23,6 +23,7 @@ from segpipe.data.samples import (
     image_sizes,
     open_readable,
     open_splits,
+    spaced,
 )
 from segpipe.datasets.division import shared_sequences
 from segpipe.datasets.problems import Census, missing_labels, problems, take
@@ -227,7 +228,6 @@ def _split(census: Census) -> dict[str, Any]:
     """Figures of a split, with pictures of images without a label, and of samples from all over it."""
     rows, counts = census.rows, census.table
     bare = np.flatnonzero(counts[:, -2] == counts.sum(1))
-    spread = np.linspace(0, len(rows), SHOWN, endpoint=False).astype(int)
     return {
         "census": census,
         "sizes": listed(_sizes(Counter(row.size for row in rows)), 4),
@@ -235,7 +235,7 @@ def _split(census: Census) -> dict[str, Any]:
         "holders": (counts > 0).sum(0),
         "unlabelled": len(bare),
         "bare": _shown(census, bare[:SHOWN]),
-        "grid": _shown(census, np.unique(spread) if rows else ()),
+        "grid": _shown(census, spaced(range(len(rows)), SHOWN)),
     }
 
 
