@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any
 
 import segpipe
-from segpipe import plugins
 from segpipe.data.data_set import DataSet, Input
 from segpipe.data.readers import threaded
 from segpipe.data.samples import main_set, open_samples
@@ -73,10 +72,9 @@ def _content(
     config: Config, found: Mapping[str, Input], known: Hashes | None
 ) -> dict[str, Any]:
     """What inputs.json holds; without hashes of the data where `known` is None."""
-    model = config.model
     files = {} if known is None else hashes_of(found, known)
     sources = source_hashes()
-    content: dict[str, Any] = {
+    return {
         "data": {
             "name": config.data.name,
             "hashed": known is not None,
@@ -90,11 +88,6 @@ def _content(
             "files": sources,
         },
     }
-    if model.weights:
-        content["weights"] = {"file": model.weights, "sha256": model.weights_sha256}
-    if own := plugins.sources(config.import_paths):
-        content["plugins"] = {"sha256": combined(own), "files": own}
-    return content
 
 
 def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
