@@ -68,8 +68,8 @@ wheels: $(READY)
 	$(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . ./packaging/runtime
 
 docs: $(READY)
-	$(RUN) -m segpipe.cli.help > docs/settings.md
-	$(RUN) -m segpipe.cli.help commands > tests/cli/help.txt
+	$(RUN) scripts/settings_page.py > docs/settings.md
+	$(RUN) scripts/settings_page.py commands > tests/cli/help.txt
 
 # The pages with search, for a browser or any web server: dist/site/index.html. A dead link between pages ends it.
 site: $(READY)

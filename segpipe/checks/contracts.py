@@ -21,7 +21,7 @@ from segpipe.checks import purity
 from segpipe.checks.elsewhere import UnansweredError, elsewhere, started
 from segpipe.checks.tripwire import preserved, seed_globals
 from segpipe.data.augment import Augmenter
-from segpipe.data.samples import CachedSamples, open_samples
+from segpipe.data.samples import CachedSamples, open_samples, spaced
 from segpipe.determinism.opgate import SLOW, check_ops
 from segpipe.errors import ConfigError, SegpipeError, listed
 from segpipe.losses import total as losses
@@ -131,12 +131,11 @@ class DataContract:
 
     def _opened(self) -> str:
         self.samples = self._open()
-        total = len(self.samples)
-        self.indices = [place * total // SOME for place in range(min(SOME, total))]
+        self.indices = spaced(range(len(self.samples)), SOME)
         return ""
 
     def _samples(self) -> str:
-        return " ".join([*self.samples.problems(sorted(set(self.indices)))][:3])
+        return " ".join([*self.samples.problems(self.indices)][:3])
 
     def _twice(self) -> str:
         """In another order, by another object, with other global generators."""

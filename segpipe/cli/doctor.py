@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from segpipe.data.samples import (
     image_sizes,
     open_readable,
     open_splits,
+    spaced,
 )
 from segpipe.datasets.division import shared_sequences
 from segpipe.datasets.problems import Census, missing_labels, problems, take
@@ -227,7 +228,6 @@ def _split(census: Census) -> dict[str, Any]:
     """Figures of a split, with pictures of images without a label, and of samples from all over it."""
     rows, counts = census.rows, census.table
     bare = np.flatnonzero(counts[:, -2] == counts.sum(1))
-    spread = np.linspace(0, len(rows), SHOWN, endpoint=False).astype(int)
     return {
         "census": census,
         "sizes": listed(_sizes(Counter(row.size for row in rows)), 4),
@@ -235,7 +235,7 @@ def _split(census: Census) -> dict[str, Any]:
         "holders": (counts > 0).sum(0),
         "unlabelled": len(bare),
         "bare": _shown(census, bare[:SHOWN]),
-        "grid": _shown(census, np.unique(spread) if rows else ()),
+        "grid": _shown(census, spaced(range(len(rows)), SHOWN)),
     }
 
 
@@ -269,18 +269,11 @@ def _examples(census: Census) -> list[Shown]:
 
 def _first_batch(config: Config, samples: DataSet) -> tuple[list[Shown], list[str]]:
     """Pictures of the first shard as training sees it, made by one loader process, or a message why there are none."""
-    import torch
+    from segpipe.train.batches import first_shard
 
-    from segpipe.distributed.group import Group
-    from segpipe.train.batches import shard_stream
-
-    data, compute = config.data, replace(config.compute, mode="off")  # no canary
-    data = replace(data, workers=min(data.workers, 1), cache_mib=0, balance=0.0)
-    alone = replace(config, data=data, compute=compute)
-    group = Group(0, 0, 1, torch.device("cpu"))
+    plain = replace(config, data=replace(config.data, balance=0.0))
     try:
-        with closing(shard_stream(alone, group, samples, range(1), None)) as batches:
-            shard = next(batches)
+        shard = first_shard(plain, samples, None, min(config.data.workers, 1))
     except SegpipeError as error:
         return [], [str(error)]
     palette = samples.classes.palette

@@ -7,29 +7,25 @@ epoch holds the same number of samples of each data set, in an order shuffled an
 `requests` says which process makes which batch, and which samples another process makes again so that both can be
 compared: the same for any number of workers and ranks.
 
-Repeats of samples and weights of classes follow from how often classes occur. Masks are counted once, at the start of a
-run that needs it; the run folder keeps the counts in pixels.npz, so a resumed run has the very same ones.
+Repeats of samples and weights of classes follow from how often classes occur. Masks are counted at every start of a
+run that needs it, a resume included; inputs.json binds the masks themselves.
 """
 
 from __future__ import annotations
 
-import io
-import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from segpipe.data import Float64, Int64
-from segpipe.errors import ConfigError, DataError
-from segpipe.files import write_atomically
+from segpipe.errors import ConfigError
 from segpipe.keys import generator, sample_key
 
 # Repeats are whole multiples of 1 / UNIT; passes of up to 47 million samples are then exact in int64.
@@ -41,7 +37,6 @@ Member = tuple[int, int]  # epoch and index of a sample
 StepShard = tuple[int, int]  # step and shard of a batch
 # Of each data set of a mixture, number of samples and weight.
 Sets = Sequence[tuple[int, float]]
-COUNTS_NAME = "pixels.npz"  # in the run folder
 
 
 def shuffled(seed: int, number: int, lane: int, purpose: str, num: int) -> Int64:
@@ -290,25 +285,6 @@ class PixelCounts(NamedTuple):
 
     pixels: Int64
     indices: Int64
-
-    def save(self, path: Path) -> None:
-        """Write them. Raises CheckpointError when the disk is full."""
-        file = io.BytesIO()
-        np.savez_compressed(file, pixels=self.pixels, indices=self.indices)
-        write_atomically(path, file.getvalue())
-
-
-def load_counts(path: Path) -> PixelCounts | None:
-    """The counts in a file; None if there is none. Raises DataError when it is damaged."""
-    try:
-        with np.load(io.BytesIO(path.read_bytes())) as content:
-            return PixelCounts(content["pixels"], content["indices"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(
-            f"{path} is damaged ({error}). Delete it: the masks are then counted again."
-        ) from None
 
 
 def merged_counts(parts: Sequence[PixelCounts]) -> PixelCounts:

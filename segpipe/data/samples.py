@@ -377,6 +377,12 @@ def over(
     return found
 
 
+def spaced(indices: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the indices, evenly spaced."""
+    count = min(count, len(indices))
+    return [indices[place * len(indices) // count] for place in range(count)]
+
+
 def keep_facts(samples: DataSet) -> None:
     """Keep what was found out about its files for the next start."""
     for files in samples.file_sets():

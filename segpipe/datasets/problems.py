@@ -37,6 +37,7 @@ from segpipe.data.samples import (
     open_readable,
     over,
     parts,
+    spaced,
 )
 from segpipe.disk import sha256
 from segpipe.errors import DataError, listed
@@ -102,8 +103,7 @@ def _errors(
 
     if not samples.file_sets():
         total = len(samples)
-        number = total if data.verify == "full" else min(total, SOME)
-        chosen = [place * total // number for place in range(number)]
+        chosen = spaced(range(total), total if data.verify == "full" else SOME)
         yield from map(DataError, samples.problems(chosen, progress))
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from segpipe.data.catalog import ClassTable
 from segpipe.data.data_set import DataSet, Samples
-from segpipe.data.samples import open_samples
+from segpipe.data.samples import open_samples, spaced
 from segpipe.errors import ConfigError, DataError
 from segpipe.export.gates.comparison import Check
 from segpipe.export.graph.network import Image, Size
@@ -169,9 +169,3 @@ def spread(samples: Samples, count: int = 64) -> Iterator[Image]:
     """At most `count` images evenly spaced through a split, read one by one."""
     for index in spaced(range(len(samples)), count):
         yield samples.read(index)[0]
-
-
-def spaced(indices: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the indices, evenly spaced."""
-    count = min(count, len(indices))
-    return [indices[place * len(indices) // count] for place in range(count)]

@@ -1,9 +1,8 @@
 """Records what a run is made from before its first step: every file of its data set and every source of segpipe.
 
-`inputs.json` holds size and SHA-256 of each file, and the SHA-256 of the pixel counts from which class weights are
-made. Hashing reads all files once (CamVid, 125 MB: 0.4 s), little beside a training that reads them a hundred times.
-`data.hash=false` turns it off for data behind a slow network, and a run without a ledger has no use for it: then only
-sizes are recorded.
+`inputs.json` holds size and SHA-256 of each file. Hashing reads all files once (CamVid, 125 MB: 0.4 s), little beside a
+training that reads them a hundred times. `data.hash=false` turns it off for data behind a slow network, and a run
+without a ledger has no use for it: then only sizes are recorded.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import segpipe
-from segpipe import plugins
 from segpipe.data.data_set import DataSet, Input
-from segpipe.data.order import COUNTS_NAME, load_counts
 from segpipe.data.readers import threaded
 from segpipe.data.samples import main_set, open_samples
 from segpipe.disk import sha256
@@ -64,8 +61,6 @@ def record(
         return
     before = read_inputs(path)
     changed = changed_inputs(before["data"], found, hashed, known)
-    if "pixels" in before and before["pixels"] != _pixel_counts(config):
-        changed.append(f"{config.run_dir / COUNTS_NAME} was altered")
     if changed:
         raise DataError(
             f"data.root = {config.data.root}: {changed[0]} since the run {config.run_dir} was started "
@@ -77,10 +72,9 @@ def _content(
     config: Config, found: Mapping[str, Input], known: Hashes | None
 ) -> dict[str, Any]:
     """What inputs.json holds; without hashes of the data where `known` is None."""
-    model = config.model
     files = {} if known is None else hashes_of(found, known)
     sources = source_hashes()
-    content: dict[str, Any] = {
+    return {
         "data": {
             "name": config.data.name,
             "hashed": known is not None,
@@ -94,21 +88,6 @@ def _content(
             "files": sources,
         },
     }
-    if model.weights:
-        content["weights"] = {"file": model.weights, "sha256": model.weights_sha256}
-    if own := plugins.sources(config.import_paths):
-        content["plugins"] = {"sha256": combined(own), "files": own}
-    if pixels := _pixel_counts(config):
-        content["pixels"] = pixels
-    return content
-
-
-def _pixel_counts(config: Config) -> str:
-    """SHA-256 of the counts from which class weights and repeats are made; empty where there are none."""
-    counts = load_counts(config.run_dir / COUNTS_NAME)
-    if counts is None:
-        return ""
-    return sha256_of(counts.pixels.tobytes() + counts.indices.tobytes())
 
 
 def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:

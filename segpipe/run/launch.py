@@ -45,7 +45,7 @@ from segpipe.errors import (
     NumericsError,
     SegpipeError,
 )
-from segpipe.files import ADVICE, not_written, sha256_of
+from segpipe.files import ADVICE, not_written
 from segpipe.run.console import (
     CONSOLE,
     ERRORS,
@@ -536,10 +536,10 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
 
 
 def _version() -> str:
-    """What ranks compare of segpipe itself: its version, and a hash of its modules, which differ between checkouts."""
-    folder = Path(segpipe.__file__).parent
-    found = sha256_of(b"".join(map(Path.read_bytes, sorted(folder.rglob("*.py")))))
-    return f"{segpipe.__version__} (modules {found[:12]})"
+    """What ranks compare of segpipe itself: its version, and a hash of its sources, which differ between checkouts."""
+    from segpipe.ledger.inputs import combined, source_hashes  # cv2
+
+    return f"{segpipe.__version__} (sources {combined(source_hashes())[:12]})"
 
 
 def _prepare_together(

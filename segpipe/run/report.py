@@ -292,13 +292,13 @@ def detail(samples: Samples, num_classes: int, predict: Predict) -> Values:
 
     `images`: how many; `by_size` (C, 3): IoU of each class by SIZE_NAMES; `by_distance` (5): mIoU by DISTANCE_NAMES.
     """
+    from segpipe.data.samples import spaced  # cv2
     from segpipe.train.metrics import miou  # torch
 
-    number = min(len(samples), MOST)
-    places = np.linspace(0, len(samples) - 1, number).round().astype(int)
+    places = spaced(range(len(samples)), MOST)
     sizes = np.zeros((2, num_classes, len(SIZE_NAMES)), np.int64)
     bands = np.zeros((len(DISTANCE_NAMES), num_classes, num_classes), np.int64)
-    for place in places.tolist():
+    for place in places:
         image, target = samples.read(place)
         pred = predict(image)
         sizes += by_size(pred, target, num_classes)
@@ -306,7 +306,7 @@ def detail(samples: Samples, num_classes: int, predict: Predict) -> Values:
     with np.errstate(invalid="ignore"):
         by_class = sizes[0] / sizes[1]
     return {
-        "images": number,
+        "images": len(places),
         "by_size": by_class.tolist(),
         "by_distance": [miou(band) for band in bands],
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,26 +17,22 @@ from segpipe.data.order import (
     PixelCounts,
     check_given_weights,
     draws,
-    load_counts,
     merged_counts,
     pixels_seen,
     repeats_by_class,
     repeats_by_sequence,
 )
 from segpipe.data.samples import CachedSamples, over, sequences
-from segpipe.errors import DataError
-from segpipe.keys import sample_key
+from segpipe.distributed.group import Group
 from segpipe.losses.cross_entropy import class_weights
 from segpipe.train.canary import Canary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
     from segpipe.data.data_set import DataSet
-    from segpipe.distributed.group import Group
     from segpipe.settings.config import Config
 
 
@@ -65,17 +63,16 @@ def shard_stream(
     )
 
 
-def first_batch(
-    config: Config, samples: DataSet, counts: PixelCounts | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images and targets of the run's first shard, uint8 (b, H, W, 3) and (b, H, W); made in this process."""
-    augmenter = Augmenter(config.augment)
-    pairs = []
-    for epoch, index in order_of(config, samples, counts).shard(0, 0):
-        key = sample_key(config.seed, epoch, index, "augment")
-        pairs.append(augmenter(*samples.read(index), key))
-    images, targets = zip(*pairs, strict=True)
-    return torch.from_numpy(np.stack(images)), torch.from_numpy(np.stack(targets))
+def first_shard(
+    config: Config, samples: DataSet, counts: PixelCounts | None, workers: int = 0
+) -> ShardBatch:
+    """The run's first shard, made by `workers` loader processes; in this process without any."""
+    data = replace(config.data, workers=workers, cache_mib=0)
+    compute = replace(config.compute, mode="off")  # no canary
+    alone = Group(0, 0, 1, torch.device("cpu"))
+    config = replace(config, data=data, compute=compute)
+    with closing(shard_stream(config, alone, samples, range(1), counts)) as stream:
+        return next(stream)
 
 
 def order_of(config: Config, samples: DataSet, counts: PixelCounts | None) -> Order:
@@ -112,14 +109,11 @@ def counted(
     config: Config,
     group: Group,
     samples: DataSet,
-    *,
-    kept: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> PixelCounts | None:
     """Pixels of each class by sample, equal on every rank; None where neither order nor loss needs them.
 
-    The ranks share the work. `kept` is a file with the counts of an earlier session of the run, if there is one.
-    Raises DataError when a mask cannot be read, or `kept` is not of these samples.
+    The ranks share the work. Raises DataError when a mask cannot be read.
     """
     data, chosen = config.data, config.loss.class_weights
     by_frequency = isinstance(chosen, str) and chosen != "none"
@@ -129,16 +123,6 @@ def counted(
         return None
     # Balance needs each sample by itself.
     indices = list(range(len(samples))) if data.balance else samples.countable()
-    earlier = load_counts(kept) if kept and group.is_main else None
-    # Of all ranks: a checkpoint of step 0 may be on one machine alone.
-    if (found := group.gather(earlier)[0]) is not None:
-        same = np.array_equal(found.indices, indices)
-        if not same or found.pixels.shape[1] != samples.classes.num_classes:
-            raise DataError(
-                f"{kept} counts the classes of {len(found.indices)} masks, but there are {len(indices)} now, or other "
-                f"classes. Restore the data, or start another run with another run.name."
-            )
-        return found
     counts = _count(group, samples, indices, say)
     if data.balance:
         told = _told(config, samples, counts)

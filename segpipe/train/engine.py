@@ -27,7 +27,7 @@ from segpipe.losses.total import backend
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, config_hash
 from segpipe.train import checkpoint, opening
-from segpipe.train.batches import first_batch, loss_weights, shard_stream
+from segpipe.train.batches import first_shard, loss_weights, shard_stream
 from segpipe.train.forward import norms
 from segpipe.train.metrics import Validation, miou, scores, summary
 from segpipe.train.recorder import Watch, keeps_ledger, open_watch
@@ -237,12 +237,12 @@ def _open(
             kept = max(kept, checkpoint.load(config.run_dir / "best.pt")["best_miou"])
     group.together(lambda: opening.check_space(config, state, group))
 
-    counts = opening.counts_of(config, group, data.train, found)
+    counts = opening.counts_of(config, group, data.train)
     steps = range(state.step, config.train.steps)
     stream = shard_stream(config, group, data.train, steps, counts)
     view, log = open_outputs(done)  # clears the folder of an earlier run
     if group.is_main:
-        opening.write_origin(config, state, found, counts)
+        opening.write_origin(config, state, found)
         inputs.record(config, data, fresh=not found, ledger=keeps_ledger(config))
     group.keep_stacks(config.run_dir)
     run = Run(
@@ -457,14 +457,13 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
         run.log.validated(run, found)
     run.view.say(f"step {current.step}: validation mIoU {100 * figures['miou']:.2f} %")
     if run.group.is_main and _is_settled(config, current.step):
-        batch = first_batch(config, run.train_samples, run.counts)
-        image, target = (part.to(run.group.device) for part in batch)
+        shard = first_shard(config, run.train_samples, run.counts)
         told = eval_gap(
             current.ema.model,
             preprocess,
             list(norms(current.model)),
-            image,
-            target,
+            shard.image.to(run.group.device),
+            shard.target.to(run.group.device),
             config.train.precision,
         )
         if told:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from segpipe.data.order import COUNTS_NAME, PixelCounts
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import common_fingerprint
 from segpipe.errors import CheckpointError
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from segpipe.data.catalog import ClassTable
     from segpipe.data.data_set import DataSet, Samples
+    from segpipe.data.order import PixelCounts
     from segpipe.distributed.group import Group
 
 MIB = 2**20
@@ -72,24 +72,18 @@ def state_of(
     return state, fingerprint, warnings
 
 
-def counts_of(
-    config: Config, group: Group, samples: DataSet, found: checkpoint.Found | None
-) -> PixelCounts | None:
-    """Pixels of each class, if the run needs them; a resumed run has those of its folder."""
+def counts_of(config: Config, group: Group, samples: DataSet) -> PixelCounts | None:
+    """Pixels of each class, if the run needs them."""
 
     def say(text: str) -> None:
         if group.is_main and config.train.progress:
             print(text, file=sys.stderr)  # the view is not open yet
 
-    kept = config.run_dir / COUNTS_NAME if found else None
-    return counted(config, group, samples, kept=kept, say=say)
+    return counted(config, group, samples, say)
 
 
 def write_origin(
-    config: Config,
-    state: TrainState,
-    found: checkpoint.Found | None,
-    counts: PixelCounts | None,
+    config: Config, state: TrainState, found: checkpoint.Found | None
 ) -> None:
     """The files that say what the run starts from; a resumed run keeps those that it has."""
     folder = config.run_dir
@@ -98,8 +92,6 @@ def write_origin(
         write_atomically(folder / "config.json", to_json(to_mapping(config)))
     if state.weights and not found:
         write_atomically(folder / WEIGHTS, to_json(state.weights))
-    if counts is not None:
-        counts.save(folder / COUNTS_NAME)
 
 
 def header(

@@ -189,7 +189,7 @@ DATA = """
 
         def read(self, index):
             image = np.full((4, 6, 3), index, np.uint8)
-            if self.fault == "random":
+            if self.fault == "random" or (self.fault == "last" and index == 2):
                 image[0] = np.random.randint(256)
             if self.fault == "init":
                 image[0] = int(255 * self.order)
@@ -579,6 +579,7 @@ def data(split: str = "train", **args: Any) -> dict[str, str]:
     [
         ("ids", "images, targets and names", "sample 0 has class id 2"),
         ("random", "same bytes twice", "draw nothing at random"),
+        ("last", "same bytes twice", "sample 2 has other bytes when read twice"),
         ("init", "same bytes twice", "Let the index alone decide"),
         (
             "process",

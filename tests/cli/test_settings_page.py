@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from segpipe.cli.help import all_pages, settings_page
+from scripts.settings_page import all_pages, settings_page
 from segpipe.settings.config import SETTINGS
 
 pytestmark = pytest.mark.slow

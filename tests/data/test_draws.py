@@ -13,7 +13,6 @@ from segpipe.data.order import (
     PixelCounts,
     check_given_weights,
     draws,
-    load_counts,
     merged_counts,
     permutation,
     pixels_seen,
@@ -22,7 +21,7 @@ from segpipe.data.order import (
     repeats_by_sequence,
     whole_shares,
 )
-from segpipe.errors import ConfigError, DataError
+from segpipe.errors import ConfigError
 from segpipe.keys import sample_key
 
 REPEATS = np.array([1.0, 1.0, 1.25, 1.0, 2.5, 1.0, 3.0, 1.75])  # 12.5 together
@@ -240,22 +239,14 @@ def test_pixels_are_weighed_as_training_meets_them() -> None:
     )
 
 
-def test_counts_are_kept_and_put_together(tmp_path) -> None:
-    path = tmp_path / "pixels.npz"
-    assert load_counts(path) is None
+def test_counts_of_all_ranks_are_put_together() -> None:
     parts = [
         PixelCounts(COUNTS.pixels[rank::3], COUNTS.indices[rank::3])
         for rank in range(3)
     ]
-    merged_counts(parts).save(path)
-    found = load_counts(path)
-    assert found is not None
+    found = merged_counts(parts)
     assert np.array_equal(found.pixels, COUNTS.pixels)
     assert np.array_equal(found.indices, COUNTS.indices)
-    for damage in (path.read_bytes()[:-30], b"no archive", b""):
-        path.write_bytes(damage)
-        with pytest.raises(DataError, match=r"pixels\.npz is damaged.*Delete it"):
-            load_counts(path)
 
 
 def test_weights_that_do_not_fit_the_classes_are_refused() -> None:

@@ -64,7 +64,6 @@ def test_a_session_with_plug_ins(
     }
     assert set(saved["fingerprint"]["plugins"]) == code
     content = json.loads(Path("runs/two/inputs.json").read_text())
-    assert set(content["plugins"]["files"]) == code
     assert len(content["data"]["files"]) == 2 * 16 + 1
     capfd.readouterr()
     assert command("evaluate", run, "data.workers=0") == 0

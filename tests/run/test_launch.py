@@ -43,6 +43,7 @@ from segpipe.errors import (
     ImpureAugmentError,
     Interrupted,
 )
+from segpipe.ledger import inputs
 from segpipe.run import launch
 from segpipe.run.tracking import failure, note_failure
 from segpipe.settings.compose import compose
@@ -439,6 +440,28 @@ def test_multirun_under_a_launcher_ends_with_the_usage_code(
 ) -> None:
     assert segpipe(["train", "--multirun", "seed=1,2"]) == 2
     assert "Use: segpipe train --multirun compute.nproc=N" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "decides"),
+    [
+        ("train/step.py", True),
+        ("ledger/digest.c", True),
+        ("losses/upsampled.c", True),
+        ("run/page.css", False),
+    ],
+)
+def test_what_ranks_compare_of_segpipe_holds_every_source_that_decides_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, decides: bool
+) -> None:
+    """Kernels in C, too; control: the style of a page decides none."""
+    folder = tmp_path / "segpipe"
+    shutil.copytree(inputs.SOURCES, folder)
+    monkeypatch.setattr(inputs, "SOURCES", folder)
+    before = launch._version()
+    with (folder / file).open("a") as source:
+        source.write("\n")
+    assert (launch._version() != before) == decides
 
 
 def test_a_silent_rank_leaves_the_word_to_the_first(

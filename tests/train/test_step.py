@@ -415,27 +415,6 @@ def test_the_start_says_how_far_the_weights_of_classes_go_apart(balance: float) 
     assert lines[-1].startswith("loss.class_weights = log1.10: ")
 
 
-def test_a_rank_without_the_counts_of_an_earlier_session_gets_those_of_rank_0(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A checkpoint of step 0 may be on one machine alone; ranks that ask for other collectives end in a traceback."""
-    settings = from_mapping(
-        {
-            "loss": {"class_weights": "log"},
-            "data": {"num_train": 4, "size": [64, 64]},
-        }
-    )
-    samples = open_samples(settings.data, "train", 0)
-    whole = counted(settings, ALONE, samples)
-    assert whole is not None
-    second = Group(1, 0, 2, torch.device("cpu"))
-    monkeypatch.setattr(Group, "gather", lambda self, item: [whole, item])
-    found = counted(settings, second, samples)
-    assert found is not None
-    assert np.array_equal(found.indices, whole.indices)
-    assert np.array_equal(found.pixels, whole.pixels)
-
-
 def named(state: TrainState) -> list[tuple[str, nn.Parameter]]:
     return list(state.model.named_parameters())
 
