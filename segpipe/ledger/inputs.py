@@ -29,7 +29,7 @@ from segpipe.settings.groups import DataConfig
 Hashes = dict[str, str]  # path -> SHA-256
 Sizes = dict[str, int | None]  # path -> bytes; None: of no file that is there yet
 SOURCES = Path(segpipe.__file__).parent
-SOURCE_SUFFIXES = (".py", ".c", ".json", ".j2")
+SOURCE_SUFFIXES = (".py", ".c", ".json", ".j2", ".yaml")
 
 
 def combined(hashes: Mapping[str, str]) -> str:

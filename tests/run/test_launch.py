@@ -448,13 +448,14 @@ def test_multirun_under_a_launcher_ends_with_the_usage_code(
         ("train/step.py", True),
         ("ledger/digest.c", True),
         ("losses/upsampled.c", True),
+        ("data/scenes.yaml", True),
         ("run/page.css", False),
     ],
 )
 def test_what_ranks_compare_of_segpipe_holds_every_source_that_decides_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, decides: bool
 ) -> None:
-    """Kernels in C, too; control: the style of a page decides none."""
+    """Kernels in C and tables of classes and scenes, too; control: the style of a page decides none."""
     folder = tmp_path / "segpipe"
     shutil.copytree(inputs.SOURCES, folder)
     monkeypatch.setattr(inputs, "SOURCES", folder)
