@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor
+from torch.nn import functional
 
 from benchmarks import gpu_bits, gpu_nccl, gpu_speed
 from benchmarks import measure as measuring
@@ -48,7 +49,8 @@ from segpipe.losses.total import backend, shard_loss, valid_pixels
 from segpipe.models import MODELS as ALL_MODELS
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
-from segpipe.models.resize import gpu_kernels
+from segpipe.models.resize import bilinear_axes
+from segpipe.native import triton_builds
 from segpipe.run.launch import train
 from segpipe.settings.config import Config
 from segpipe.settings.groups import LossConfig
@@ -361,12 +363,30 @@ def machine(bench: Bench) -> dict[str, Any]:
     figures["fingerprint"] = measuring.machine()
     if bench.cuda:
         assert figures["compiler"], "no C compiler: Triton cannot start its kernels"
-        assert gpu_kernels(bench.device) is not None, "Triton's resize does not work"
+        assert triton_builds(), "Triton starts no kernel"
+        from segpipe.models import triton_resize
+
+        compare_resize(triton_resize, bench.device)
         figures["capability"] = torch.cuda.get_device_capability()
         block = SharedBlock(4, 1 << 22)
         figures["page_locked"] = Slots(block, 4, True)._pinned
         bench.keep(figures)
     return figures | gpu_speed.bandwidth(bench)
+
+
+def compare_resize(kernels: Any, device: torch.device) -> None:
+    """Raise AssertionError unless value and gradient of a resize are those of torch on a CPU, up and down."""
+    image = (torch.arange(2 * 3 * 5 * 7) * 0.618 % 1.0).view(2, 3, 5, 7)
+    for order in (torch.contiguous_format, torch.channels_last):
+        for size in ((10, 21), (4, 3)):
+            here = image.clone().requires_grad_()
+            there = image.to(device).clone(memory_format=order).requires_grad_()
+            expected = functional.interpolate(here, size, mode="bilinear")
+            found = kernels.bilinear(there, bilinear_axes(there, size), order)
+            for out in (expected, found):
+                out.square().sum().backward()
+            for a, b in ((found, expected), (there.grad, here.grad)):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-5, check_device=False)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Pages of C, compiled for this processor at first use and kept in the user's cache.
+"""Pages of C, compiled for this processor at first use and kept in the user's cache; and whether Triton works here.
 
 Their loops are divided by OpenMP, among the threads that torch has: others would wait for a core where torch's still
 spin after its own loops. Where the compiler has no OpenMP they take one thread.
@@ -14,9 +14,12 @@ import os
 import platform
 import shutil
 import subprocess
+import sysconfig
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -40,6 +43,46 @@ def load(source: Path) -> ctypes.CDLL | None:
                 str(_library(source, [str(compiler), *FLAGS, *threads], folder))
             )
     return None
+
+
+@cache
+def triton_builds() -> bool:
+    """Whether Triton builds and starts kernels here; warns where it does not.
+
+    Loss, resizing and digests of a GPU all ask this. It does not say whether the results are right: gpu-check compares
+    them with those of a CPU.
+    """
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
+    fault, advice = "", ""
+    if not find_spec("triton"):
+        fault, advice = "triton is not installed", "Install it: pip install triton."
+    elif not (compiler and header.is_file()):
+        fault = "gcc (or clang, or CC) or Python.h is missing"
+        advice = "Install gcc and python3-dev."
+    elif torch.cuda.is_available():
+        try:
+            start_a_kernel(torch.device("cuda"))
+        except Exception as error:
+            fault = f"Triton failed to start a kernel ({error!r})"
+            advice = "segpipe gpu-check says what works."
+    if fault:
+        warnings.warn(
+            f"{fault}: on a GPU the loss, resizing and digests are computed by torch, which takes more time and "
+            f"memory. {advice}",
+            stacklevel=2,
+        )
+    return not fault
+
+
+def start_a_kernel(device: torch.device) -> None:
+    """Has Triton build and start a kernel that does nothing. Raises whatever Triton, the compiler or the driver do."""
+    import triton  # takes seconds, and is not installed everywhere
+
+    def nothing(given):  # type: ignore[no-untyped-def] # Triton reads annotations
+        return
+
+    triton.jit(nothing)[(1,)](torch.zeros(1, device=device))
 
 
 def threads() -> int:

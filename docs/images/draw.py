@@ -33,11 +33,11 @@ from segpipe.data import scenes
 from segpipe.data.samples import open_samples
 from segpipe.data.scenes import Canvas
 from segpipe.keys import generator, sample_key
+from segpipe.predict.inference import Inference, segment
 from segpipe.predict.job import read_frames
 from segpipe.predict.outputs import blend
 from segpipe.run.pages import COLORS, GREY
 from segpipe.train.checkpoint import load_network
-from segpipe.train.validate import predict
 
 HERE = Path(__file__).parent
 SHOWN = (5, 21)  # validation images
@@ -56,8 +56,11 @@ def draw_result(run: Path) -> None:
     rows = []
     for index in SHOWN:
         image, target = samples.read(index)
-        pred = predict(
-            trained.model, trained.preprocess, torch.from_numpy(image)[None]
+        pred = segment(
+            trained.model,
+            trained.preprocess,
+            torch.from_numpy(image)[None],
+            Inference(),
         )[0].numpy()
         rows.append(
             np.hstack(

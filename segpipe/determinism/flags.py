@@ -148,6 +148,8 @@ def fingerprint() -> dict[str, Any]:
     import numpy
     import torch
 
+    from segpipe import native
+
     cuda = torch.cuda.is_available()
     # Not every release of torch tells them.
     found: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
@@ -172,7 +174,9 @@ def fingerprint() -> dict[str, Any]:
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,  # type: ignore[no-untyped-call]
         "nccl": _nccl() if cuda else None,
-        "resize": _resize() if cuda else None,
+        "resize": ("triton" if native.triton_builds() else "products")
+        if cuda
+        else None,
         "driver": driver[0] if driver else None,
         "device": torch.cuda.get_device_name() if cuda else machine,
         "cpu": processor(),
@@ -214,16 +218,6 @@ def _flat(entries: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("variables", PLUGINS):
         flat |= flat.pop(name, {})
     return flat
-
-
-def _resize() -> str:
-    """What resizes feature maps on this GPU."""
-    import torch
-
-    from segpipe.models.resize import gpu_kernels
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    return "triton" if gpu_kernels(device) is not None else "products"
 
 
 def _nccl() -> str | None:

@@ -98,20 +98,24 @@ class Group:
         dist.all_gather_object(items, item)
         return items
 
-    def together(self, action: Callable[[], None]) -> None:
-        """Do `action` on every rank. If it raises a SegpipeError on one, every rank raises the first such error.
+    def together(self, action: Callable[[], Any]) -> list[Any]:
+        """What `action` returns, done on every rank, by rank; it must be small.
 
-        Rank 0 reports it: on the others the error is marked as `told`.
+        If it raises a SegpipeError on one, every rank raises the first such error. Rank 0 reports it: on the others the
+        error is marked as `told`.
         """
         own: SegpipeError | None = None
+        result = None
         try:
-            action()
+            result = action()
         except SegpipeError as error:
             own = error
-        for first in self.gather(own):
+        answers = self.gather((own, result))
+        for first, _ in answers:
             if first is not None:
                 first.told = not self.is_main
                 raise first from own
+        return [found for _, found in answers]
 
     def barrier(self) -> None:
         """Wait for all ranks."""

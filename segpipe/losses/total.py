@@ -5,22 +5,16 @@ entry in PIXEL_TERMS. Terms of a whole shard (dice, lovasz, distill) are added t
 The compiled passes over the pixels (compiled, triton_pass) know no term.
 """
 
-import os
-import shutil
-import sysconfig
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from segpipe import IGNORE_INDEX, plugins
+from segpipe import IGNORE_INDEX, native, plugins
 from segpipe.errors import ConfigError
 from segpipe.losses import compiled, cross_entropy
 from segpipe.losses.boundary import as_two_classes, detail_sum
@@ -101,7 +95,7 @@ def backend(config: LossConfig, device_type: str) -> str:
             f"{KEY} = {config.name} is not one of {', '.join(PIXEL_TERMS)}."
         )
     fastest = "plain"
-    if device_type == "cuda" and _triton_builds():
+    if device_type == "cuda" and native.triton_builds():
         fastest = "triton"
     if device_type == "cpu" and compiled.library():
         fastest = "native"
@@ -113,22 +107,6 @@ def backend(config: LossConfig, device_type: str) -> str:
             f"loss.backend=auto."
         )
     return config.backend
-
-
-@cache
-def _triton_builds() -> bool:
-    """Whether Triton is there, and what compiles the code that starts its kernels; warns where that is missing."""
-    if not find_spec("triton"):
-        return False
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    if compiler and Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h").is_file():
-        return True
-    warnings.warn(
-        "gcc (or clang, or CC) or Python.h is missing: on a GPU the loss, resizing and digests are computed by "
-        "torch, which takes more time and memory. Install gcc and python3-dev.",
-        stacklevel=2,
-    )
-    return False
 
 
 def _evaluate(name: str) -> Evaluate:

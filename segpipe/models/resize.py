@@ -4,7 +4,6 @@ Under deterministic algorithms, torch's backward of both either raises or falls 
 are linear and separable, so they equal two products with small constant matrices.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from segpipe import native
+
 Real = type[np.floating[Any]]  # np.float32 or np.float64
 Taps = tuple[NDArray[np.int64], NDArray[Any]]  # of `bilinear_taps`
 _as_on_cuda = False
@@ -27,7 +28,8 @@ def bilinear(x: Tensor, size: Sequence[int], *, align_corners: bool = False) -> 
 
     Shapes: float (B, C, h, w) -> same dtype (B, C, H, W). On a CPU and in export this is `F.interpolate`; on CUDA
     under deterministic algorithms, where torch's backward is slow, it is a kernel of Triton, or `bilinear_matmul`
-    where that fails. All agree to 5e-7 of the largest value in fp32, unless TF32 is allowed for matrix products.
+    where that does not work. All agree to 5e-7 of the largest value in fp32, unless TF32 is allowed for matrix
+    products.
     """
     if not _needs_own_way(x):
         return F.interpolate(x, size=size, mode="bilinear", align_corners=align_corners)
@@ -194,32 +196,14 @@ def _axis(
         return Axis(at, torch.from_numpy(share).to(device), num_in, (low, share))
 
 
-@lru_cache(maxsize=16)
-def gpu_kernels(device: torch.device) -> Any:
-    """triton_resize.py; None, with a warning, where its kernels fail or do not give what torch does on a CPU.
-
-    So it is part of the fingerprint which of the two ways a GPU takes.
-    """
-    try:
-        from segpipe.models import (
-            triton_resize,  # seconds, and not installed everywhere
-        )
-
-        for order in (torch.contiguous_format, torch.channels_last):
-            _probe(triton_resize, device, order)
-    except Exception as error:
-        warnings.warn(
-            f"bilinear resize on {device} is two matrix products, as Triton failed: {error!r}",
-            stacklevel=2,
-        )
-        return None
-    return triton_resize
-
-
 def _kernels_for(x: Tensor) -> Any:
-    """`gpu_kernels` for what they resize; else None."""
+    """triton_resize.py for what it resizes; None for the rest, and where Triton does not work."""
     fits = x.is_cuda and x.numel() and x.dtype != torch.float64
-    return gpu_kernels(x.device) if fits else None
+    if not (fits and native.triton_builds()):
+        return None
+    from segpipe.models import triton_resize  # seconds, and not installed everywhere
+
+    return triton_resize
 
 
 def order_of(x: Tensor) -> torch.memory_format:
@@ -227,21 +211,6 @@ def order_of(x: Tensor) -> torch.memory_format:
     last = x.is_contiguous(memory_format=torch.channels_last)
     plain = x.is_contiguous() or not last
     return torch.contiguous_format if plain else torch.channels_last
-
-
-def _probe(kernels: Any, device: torch.device, order: torch.memory_format) -> None:
-    """Raise AssertionError unless value and gradient are those of torch on a CPU, up and down."""
-    image = (torch.arange(2 * 3 * 5 * 7) * 0.618 % 1.0).view(2, 3, 5, 7)
-    with torch.inference_mode(False), torch.enable_grad():
-        for size in ((10, 21), (4, 3)):
-            here = image.clone().requires_grad_()
-            there = image.to(device).clone(memory_format=order).requires_grad_()
-            expected = F.interpolate(here, size, mode="bilinear")
-            found = kernels.bilinear(there, bilinear_axes(there, size), order)
-            for out in (expected, found):
-                out.square().sum().backward()  # type: ignore[no-untyped-call]
-            for a, b in ((found, expected), (there.grad, here.grad)):
-                torch.testing.assert_close(a, b, rtol=0, atol=1e-5, check_device=False)
 
 
 def pool_weights(num_in: int, bins: int, real: Real) -> NDArray[Any]:

@@ -553,15 +553,15 @@ def _prepare_together(
             f"Leave compute.nproc out, or start without the launcher."
         )
 
-    def prepare_here() -> None:
+    def prepare_here() -> tuple[str, str]:
         nonlocal splits
         if group.is_main:
             splits = prepare(config, group.world_size, splits)
         else:
             pin_weights(config)
+        return config.model.weights_sha256, config.loss.teacher_sha256
 
-    group.together(prepare_here)
-    check_pins(config, group)
+    check_pins(config, group.together(prepare_here))
     return splits
 
 

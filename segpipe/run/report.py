@@ -120,12 +120,18 @@ def page_data(
 def run_predictor(run: Run, precision: str = "fp32") -> Predict:
     """Class ids by the averaged network of a run, as it is now."""
     from segpipe.models.preprocess import Preprocess
-    from segpipe.train.validate import predict
+    from segpipe.predict.inference import Inference, segment
 
     device = run.group.device
     preprocess = Preprocess(standardize=run.config.model.standardize).to(device)
     return predictor(
-        partial(predict, run.state.ema.model, preprocess, precision=precision), device
+        partial(
+            segment,
+            run.state.ema.model,
+            preprocess,
+            how=Inference(precision=precision),
+        ),
+        device,
     )
 
 

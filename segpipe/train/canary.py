@@ -1,4 +1,4 @@
-"""Race canary: makes samples again in another process, compares 8 bytes of both, and explains a difference.
+"""Race canary: makes samples again in another process, compares their pixels, and explains a difference.
 
 The purity check runs before the first step, on a few samples, one at a time. It cannot see threads of a worker that
 share data, a module that keeps the parameters of one call for the next, or a cache that somebody writes into. So one
@@ -33,11 +33,9 @@ OTHER_SEED = 0x51F15EED  # a value that no transform uses
 
 
 class Witness(NamedTuple):
-    """Evidence about a sample from the process that made it: the digests that the ledger of an audit holds."""
+    """Evidence about a sample, beside its pixels, from the process that made it."""
 
     process: int  # its id
-    image: int
-    target: int
     trail: Trail
 
 
@@ -55,9 +53,7 @@ def augment_watched(
 
     with another_worker() if again else nullcontext():
         crop = augmenter(*frame, key, look if kernels() else None)
-    image, target = digest_groups([as_tensors(part) for part in crop]).tolist()
-    made = Witness(os.getpid(), image % 2**64, target % 2**64, tuple(trail))
-    return crop, made
+    return crop, Witness(os.getpid(), tuple(trail))
 
 
 @contextmanager
@@ -113,20 +109,24 @@ class Canary:
         self._held[member] = _Held(pixels, made)
 
     def compare(self, member: Member, pixels: Frame, made: Witness) -> None:
-        """A sample was made again. Raises ImpureAugmentError when its bytes are not those that were delivered."""
+        """A sample was made again. Raises ImpureAugmentError when its pixels are not those that were delivered."""
         held = self._held[member]
-        if (made.image, made.target) != (held.witness.image, held.witness.target):
-            raise ImpureAugmentError(self._message(member, held, pixels, made))
+        if difference := first_difference(held.frame, pixels):
+            raise ImpureAugmentError(
+                self._message(member, held.witness, made, difference)
+            )
         held.left -= 1
         if not held.left:
             del self._held[member]
 
-    def _message(self, member: Member, held: _Held, frame: Frame, made: Witness) -> str:
+    def _message(
+        self, member: Member, first: Witness, again: Witness, difference: str
+    ) -> str:
         epoch, index = member
         return (
             f"sample {index} ({self._samples.name(index)}) of epoch {epoch}, augmented again under the same key: "
-            f"{first_difference(held.frame, frame)} (process {held.witness.process}, then {made.process}). "
-            f"{_cause(held.witness.trail, made.trail)} Set augment.canary=0 to train without this check."
+            f"{difference} (process {first.process}, then {again.process}). {_cause(first.trail, again.trail)} "
+            f"Set augment.canary=0 to train without this check."
         )
 
 

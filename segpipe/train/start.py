@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ from segpipe.errors import CheckpointError, ConfigError
 from segpipe.settings.config import Config, saved_config
 
 if TYPE_CHECKING:
-    from segpipe.distributed.group import Group
     from segpipe.settings.groups import LossConfig
 
 WEIGHTS = "weights.json"  # in a run's folder: what became of every tensor
@@ -59,14 +59,16 @@ def _pinned(path: Path, key: str, expected: str) -> str:
     return found
 
 
-def check_pins(config: Config, group: Group) -> None:
-    """Refuse files of weights that differ between ranks, as copies on the disks of several machines may."""
-    pins = {
-        f"model.weights = {config.model.weights}": config.model.weights_sha256,
-        f"loss.teacher = {config.loss.teacher}": config.loss.teacher_sha256,
-    }
-    for setting, pin in pins.items():
-        found = group.gather(pin)
+def check_pins(config: Config, pins: Sequence[tuple[str, str]]) -> None:
+    """Refuse files of weights that differ between ranks, as copies on the disks of several machines may.
+
+    `pins`: `model.weights_sha256` and `loss.teacher_sha256` of each rank.
+    """
+    settings = (
+        f"model.weights = {config.model.weights}",
+        f"loss.teacher = {config.loss.teacher}",
+    )
+    for setting, found in zip(settings, zip(*pins, strict=True), strict=True):
         if len(set(found)) > 1:
             listed = ", ".join(
                 f"rank {rank} {digest[:12] or 'none'}"

@@ -34,23 +34,6 @@ LEAST_SHARE, POINTS = 0.85, 0.05
 NAMED = 3  # layers in a warning
 
 
-@torch.inference_mode()
-def predict(
-    model: SegmentationNet,
-    preprocess: Preprocess,
-    image: Tensor,
-    *,
-    precision: str = "fp32",
-) -> Tensor:
-    """Class ids of whole images at their own size.
-
-    Shapes: image uint8 (B, H, W, 3) on the device of the model -> uint8 (B, H, W).
-    """
-    logits = _logits(model, preprocess, image, precision)
-    size = (image.shape[1], image.shape[2])
-    return _classes(bilinear(logits, size, align_corners=model.align_corners))
-
-
 def _classes(resized: Tensor) -> Tensor:
     # argmax gives the same, but takes six times as long over an axis that is not the last.
     return resized.max(1).indices.to(torch.uint8)
@@ -70,7 +53,7 @@ def classes_and_confusion(
     """Class ids at the size of the target, and their confusion with it.
 
     With the `backend` native of the loss, logits are never held at that size; a pixel whose two largest are equal but
-    for rounding may then get the other one of the two than by `predict`.
+    for rounding may then get the other one of the two than by the other backends.
 
     Shapes: logits float32 (B, C, h, w), target uint8 (B, H, W) -> uint8 (B, H, W), int64 (C, C), on their device.
     """
@@ -124,7 +107,8 @@ def validate(
 ) -> Validation:
     """Confusion of `model`, which must be in eval mode, over all samples, equal on every rank.
 
-    `answer` gives class ids as `predict` does, which is the default where `backend`, as that of the loss, is plain.
+    `answer` gives class ids of images at their own size, uint8 (B, H, W). Without it they are those of the largest
+    logits, computed by `backend` as the loss is.
     Rank r takes images r, r + R, ...: none is padded, repeated or dropped, whatever the number of ranks.
     """
     assert not model.training

@@ -20,13 +20,13 @@ from segpipe.distributed.group import Group
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import build_model, resize
 from segpipe.models.preprocess import Preprocess
+from segpipe.predict.inference import Inference, segment
 from segpipe.settings.config import Config
 from segpipe.settings.groups import LossConfig
 from segpipe.train.metrics import confusion
 from segpipe.train.recorder import Watch
 from segpipe.train.state import build_state
 from segpipe.train.step import TrainStep
-from segpipe.train.validate import predict
 
 C = STREET.num_classes
 IMAGE = torch.randint(
@@ -105,7 +105,7 @@ def test_a_whole_update_and_a_validation_pass() -> None:
             torch.tensor(4096),
         )
         step.apply()
-        pred = predict(state.model.eval(), Preprocess(), IMAGE)
+        pred = segment(state.model.eval(), Preprocess(), IMAGE, Inference())
         confusion(pred, TARGET, C)
 
     assert check_ops(update) == []

@@ -205,26 +205,6 @@ def test_tensors_that_a_gpu_lacks_are_moved_at_once_and_in_their_order(
 
 
 @needs_compiler
-def test_kernels_that_answer_rightly_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are asked for two groups, one of several blocks; wrong answers are in test_triton_digest.py."""
-    pytest.importorskip("triton")
-    from segpipe.ledger import triton_digest
-
-    def answer(
-        parts: list[Tensor], lengths: tuple[int, ...], ends: tuple[int, ...], block: int
-    ) -> Tensor:
-        assert lengths == tuple(part.numel() for part in parts)
-        assert (ends, block) == ((1, len(parts)), BLOCK)
-        assert max(lengths) > BLOCK
-        return digests._by_c(parts, lengths, ends)
-
-    monkeypatch.setattr(triton_digest, "digests", answer)
-    digests.gpu_kernels.cache_clear()
-    assert digests.gpu_kernels(torch.device("cpu")) is triton_digest
-    digests.gpu_kernels.cache_clear()
-
-
-@needs_compiler
 def test_a_forked_process_computes_it_too() -> None:
     """Its parent's threads are not there."""
     large = torch.arange(

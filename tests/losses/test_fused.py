@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ranks import launched
 from segpipe import native
 from segpipe.errors import ConfigError, DataError
 from segpipe.losses import compiled, cross_entropy
 from segpipe.losses.boundary import boundary_target
 from segpipe.losses.fused import ClassHead, Terms, Wanted, class_loss
-from segpipe.losses.total import _triton_builds, backend, shard_loss
+from segpipe.losses.total import backend, shard_loss
 from segpipe.models.resize import bilinear_axes, bilinear_weights
 from segpipe.settings.groups import LossConfig
 
@@ -467,7 +470,8 @@ def test_a_missing_compiler_is_named_before_triton_needs_it(
     include = tmp_path / "include"
     monkeypatch.setattr("sysconfig.get_config_var", lambda name: str(include))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr("segpipe.losses.total.shutil.which", lambda name: None)
+    monkeypatch.setattr("segpipe.native.shutil.which", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for made, compiler, found in (
         (False, "", "plain"),
         (False, "nvc", "plain"),
@@ -477,20 +481,88 @@ def test_a_missing_compiler_is_named_before_triton_needs_it(
         include.mkdir(exist_ok=True)
         (include / "Python.h").touch() if made else None
         monkeypatch.setenv("CC", compiler)
-        _triton_builds.cache_clear()
+        native.triton_builds.cache_clear()
         with (
             nullcontext()
             if found == "triton"
             else pytest.warns(UserWarning, match="Install gcc and python3-dev")
         ):
             assert backend(LossConfig(), "cuda") == found
-    _triton_builds.cache_clear()
+    native.triton_builds.cache_clear()
+
+
+def test_a_kernel_that_does_not_start_is_told_and_torch_computes_the_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU that Triton does not know, a driver that the linker does not find, a cache that cannot be written."""
+
+    def fails(device: torch.device) -> None:
+        raise RuntimeError("libcuda.so not found")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CC", "gcc")
+    monkeypatch.setattr("segpipe.native.find_spec", lambda name: True)
+    monkeypatch.setattr("segpipe.native.Path.is_file", lambda path: True)
+    for start, expected in ((fails, "plain"), (lambda device: None, "triton")):
+        monkeypatch.setattr(native, "start_a_kernel", start)
+        native.triton_builds.cache_clear()
+        with (
+            nullcontext()
+            if expected == "triton"
+            else pytest.warns(UserWarning, match="libcuda.so not found.*by torch")
+        ):
+            assert backend(LossConfig(), "cuda") == expected
+    monkeypatch.setattr("segpipe.native.find_spec", lambda name: None)
+    native.triton_builds.cache_clear()
+    with pytest.warns(UserWarning, match="triton is not installed: on a GPU the loss"):
+        assert backend(LossConfig(), "cuda") == "plain"
+    native.triton_builds.cache_clear()
+
+
+def _started(rank: int) -> str:
+    """The kind of kernel that Triton's interpreter started."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+
+    seen = []
+    made = triton.jit
+
+    def watched(function: Any) -> Any:
+        seen.append(made(function))
+        return seen[0]
+
+    triton.jit = watched
+    native.start_a_kernel(torch.device("cpu"))
+    return type(seen[0]).__name__
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no triton here")
+def test_the_kernel_that_is_tried_starts_and_compiles_for_an_h100(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In Triton's interpreter, which must be chosen before triton is imported; and its code without a GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    assert launched(1, _started) == ["InterpretedFunction"]
+    kernels: list[Any] = []
+    made = triton.jit
+
+    def keep(function: Any) -> Any:
+        kernels.append(made(function))
+        return {(1,): lambda given: None}
+
+    monkeypatch.setattr(triton, "jit", keep)
+    native.start_a_kernel(torch.device("cpu"))
+    source = ASTSource(kernels[0], {"given": "*fp32"}, {})
+    assert compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
 
 def test_auto_takes_what_the_device_has_and_the_rest_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("segpipe.losses.total._triton_builds", lambda: True)
+    monkeypatch.setattr(native, "triton_builds", lambda: True)
     found = {device: backend(LossConfig(), device) for device in ("cpu", "cuda", "mps")}
     assert found == {"cpu": "native", "cuda": "triton", "mps": "plain"}
     assert backend(LossConfig(name="package.module:Name"), "cuda") == "plain"
@@ -500,7 +572,7 @@ def test_auto_takes_what_the_device_has_and_the_rest_is_refused_by_name(
     ):
         backend(LossConfig(backend="native"), "cuda")
     monkeypatch.setattr(compiled, "library", lambda: None)
-    monkeypatch.setattr("segpipe.losses.total._triton_builds", lambda: False)
+    monkeypatch.setattr(native, "triton_builds", lambda: False)
     assert [backend(LossConfig(), device) for device in ("cpu", "cuda")] == [
         "plain",
         "plain",

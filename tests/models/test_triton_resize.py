@@ -6,7 +6,6 @@ The interpreter must be chosen before triton is imported, so another process run
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -17,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.gpu import compare_resize
 from ranks import launched
+from segpipe import native
 from segpipe.models import resize
 
 CPU = torch.device("cpu")
@@ -94,16 +95,17 @@ def far(found: Tensor | None, expected: Tensor | None) -> float:
     )
 
 
-def _interpreted(rank: int) -> tuple[list[list[float]], bool]:
-    """Differences of all cases, and whether the start check accepts the kernels."""
+def _interpreted(rank: int) -> list[list[float]]:
+    """Differences of all cases; gpu-check accepts the kernels."""
     os.environ["TRITON_INTERPRET"] = "1"
-    found = [differences(number) for number in range(len(CASES))]
-    return found, resize.gpu_kernels(CPU) is not None
+    from segpipe.models import triton_resize
+
+    compare_resize(triton_resize, CPU)
+    return [differences(number) for number in range(len(CASES))]
 
 
 def test_values_and_gradients_are_those_of_float64() -> None:
-    ((found, accepted),) = launched(1, _interpreted)
-    assert accepted, "the kernels failed their own start check"
+    (found,) = launched(1, _interpreted)
     assert len(found) == len(CASES)
     for case, (value, gradient, half, lost) in zip(CASES, found, strict=True):
         assert value < 2e-6, case
@@ -166,39 +168,38 @@ def test_what_a_cuda_graph_reads_outlives_the_caches(
     assert seen == [[False] * 8, [True] * 8]
 
 
-@pytest.fixture
-def unknown() -> Iterator[None]:
-    """Nothing known of the kernels, before and after."""
-    resize.gpu_kernels.cache_clear()
-    yield
-    resize.gpu_kernels.cache_clear()
-
-
-@pytest.mark.usefixtures("unknown")
-@pytest.mark.parametrize("fault", ["fails", "value", "gradient"])
-def test_products_take_its_place_where_it_fails_or_is_wrong(
+@pytest.mark.parametrize("fault", ["value", "gradient"])
+def test_gpu_check_names_kernels_that_are_wrong(
     monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     from segpipe.models import triton_resize
 
     def bilinear(x: Tensor, axes: Any, order: torch.memory_format) -> Tensor:
-        if fault == "fails":
-            raise RuntimeError("no driver")
         found = F.interpolate(x, tuple(len(axis.low) for axis in axes), mode="bilinear")
         return found + 1e-3 * (found if fault == "value" else found - found.detach())
 
     monkeypatch.setattr(triton_resize, "bilinear", bilinear)
-    with pytest.warns(
-        UserWarning, match={"fails": "no driver"}.get(fault, "not close")
-    ):
-        assert resize.gpu_kernels(CPU) is None
+    with pytest.raises(AssertionError, match="not close"):
+        compare_resize(triton_resize, CPU)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_products_take_its_place_where_triton_does_not_work(
+    monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
+    from segpipe.models import triton_resize
+
+    monkeypatch.setattr(native, "triton_builds", lambda: works)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    assert resize._kernels_for(torch.ones(1)) is (triton_resize if works else None)
+    assert resize._kernels_for(torch.ones(1).double()) is None
 
 
 def test_only_tensors_of_a_gpu_take_the_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        resize, "gpu_kernels", lambda device: pytest.fail("asked for the kernels")
+        native, "triton_builds", lambda: pytest.fail("asked for the kernels")
     )
     with resize.as_on_cuda():
         resize.bilinear(torch.randn(1, 2, 3, 4), (6, 8))

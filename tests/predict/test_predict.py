@@ -30,7 +30,6 @@ from segpipe.predict.predictor import of_exported, of_network
 from segpipe.train import checkpoint
 from segpipe.train.checkpoint import load_network
 from segpipe.train.metrics import confusion, miou
-from segpipe.train.validate import predict
 
 IMAGES = structured(3, SIZE, seed=5)
 
@@ -101,7 +100,7 @@ def record(out: Path) -> dict[str, Any]:
 def whole(run: Path, path: Path) -> np.ndarray:
     network = load_network(run)
     pixels = torch.from_numpy(read_image(str(path)))[None]
-    return predict(network.model, network.preprocess, pixels)[0].numpy()
+    return segment(network.model, network.preprocess, pixels, Inference())[0].numpy()
 
 
 def test_every_image_of_a_folder_gets_a_mask_and_an_overlay(
@@ -383,20 +382,18 @@ def test_evaluate_takes_views_and_changes_nothing_without_them(
     network = load_network(run)
     samples = open_samples(network.config.data, "val", 0)
 
-    def by_hand(how: Inference | None) -> float:
+    def by_hand(how: Inference) -> float:
         counts = torch.zeros(10, 10, dtype=torch.int64)
         for index in range(len(samples)):
             image, target = (
                 torch.from_numpy(part)[None] for part in samples.read(index)
             )
             given = (network.model, network.preprocess, image)
-            counts += confusion(
-                segment(*given, how) if how else predict(*given), target, 10
-            )
+            counts += confusion(segment(*given, how), target, 10)
         return miou(counts)
 
     plain = scored()
-    assert plain["miou"] == by_hand(None)
+    assert plain["miou"] == by_hand(Inference())
     assert "tta" not in plain
     views = scored("tta=[flip,0.75]")
     assert views["miou"] == by_hand(Inference(True, (1.0, 0.75))) != plain["miou"]

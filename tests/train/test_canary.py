@@ -452,26 +452,6 @@ def test_a_receiver_may_write_into_its_batches(plant: Plant) -> None:
     assert "image (y, x, channel)" in str(caught.value)
 
 
-def test_the_digests_are_those_of_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[Member, tuple[int, int]] = {}
-    original = Canary.hold
-
-    def spied(self, member, frame, made):
-        seen[member] = (made.image, made.target)
-        original(self, member, frame, made)
-
-    monkeypatch.setattr(Canary, "hold", spied)
-    for batch in batches(Augmenter(config(canary=1)), 1, steps=range(1)):
-        digests = (
-            digest_groups([[image] for image in batch.image]).tolist(),
-            digest_groups([[target] for target in batch.target]).tolist(),
-        )
-        for row, member in enumerate(
-            zip(batch.epoch.tolist(), batch.index.tolist(), strict=True)
-        ):
-            assert seen[member] == tuple(part[row] % 2**64 for part in digests)
-
-
 def test_nothing_is_kept_when_it_has_been_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tables import CAMVID
 from torch import Tensor
 
+from ranks import launched
 from runs import outcome, result, run, torch_restored
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import STREET
@@ -276,6 +278,34 @@ def test_frozen_parts_keep_their_bits_and_a_resumed_run_needs_no_file(
         == 2
     )
     assert "model.weights_sha256: " in capsys.readouterr().err
+
+
+def _in_its_folder(rank: int, folder: str, key: str, *changes: str) -> int:
+    """A rank of a run whose file of weights has the same name on the disk of every machine."""
+    os.chdir(Path(folder) / str(rank))
+    return run(Path(folder) / "run", f"{key}=start.pt", "train.steps=1", *changes)
+
+
+@pytest.mark.parametrize("key", ["model.weights", "loss.teacher"])
+def test_a_rank_with_another_file_of_that_name_is_refused_before_the_first_step(
+    pretrained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], key: str
+) -> None:
+    files = [tmp_path / str(rank) / "start.pt" for rank in range(2)]
+    for path in files:
+        path.parent.mkdir()
+    shutil.copy(pretrained / "last.pt", files[0])
+    torch.save(torch.load(files[0], weights_only=True), tmp_path / "other.pt")
+    (tmp_path / "other.pt").rename(files[1])  # the same tensors in other bytes
+    assert launched(2, _in_its_folder, str(tmp_path), key) == [2, 2]
+    said = capfd.readouterr().err
+    assert f"{key} = start.pt" in said
+    for rank, path in enumerate(files):
+        assert f"rank {rank} {sha256(path)[:12]}" in said
+    assert "Copy one file to all" in said
+    assert not (tmp_path / "run" / "last.pt").exists()
+    shutil.copy(*files)
+    changed = ("run.exists=replace",)
+    assert launched(2, _in_its_folder, str(tmp_path), key, *changed) == [0, 0]
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ from ranks import launched
 from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
 from segpipe.distributed.group import Group
-from segpipe.models import resize
 from segpipe.settings.config import from_mapping
 from segpipe.train.recorder import Watch
 from segpipe.train.state import build_state
@@ -79,8 +78,6 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams, launches and the backward of a GPU do nothing; gradients are zeros."""
     from triton.runtime.jit import JITFunction
 
-    from segpipe.models import triton_resize
-
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -92,7 +89,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         nn.Module, "to", lambda module, *args, **kwargs: module
     )  # its swap takes no fake tensors
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: None)
-    monkeypatch.setattr(resize, "gpu_kernels", lambda device: triton_resize)
+    monkeypatch.setattr("segpipe.native.triton_builds", lambda: True)
     monkeypatch.setattr("segpipe.train.step.valid_pixels", lambda target: 1)
     monkeypatch.setattr(torch.autocast, "__init__", lambda *args, **kwargs: None)
     monkeypatch.setattr(torch.autocast, "__enter__", lambda chosen: chosen)
