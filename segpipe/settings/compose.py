@@ -160,7 +160,9 @@ def _override(text: str, line: CommandLine) -> str:
     is_entry = ".".join(key.split(".")[:2]) in MAPPINGS
     if is_entry:
         if not line.sweeps:
-            _parsed(key, value, "{name: value}")
+            entries = _parsed(key, value, "{name: value}").value()
+            if key in SETTINGS:
+                valid_values({key: SETTINGS[key]}, {key: entries})
         return f"++{key}={value}"
     if key not in SETTINGS and key not in GROUPS:
         raise ConfigError(no_setting(key))

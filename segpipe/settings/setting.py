@@ -159,7 +159,8 @@ class Setting:
     def _is_choice(self, name: str) -> bool:
         if not self.choices or name in self.choices or (self.plugin and ":" in name):
             return True
-        return bool(re.fullmatch(self.family[1], name))
+        # The family of a setting without one matches the empty text.
+        return bool(name and re.fullmatch(self.family[1], name))
 
 
 Settings = Mapping[str, Setting]

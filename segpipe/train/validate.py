@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from segpipe import IGNORE_INDEX
 from segpipe.data.loader import eval_images
+from segpipe.errors import NumericsError
 from segpipe.losses import compiled
 from segpipe.losses.fused import ClassHead
 from segpipe.models.preprocess import Preprocess
@@ -116,11 +117,16 @@ def validate(
     own = range(group.rank, len(samples), group.world_size)
 
     @torch.inference_mode()
-    def score(image: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def score(name: str, image: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         if answer:
             pred = answer(model, preprocess, image)
             return confusion(pred, target, num_classes), torch.zeros(BINS, 4)
         logits = _logits(model, preprocess, image, precision)
+        if not logits.isfinite().all():
+            raise NumericsError(
+                f"the logits of {name} are not finite, so the network has no score. Train with a lower optim.lr, or "
+                f"with optim.clip_norm=5."
+            )
         corners = model.align_corners
         _, counts = classes_and_confusion(
             logits, target, align_corners=corners, backend=backend
@@ -138,7 +144,8 @@ def validate(
         cache=cache,
     )
     for index, image, target in images:
-        counts, bins = score(image.to(group.device), target.to(group.device))
+        name = samples.name(index)
+        counts, bins = score(name, image.to(group.device), target.to(group.device))
         own_found[index] = counts.cpu(), bins
         progress(len(own_found), len(own))
     merged: dict[int, tuple[Tensor, Tensor]] = {}

@@ -84,6 +84,8 @@ def test_every_misspelled_override_names_the_right_one(prefix: str) -> None:
         ("experiment=no", "experiment = no is not one of"),
         ("experiment=null", "experiment = null is not one of"),
         ("data={name: x}", "data = {name: x} is not one of"),
+        ('loss.backend=""', "loss.backend = '' is not one of auto, native"),
+        ("model.args=0", "model.args = 0, but a mapping such as"),
         ("optim=5", "optim"),
         ("optim.lr", "'optim.lr' is not of the form key=value."),
         ("optim.lrr", "Did you mean optim.lr?"),

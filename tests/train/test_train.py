@@ -751,6 +751,17 @@ def test_validation_counts_every_image_once(world_size: int) -> None:
     assert torch.equal(total, found(ranks[0]).total)
 
 
+def test_a_network_that_overflowed_in_its_last_update_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loss of that update was finite; the network's answers after it are not."""
+    changes = ("train.steps=1", "optim.warmup_steps=0", "train.precision=fp32")
+    assert run(tmp_path / "run", *changes, "optim.lr=1e30") == 6
+    assert "the logits of val_000000 are not finite" in told(capsys)
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert run(tmp_path / "control", *changes, "optim.lr=1e-3") == 0
+
+
 def test_ranks_that_see_different_checkpoints_are_told_apart() -> None:
     """As on machines without a common disk: one would resume, the other start anew."""
     rank = Rank(0, 2)
