@@ -160,9 +160,7 @@ def _override(text: str, line: CommandLine) -> str:
     is_entry = ".".join(key.split(".")[:2]) in MAPPINGS
     if is_entry:
         if not line.sweeps:
-            entries = _parsed(key, value, "{name: value}").value()
-            if key in SETTINGS:
-                valid_values({key: SETTINGS[key]}, {key: entries})
+            _check_value(key, value)
         return f"++{key}={value}"
     if key not in SETTINGS and key not in GROUPS:
         raise ConfigError(no_setting(key))
@@ -178,10 +176,16 @@ def _override(text: str, line: CommandLine) -> str:
                 f"{key} = {value} is not one of {', '.join(valid)}.{nearest(value, valid)}"
             )
         return text
-    entry = SETTINGS[key]
-    if "${" not in value and value != "???":
-        valid_values({key: entry}, {key: _value(entry, value)})
-    return f"{key}={quoted(value) if entry.is_text else value}"
+    _check_value(key, value)
+    return f"{key}={quoted(value) if SETTINGS[key].is_text else value}"
+
+
+def _check_value(key: str, text: str) -> None:
+    """Raise ConfigError unless `text` is a value of the setting `key`, or of an entry of a mapping."""
+    if key not in SETTINGS:
+        _parsed(key, text, "{name: value}")
+    elif "${" not in text and text != "???":
+        valid_values(SETTINGS, {key: _value(SETTINGS[key], text)})
 
 
 def _parsed(key: str, text: str, example: str) -> Override:
