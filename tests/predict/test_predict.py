@@ -189,7 +189,7 @@ def test_bad_files_are_named_and_the_rest_is_predicted(
         if name not in told.err
     ] == []
     *problems, left_out = told.err.splitlines()
-    assert left_out.startswith("files of other types")
+    assert left_out.startswith("skipped files of other types")
     assert json.loads(told.out)["problems"] == 4
     assert json.loads(told.out)["images"] == 5
     assert len(record(out)["predictions"]) == 5

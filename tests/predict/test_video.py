@@ -198,7 +198,7 @@ def test_a_stream_is_read_to_its_end_its_time_or_ctrl_c(
     assert (camera.live, camera.name) == ("0", "camera0")
     (tmp_path / "0").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match="no image and no video"):  # a folder, then
+    with pytest.raises(DataError, match="no images or videos"):  # a folder, then
         find("0", tmp_path / "out")
 
 
