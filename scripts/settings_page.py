@@ -21,7 +21,7 @@ This page is generated: `make docs`.
 
 
 def all_pages() -> str:
-    """The help of segpipe and of every command: the whole command line as text."""
+    """The help of segpipe and of every command, as text."""
     pages = [overview(), *(page(name) for name in COMMANDS)]
     return "\n\n\n".join(pages) + "\n"
 

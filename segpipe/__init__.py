@@ -9,16 +9,16 @@ from typing import Any
 
 __version__ = "0.3.0"
 
-IGNORE_INDEX = 255  # class id in a target (uint8) that neither loss nor metric counts
-# Of segpipe.cli.api, which is imported when one of them is asked for.
+IGNORE_INDEX = 255  # class id in a target (uint8) that losses and metrics ignore
+# Names of segpipe.cli.api, which is imported when one of them is accessed.
 API = ("RunResult", "compare", "configuration", "evaluate", "load")
 
 
 class CallableRoom(ModuleType):
-    """A room that has the name of a function: `segpipe.train(...)` trains, segpipe.train.step is a module."""
+    """A package that is also callable: `segpipe.train(...)` trains, segpipe.train.step is a module."""
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """What the function of segpipe.cli.api returns."""
+        """Calls the function of this name in segpipe.cli.api."""
         name = self.__name__.rpartition(".")[2]
         return getattr(import_module("segpipe.cli.api"), name)(*given, **named)
 

@@ -4,9 +4,9 @@
 
 A plug-in: copy this file to the folder in which you run the command.
 
-Below the root: SPLIT.csv with the columns image and mask (paths below the root), classes.yaml, and the files. A sample
-is found by its index, so order and keys are those of the same files on a disk. Objects are taken as unchanging: an
-object that is in the cache is not asked for again.
+Below the root: SPLIT.csv with the columns image and mask (paths below the root), classes.yaml, and the files. Samples
+are addressed by index, so order and keys are those of the same files on a disk. Objects are assumed immutable: a cached
+object is not requested again.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from segpipe.errors import DataError
 
 
 class Bucket:
-    """A split of a data set at a URL of fsspec; `cache` is a local folder for the objects that were read."""
+    """A split of a data set at an fsspec URL; `cache` is a local folder for the objects that were read."""
 
     def __init__(self, root: str, split: str, cache: str) -> None:
         self.root = root.rstrip("/")
         digest = hashlib.sha256(self.root.encode()).hexdigest()[
             :8
-        ]  # s3://a-b and s3://a_b are two data sets
+        ]  # s3://a-b and s3://a_b are different data sets
         self.cache = Path(cache).expanduser() / "-".join(
             [re.sub(r"\W+", "_", self.root), digest]
         )
@@ -61,7 +61,7 @@ class Bucket:
         for before, row in pairwise(rows):
             if _name(before["image"]) == _name(row["image"]):
                 raise DataError(
-                    f"{self.root}/{split}.csv has {_name(row['image'])} twice. Leave one of them."
+                    f"{self.root}/{split}.csv has {_name(row['image'])} twice. Keep one of them."
                 )
         self.objects = [(row["image"], row["mask"]) for row in rows]
         pairs = (
@@ -89,13 +89,13 @@ class Bucket:
         return self.samples.name(index)
 
     def read(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Image and train ids, as of files on a disk. Raises DataError naming the object."""
+        """Image and train ids, as from files on a disk. Raises DataError that names the object."""
         for name in self.objects[index]:
             self._fetched(name)
         return self.samples.read(index)
 
     def size(self, index: int) -> tuple[int, int]:
-        """Height and width by the columns height and width of SPLIT.csv; without them, those of the first sample."""
+        """Height and width from the columns of SPLIT.csv; without them, those of the first sample."""
         return self.sizes[index]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,17 +104,17 @@ class Bucket:
     def _local(self, name: str) -> Path:
         path = (self.cache / name).resolve()
         if not path.is_relative_to(self.cache.resolve()):
-            raise DataError(f"{self.root}: {name} leads out of the data set.")
+            raise DataError(f"{self.root}: {name} leads outside the data set.")
         return path
 
     def _fetched(self, name: str) -> Path:
-        """Local copy of an object, which is whole or absent: many processes may read it at once."""
+        """Path of the local copy of an object, complete or absent: many processes may read it at once."""
         path = self._local(name)
         if path.is_file():
             return path
         try:
             content = self._files().cat_file(f"{self.root}/{name}")
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # each file system has its own errors
             raise DataError(
                 f"{self.root}/{name} cannot be read: {type(error).__name__}: {error}."
             ) from error
@@ -142,5 +142,5 @@ class Bucket:
 
 
 def _name(image: str) -> str:
-    """Of a sample, which orders them as those of files on a disk: `a.png` before `a-1.png`."""
+    """Name of a sample; sorts as files on a disk: `a.png` before `a-1.png`."""
     return Path(image).with_suffix("").as_posix()

@@ -87,7 +87,7 @@ class Folder {
     for (const auto& [name, digest] : sums_) read(name);
   }
 
-  // Content of a listed file, after comparing these very bytes with their checksum.
+  // Content of a listed file, after comparing these bytes with their checksum.
   std::string read(const std::string& name) const {
     require(sums_.count(name) == 1, kAltered, "SHA256SUMS does not list " + name + ". Export again.");
     std::ifstream file(path_ / name, std::ios::binary);
@@ -135,13 +135,13 @@ inline Frames golden(const Folder& folder, const std::string& name) {
 using Golden = std::array<Frames, 3>;  // image, mask, confidence
 struct Answer { std::string mask, confidence; };
 using Run = std::function<Answer(const uint8_t* image)>;
-struct Model { std::string manifest; Run run; };  // the manifest is the one inside the model file
+struct Model { std::string manifest; Run run; };  // the manifest inside the model file
 
 // Whether the answer to one golden frame is close enough. Prints the difference and the median time of `runs` runs.
 inline bool compare(const Run& run, size_t index, int runs, const Golden& frames, double share, int step) {
   std::vector<double> times;
   Answer answer;
-  for (int turn = -3; turn < runs; ++turn) {  // the first runs plan memory and do not count
+  for (int turn = -3; turn < runs; ++turn) {  // the first runs plan memory and are not timed
     const auto begin = std::chrono::steady_clock::now();
     try {
       answer = run(frames[0].at(index));
@@ -152,7 +152,7 @@ inline bool compare(const Run& run, size_t index, int runs, const Golden& frames
     if (turn >= 0) times.push_back(time.count());
   }
   const bool sizes = answer.mask.size() == frames[1].size() && answer.confidence.size() == frames[2].size();
-  require(sizes, kOtherAnswers, "The answers have another size than golden/.");
+  require(sizes, kOtherAnswers, "The answers differ in size from golden/.");
   size_t equal = 0;
   int widest = 0;
   for (size_t i = 0; i < frames[1].size(); ++i) equal += uint8_t(answer.mask[i]) == frames[1].at(index)[i];
@@ -177,17 +177,17 @@ int self_test(int argc, char** argv, const std::string& file, const Open& open) 
   // Written so that NaN fails.
   require(share >= 0.999 && share <= 1 && step >= 0 && step <= 1, kAltered, "golden limits are not those of fp32.");
   const bool known = manifest.find(kFormat) < manifest.find(kProfile) && manifest.find(kProfile) < manifest.size();
-  require(known, kAltered, "the manifest is of another format or profile; segpipe-export/3, robot was needed.");
+  require(known, kAltered, "the manifest has another format or profile; segpipe-export/3, robot was needed.");
   const Golden frames = {golden(folder, "image"), golden(folder, "mask"), golden(folder, "confidence")};
   const int64_t count = frames[0].shape[0];
   require(count == frames[1].shape[0] && count == frames[2].shape[0], kAltered, "golden/ has images without answers.");
   const Model model = open(folder.read(file), frames);
   const bool mixed = entry(model.manifest, "source", "ema_digest") != weights;
-  require(!mixed, kAltered, file + " holds other weights than the manifest describes. Copy the whole folder again.");
+  require(!mixed, kAltered, file + " holds weights that the manifest does not describe. Copy the whole folder again.");
   bool same = true;
   for (size_t index = 0; index < static_cast<size_t>(count); ++index)
     same = compare(model.run, index, runs, frames, share, step) && same;
-  require(same, kOtherAnswers, file + " gives other answers on this machine than where it was exported.");
+  require(same, kOtherAnswers, file + " gives different answers on this machine than where it was exported.");
   return 0;
 } catch (const Failure& failure) {
   return std::fprintf(stderr, "%s\n", failure.what.c_str()), failure.exit_code;

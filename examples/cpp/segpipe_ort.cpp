@@ -1,5 +1,5 @@
 // Repeats the golden answers of an exported folder with ONNX Runtime on one CPU thread.
-//   segpipe_ort FOLDER [RUNS]       exit code 0 ok, 2 usage, 4 other answers, 7 altered files
+//   segpipe_ort FOLDER [RUNS]       exit code 0 ok, 2 usage, 4 different answers, 7 altered files
 #include <onnxruntime_cxx_api.h>
 
 #include <memory>
@@ -9,7 +9,7 @@
 static Ort::Value tensor_of(const void* bytes, size_t size, std::vector<int64_t> shape) {
   static const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
   shape[0] = 1;
-  // A view. The API takes no const pointer, but does not write to inputs.
+  // A view. The API does not take const pointers, but does not write to inputs.
   auto* start = static_cast<uint8_t*>(const_cast<void*>(bytes));
   return Ort::Value::CreateTensor<uint8_t>(memory, start, size, shape.data(), shape.size());
 }

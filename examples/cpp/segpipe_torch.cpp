@@ -1,5 +1,5 @@
 // Repeats the golden answers of an exported folder with libtorch on one CPU thread.
-//   segpipe_torch FOLDER [RUNS]     exit code 0 ok, 2 usage, 4 other answers, 7 altered files
+//   segpipe_torch FOLDER [RUNS]     exit code 0 ok, 2 usage, 4 different answers, 7 altered files
 #include <ATen/Parallel.h>
 #include <torch/script.h>
 
@@ -23,7 +23,7 @@ static segpipe::Model open_model(const std::string& bytes, const segpipe::Golden
   shape[0] = 1;
   return {inside["manifest.json"], [module, shape](const uint8_t* image) {
             const c10::InferenceMode guard;
-            // A view. torch takes no const pointer, but the network does not write to its input.
+            // A view. torch does not take const pointers, but the network does not write to its input.
             const at::Tensor input = torch::from_blob(const_cast<uint8_t*>(image), shape, torch::kUInt8);
             const auto answer = module->forward({input}).toTuple();
             return segpipe::Answer{bytes_of(answer->elements().at(0)), bytes_of(answer->elements().at(1))};

@@ -1,10 +1,10 @@
-"""A training that loses a machine, goes on without it, and takes it back: `make elastic-demo`, about 2 minutes.
+"""A training run that loses a machine, continues without it, and takes it back: `make elastic-demo`, about 2 minutes.
 
     python examples/elastic/demo.py [FOLDER]
 
-Two launchers of this host stand for two machines. One is killed with all its processes and started again later. The
-weights must be those of a training that nothing disturbed. Runs go to FOLDER (runs/elastic). Exit codes: 0 they are, 1
-they are not, or something did not happen.
+Two launchers on this host stand for two machines. One is killed with all its processes and restarted later. The weights
+must equal those of an undisturbed run. Runs go to FOLDER (runs/elastic). Exit codes: 0 they are equal, 1 they differ,
+or an event did not happen.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from segpipe.ledger.rows import read_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 240  # for each event
-# Seconds after which torchrun takes a silent machine for lost, and waits for further ones; for two on one host.
+# Seconds until torchrun considers a silent machine lost, and waits for more machines; for two on one host.
 PATIENCE = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"
 RECIPE = (
     "model=fast_scnn", "data=synthetic", "data.size=[96,128]", "data.num_train=64", "data.num_val=4", "data.workers=1",
@@ -44,7 +44,7 @@ RECIPE = (
 
 @dataclass
 class Demo:
-    """The training on two machines, and what happened to it."""
+    """The training on two machines, and its events."""
 
     folder: Path
     console: Console
@@ -56,7 +56,7 @@ class Demo:
     events: list[tuple[str, float]] = field(default_factory=list)
 
     def story(self) -> bool:
-        """Whether both trainings have the same digests, and the machine was missed and taken back."""
+        """Whether both runs have the same digests, and the machine was lost and taken back."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -81,9 +81,9 @@ class Demo:
             ),
         )
         self._kill("B")
-        begun = self._step() + 3  # what was under way may still be written
+        begun = self._step() + 3  # steps in progress may still be written
         self._wait(
-            "B is killed; A goes on alone",
+            "B is killed; A continues alone",
             lambda: self._sizes()[-1:] == [1] and self._step() > begun,
         )
         begun = self._step()
@@ -91,7 +91,7 @@ class Demo:
             f"{self.after} steps later", lambda: self._step() > begun + self.after
         )
         self._start("B")
-        self._wait("B is started again; both train", lambda: self._sizes()[-1:] == [2])
+        self._wait("B is restarted; both train", lambda: self._sizes()[-1:] == [2])
         self._wait("the end", lambda: (self.folder / "two" / "result.json").is_file())
         self._wait(
             "both launchers end",
@@ -99,7 +99,7 @@ class Demo:
         )
 
     def _start(self, name: str) -> None:
-        """A machine's launcher. That of A holds the meeting point."""
+        """Start a machine's launcher. A's hosts the rendezvous."""
         words = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3",
             "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{self.port}", "--rdzv-id=elastic",
@@ -112,7 +112,7 @@ class Demo:
             )
 
     def _variables(self) -> dict[str, str]:
-        # Without it a machine that comes back waits for an address that torchrun wrote down for the first round alone.
+        # Otherwise a machine that comes back waits for an address that torchrun stored only for the first round.
         return {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -163,7 +163,7 @@ class Demo:
         return [each.header.world_size for each in read_file(path).sessions]
 
     def _wait(self, event: str, what: Callable[[], bool]) -> None:
-        """Until `what` is true; notes how long that took. Raises TimeoutError."""
+        """Wait until `what` is true; records how long it took. Raises TimeoutError."""
         begun = time.monotonic()
         while not what():
             over = time.monotonic() - begun > PATIENCE_S
@@ -176,7 +176,7 @@ class Demo:
         self.console.print(f"{event}: {self.events[-1][1]:.0f} s")
 
     def _told(self) -> bool:
-        """Print both digests; whether all was as it should be."""
+        """Print both digests; returns whether everything was as expected."""
         table = Table("training", "processes", "weights_digest", "ema_digest")
         results = [
             json.loads((self.folder / name / "result.json").read_text())
@@ -205,7 +205,7 @@ def main() -> int:
     except TimeoutError as error:
         console.print(str(error))
         passed = False
-    console.print("the same weights" if passed else "not as it should be")
+    console.print("the same weights" if passed else "not as expected")
     return 0 if passed else 1
 
 

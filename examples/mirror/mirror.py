@@ -1,14 +1,14 @@
-"""Copies of a run on object storage after each checkpoint, and back from there on an empty machine.
+"""Copies a run to object storage after each checkpoint, and restores it on an empty machine.
 
     MIRROR=s3://bucket/runs segpipe train ... run.name=NAME track.name=mirror:Mirror
     MIRROR=s3://bucket/runs python mirror.py NAME [runs]     # then the same command with run.exists=resume
 
-A plug-in: copy this file to the folder in which you run the command. The URL is of any file system that fsspec knows
-(pip install s3fs, gcsfs or adlfs), which finds its own credentials.
+A plug-in: copy this file to the folder in which you run the command. The URL may be of any file system that fsspec
+supports (pip install s3fs, gcsfs or adlfs), which finds its own credentials.
 
-A copy is what a SIGKILL would have left: last.pt first, then the files that go on beyond it. Each file is an object
-that is named by its SHA-256; manifest.json, written after all of them, names the objects of a copy. So a copy that was
-cut off leaves the one before it.
+A copy is what a SIGKILL would have left: last.pt first, then the files that extend beyond it. Each file is an object
+named by its SHA-256; manifest.json, written after all of them, lists the objects of a copy. So an interrupted copy
+leaves the previous one intact.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FIRST, MANIFEST = "last.pt", "manifest.json"
 TRIES, WAIT_S = (
     3,
     5.0,
-)  # of a copy, and between them; then the next checkpoint is waited for
+)  # attempts at a copy and seconds between them; after that, the next checkpoint tries again
 NOT_COPIED = ("run.lock",)
 
 
 class Mirror:
-    """A tracker that copies the folder of a run to $MIRROR/NAME whenever its last.pt is another one."""
+    """A tracker that copies the folder of a run to $MIRROR/NAME whenever its last.pt has changed."""
 
     def on_start(self, config: Any, step: int) -> None:
         url = os.environ.get("MIRROR")
@@ -54,12 +54,12 @@ class Mirror:
         self._copy()
 
     def _copy(self) -> bool:
-        """Whether a copy is there. A file system that fails must not end the copies to come."""
+        """Copy the folder; returns whether it succeeded. A file system error must not end later copies."""
         for attempt in range(TRIES):
             try:
                 copy(self.folder, self.store, self.root)
                 return True
-            except Exception as error:  # each file system has errors of its own
+            except Exception as error:  # each file system has its own errors
                 told = f"{self.root} was not written: {type(error).__name__}: {error}"
                 print(told, file=sys.stderr)
                 if attempt + 1 < TRIES:
@@ -68,13 +68,13 @@ class Mirror:
 
 
 def opened(url: str, name: str) -> tuple[Any, str]:
-    """The file system of a URL, and where the run NAME lies in it."""
+    """The file system of a URL, and the path of the run NAME in it."""
     store, root = fsspec.url_to_fs(url)
     return store, f"{root.rstrip('/')}/{name}"
 
 
 def copy(folder: Path, store: Any, root: str) -> None:
-    """Write the objects that are not there yet, then the manifest; remove those that it does not name."""
+    """Write missing objects, then the manifest; remove objects that it does not list."""
     store.makedirs(f"{root}/objects", exist_ok=True)
     store.invalidate_cache()
     there = {Path(path).name for path in store.find(f"{root}/objects")}
@@ -95,16 +95,16 @@ def copy(folder: Path, store: Any, root: str) -> None:
 
 
 def wanted(path: Path) -> bool:
-    """Neither the lock of this machine nor a file that is being written."""
+    """Whether to copy a file: not the lock of this machine, nor a file that is being written."""
     return (
         path.is_file() and path.name not in NOT_COPIED and not path.name.startswith(".")
     )
 
 
 def restore(store: Any, root: str, folder: Path) -> int:
-    """Write the folder of the copy, whole or not at all; returns the number of files.
+    """Restore the copied folder, completely or not at all; returns the number of files.
 
-    Raises FileExistsError when there is a folder, and ValueError for an object with other bytes than its name says.
+    Raises FileExistsError when the folder exists, and ValueError for an object whose bytes do not match its name.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists. Remove it, or restore into another.")
@@ -114,10 +114,10 @@ def restore(store: Any, root: str, folder: Path) -> int:
     for name, digest in names.items():
         path = (aside / name).resolve()
         if not path.is_relative_to(aside.resolve()):
-            raise ValueError(f"{root}/{MANIFEST}: {name} leads out of the run.")
+            raise ValueError(f"{root}/{MANIFEST}: {name} leads outside the run.")
         content = store.cat_file(f"{root}/objects/{digest}")
         if hashlib.sha256(content).hexdigest() != digest:
-            raise ValueError(f"{root}/objects/{digest} has other bytes: {name}.")
+            raise ValueError(f"{root}/objects/{digest} has altered bytes: {name}.")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     aside.replace(folder)
@@ -136,7 +136,7 @@ def main(arguments: list[str], told: Callable[[str], object] = print) -> int:
     except (ImportError, OSError, ValueError) as error:
         told(f"{type(error).__name__}: {error}")
         return 2
-    told(f"{folder}: {number} files. Go on with run.exists=resume.")
+    told(f"{folder}: {number} files. Continue with run.exists=resume.")
     return 0
 
 

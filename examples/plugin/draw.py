@@ -14,7 +14,7 @@ COLORS = {1: (40, 160, 230), 2: (60, 60, 200)}  # BGR of crates and persons
 
 
 def draw(folder: Path, num: dict[str, int]) -> None:
-    """Images, masks and pairs.csv."""
+    """Write images, masks and pairs.csv."""
     folder.mkdir(parents=True, exist_ok=True)
     draws = np.random.default_rng(0)
     rows = []

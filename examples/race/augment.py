@@ -1,7 +1,7 @@
-"""An augmentation with a silent bug, and the same without it: both rotate image and target by a random angle.
+"""An augmentation with a silent bug, and one without it: both rotate image and target by a random angle.
 
 The bug: the angle is stored in a module-level object. One call draws it, and the next call uses it. The result depends
-on which samples this process has seen before, and on its threads, not on the sample's own seeded random numbers.
+on the samples that this process saw before, and on its threads, not on the sample's own seeded random numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def turned(picture: Uint8, angle: float, *, smooth: bool) -> Uint8:
 
 
 class Augmentor:
-    """Rotates by the angle that it stores."""
+    """Rotates by its stored angle."""
 
     def __init__(self) -> None:
         self.angle = 0.0

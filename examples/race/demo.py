@@ -1,9 +1,9 @@
-"""What shared state in an augmentation does to a training, and how segpipe finds it: `make race-demo`, under 2 minutes.
+"""Shows what shared state in an augmentation does to training, and how segpipe finds it: `make race-demo`, under 2 min.
 
     python examples/race/demo.py [FOLDER]
 
-Trains for some seconds with the bug and without it. Writes the runs and a picture to FOLDER (runs/race). Exit codes: 0
-everything happened as described, 1 something did not.
+Trains for a few seconds with the bug and without it. Writes the runs and a picture to FOLDER (runs/race). Exit codes: 0
+everything went as described, 1 something did not.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ BUG = (
 )
 CHECK = "Before the first step, segpipe checks that every transform is a pure function of sample and key:"
 CANARY = (
-    "Now without that check. During the training, segpipe lets another process repeat one sample in {every} (by "
-    "default one in 1000; this training is short), and compares it with what the network was given:"
+    "Now without that check. During training, another process of segpipe repeats one sample in {every} (by default one "
+    "in 1000; this training is short) and compares it with the network's input:"
 )
-REPAIR = "Without the bug, a call draws the angle that it uses. The ordinary trainer, three times:"
+REPAIR = "Without the bug, each call draws the angle that it uses. The ordinary trainer trains three times:"
 FIXED = "And segpipe, with the check and with repeated samples:"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Size of the trainings."""
+    """Sizes of the training runs."""
 
     num: int = 64  # samples
     size: tuple[int, int] = (96, 192)  # height, width
@@ -57,14 +57,14 @@ class Sizes:
         2,
         2,
         3,
-    )  # of the three trainings of the ordinary trainer
+    )  # of the ordinary trainer's three runs
     steps: int = 12  # of segpipe, 16 samples each
     canary: int = 20
 
 
 @dataclass(frozen=True)
 class Demo:
-    """The parts of the demo; each returns whether the result was as expected."""
+    """The parts of the demo; each returns whether its result was as expected."""
 
     console: Console
     start: Callable[
@@ -97,7 +97,7 @@ class Demo:
         self.console.print(Panel(text, title=title, title_align="left"))
 
     def _ordinary(self, change: plain.Augment) -> int:
-        """Number of samples that differed between the trainings; saves a picture of one."""
+        """Number of samples that differ between the runs; saves a picture of one."""
         sizes = self.sizes
         samples = SyntheticSamples(0, "train", sizes.num, sizes.size)
         first, *others = [
@@ -150,7 +150,7 @@ class Demo:
         )
 
     def _segpipe(self, expected: int, name: str, *changes: str) -> bool:
-        """Whether a training by segpipe ended with the exit code `expected`."""
+        """Whether segpipe's training ended with the exit code `expected`."""
         command = f"$ python examples/race/start.py {' '.join(changes)} ..."
         self.console.print(command, style="bold", markup=False, soft_wrap=True)
         code, said = self.start([*self._settings(), f"run.name={name}", *changes])
@@ -227,7 +227,7 @@ def main(arguments: list[str]) -> int:
         nargs="?",
         type=Path,
         default=HERE.parents[1] / "runs" / "race",
-        help="of the runs",
+        help="folder for the runs",
     )
     folder = parser.parse_args(arguments).folder
     console = Console(highlight=False)
@@ -237,10 +237,10 @@ def main(arguments: list[str]) -> int:
     verdict = (
         "Found at the start and during the run; silent once fixed."
         if fine
-        else "Something went differently."
+        else "Something did not go as described."
     )
     console.print(
-        f"\n{verdict} See docs/race.md for what is guaranteed.",
+        f"\n{verdict} docs/race.md lists what is guaranteed.",
         style="bold green" if fine else "bold red",
     )
     return 0 if fine else 1

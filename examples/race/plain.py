@@ -25,7 +25,7 @@ THREADS = 4  # per worker, to load the samples of a batch in parallel
 
 @dataclass
 class Trained:
-    """Last loss of a training, and every sample as the network saw it."""
+    """Last loss of a training run, and every sample as the network saw it."""
 
     loss: float = 0.0
     seen: dict[Member, Pair] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Frames(Dataset[Any]):
 def train(
     samples: Samples, augment: Augment, *, workers: int, epochs: int, batch: int = 8
 ) -> Trained:
-    """Train a small network; the order of the samples is always the same."""
+    """Train a small network; the sample order is always the same."""
     torch.manual_seed(0)
     network = nn.Sequential(
         nn.Conv2d(3, 16, 3, stride=2, padding=1),

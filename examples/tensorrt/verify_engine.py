@@ -1,13 +1,13 @@
-"""Builds a TensorRT engine from an exported folder and holds it to the gates of the export, on the machine that has it.
+"""Builds a TensorRT engine from an exported folder and checks it with the gates of the export, on the target machine.
 
     python examples/tensorrt/verify_engine.py runs/NAME runs/NAME/export [model.plan] [export.images=N ...]
 
-The settings are those of segpipe verify, where the export was given others than the run.
+Give the settings of segpipe verify that the export changed from those of the run.
 
-Export with export.profile=isaac: TensorRT has uint8 at the edge of a network only. First the graph is compared with
-TensorRT's rules, then every ONNX file of the folder passes G1 to G5 in TensorRT (the limits of its precision), then the
-golden frames. Only then is model.plan written, the very engine that passed: kernels are chosen by their time, so a
-second build may be another engine. It needs segpipe, torch with CUDA and tensorrt (10 or later).
+Export with export.profile=isaac: TensorRT supports uint8 only at inputs and outputs of a network. The graph is checked
+against TensorRT's rules, then every ONNX file of the folder must pass G1 to G5 in TensorRT (with the limits of its
+precision), then the golden frames. Only then is model.plan written, the same engine that passed: TensorRT selects
+kernels by timing, so a second build may differ. Needs segpipe, torch with CUDA and tensorrt (10 or later).
 
 Exit codes: 0 verified, 2 usage, TensorRT missing or a graph that it cannot run, otherwise those of segpipe verify.
 Written from NVIDIA's documentation and tested with a stand-in for tensorrt: it has not run on a GPU.
@@ -42,10 +42,10 @@ Array = NDArray[Any]
 
 
 def rule_problems(model: onnx.ModelProto) -> list[str]:
-    """What TensorRT cannot run in this graph, one sentence each.
+    """Parts of the graph that TensorRT cannot run, one sentence each.
 
-    uint8 exists as an input that is cast to float at once, and as an output that was cast from float. A quantised graph
-    needs int8 with zero points of 0.
+    uint8 is allowed only for an input that is directly cast to float, and for an output that was cast from float. A
+    quantised graph needs int8 with zero point 0.
     """
     graph = onnx.shape_inference.infer_shapes(model).graph
     types = {
@@ -59,7 +59,7 @@ def rule_problems(model: onnx.ModelProto) -> list[str]:
         writes = [name for name in node.output if types.get(name) == _UINT8]
         if node.op_type in ("QuantizeLinear", "DequantizeLinear") and (reads or writes):
             found.append(
-                f"{node.op_type} {node.name} quantises to uint8, but TensorRT has int8 with zero point 0 only."
+                f"{node.op_type} {node.name} quantises to uint8, but TensorRT only has int8 with zero point 0."
             )
         elif reads and not (
             node.op_type == "Cast" and types.get(node.output[0]) in _FLOATS
@@ -71,7 +71,7 @@ def rule_problems(model: onnx.ModelProto) -> list[str]:
             node.op_type == "Cast" and types.get(node.input[0]) in _FLOATS
         ):
             found.append(
-                f"{node.op_type} {node.name} writes uint8 from another type than float."
+                f"{node.op_type} {node.name} writes uint8 from a type other than float."
             )
     return found
 
@@ -85,9 +85,9 @@ def require_rules(model: onnx.ModelProto) -> None:
 
 
 class TensorRt:
-    """An ONNX file as a TensorRT engine, as `segpipe.runtime.engines.Engine`; a run cannot be ended before its time.
+    """An ONNX file as a TensorRT engine, a `segpipe.runtime.engines.Engine`; a run cannot be cancelled.
 
-    Each file is built once in a process.
+    Each file is built once per process.
     """
 
     plans: ClassVar[dict[bytes, bytes]] = {}  # by content of the ONNX file
@@ -103,7 +103,7 @@ class TensorRt:
         import tensorrt as trt
 
         self._trt, self.described = trt, f"tensorrt {trt.__version__}"
-        # A probe's further outputs have no type in the file.
+        # The extra outputs of a probe have no type in the file.
         self._model = onnx.shape_inference.infer_shapes(onnx.load_from_string(model))
         require_rules(self._model)
         self.plan = self.plans[model] if model in self.plans else self._build()
@@ -130,7 +130,7 @@ class TensorRt:
         trt = self._trt
         logger = trt.Logger(trt.Logger.ERROR)
         builder = trt.Builder(logger)
-        # Types as in the file: fp16 and int8 were made and verified before, and nothing is lowered here.
+        # Types as in the file: the export made fp16 and int8; TensorRT must not lower precision.
         typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
         network = builder.create_network(0 if typed is None else 1 << int(typed))
         parser = trt.OnnxParser(network, logger)
@@ -154,7 +154,7 @@ class TensorRt:
     def prepare(
         self, outputs: list[str]
     ) -> tuple[Callable[[Array], list[Array]], Callable[[], None]]:
-        """A run of one input batch for these outputs, and a function that does nothing."""
+        """A function that runs one input batch for these outputs, and one that does nothing."""
 
         def run(batch: Array) -> list[Array]:
             given = torch.from_numpy(np.ascontiguousarray(batch)).to(DEVICE)
@@ -182,7 +182,7 @@ class TensorRt:
 
 
 def golden_agreement(engine: TensorRt, folder: Path, profile: str) -> float:
-    """Least share of equal mask pixels over the golden frames."""
+    """Lowest share of equal mask pixels over the golden frames."""
     run, _ = engine.prepare(["mask"])
     images, masks = (
         np.load(folder / "golden" / f"{name}.npy") for name in ("image", "mask")

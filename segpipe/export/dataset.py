@@ -1,4 +1,4 @@
-"""The images of an export: the check set, of real and generated images; labelled images; training images."""
+"""Images that an export uses: the check set (real and generated), labelled images, training images."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,16 +18,16 @@ from segpipe.export.graph.network import Image, Size
 from segpipe.settings.config import Config
 from segpipe.settings.groups import ExportConfig
 
-_COPIED = 2  # real images that are also judged in copies
+_COPIED = 2  # real images that are also checked as degraded copies
 _DARKER, _BLUR_PIXELS, _NOISE_LEVELS = 4, 2.0, 12.0
 
 
 def check_set(
     images: Sequence[Image], names: Sequence[str], size: Size | None = None
 ) -> list[Check]:
-    """The real images, degraded copies of the first, three constants, noise and a checkerboard, all of one size.
+    """Real images, degraded copies of the first two, three constants, noise and a checkerboard, all of one size.
 
-    `size` is that size where there is no real image.
+    `size`: used only without real images.
     """
     shape = images[0].shape if images else (*(size or ()), 3)
     real = [Check(*each) for each in zip(names, images, strict=True)]
@@ -48,7 +48,7 @@ def check_set(
 
 
 def _copies(check: Check) -> Iterator[Check]:
-    """The image as a robot may see it: in the dark, out of focus, noisy, and from beside."""
+    """Copies as a robot may see the image: dark, out of focus, noisy, and shifted."""
     image, (height, width, _) = check.image, check.image.shape
     generator = np.random.Generator(np.random.Philox(key=1))
     noise = generator.normal(0.0, _NOISE_LEVELS, image.shape)
@@ -65,7 +65,7 @@ def _copies(check: Check) -> Iterator[Check]:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Images with their targets, read again in each iteration: those of `indices`."""
+    """Images at `indices` with their targets; each iteration reads them again."""
 
     samples: DataSet
     indices: Sequence[int]
@@ -76,7 +76,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class GateInputs:
-    """What the gates judge by: the check set, labelled images if there are any, and the user's settings."""
+    """Inputs of the gates: the check set, labelled images if there are any, and the user's settings."""
 
     checks: Sequence[Check]
     labelled: Labelled | None
@@ -90,7 +90,7 @@ class GateInputs:
 
     @property
     def real_images(self) -> list[Image]:
-        """The images of the data set."""
+        """Check images that come from the data set."""
         return [check.image for check in self.checks if check.is_real]
 
 
@@ -99,8 +99,8 @@ def gather(
 ) -> GateInputs:
     """Check images and labelled images of `size`, by default export.height/width or the most common size.
 
-    Without an image of that size, `export.allow_unverified` gives as little as no data set. Raises DataError when no
-    image has that size otherwise, ConfigError without both a split and a size.
+    A split without images of that size raises DataError; with `export.allow_unverified` it counts as no data set.
+    Raises DataError for an empty split, ConfigError when there is neither a split nor a size.
     """
     export = config.export
     size = size or ((export.height, export.width) if export.height else None)
@@ -123,7 +123,7 @@ def gather(
         raise DataError(
             f"data.split has no image of {wanted[0]}x{wanted[1]} pixels (height x width), the size of the files, among "
             f"its {len(samples)} images. Choose another data.root or data.split. export.allow_unverified=true compares "
-            "on generated images alone."
+            "on generated images only."
         )
     chosen = spaced(fitting, export.images)
     images = [samples.read(index)[0] for index in chosen]
@@ -135,7 +135,7 @@ def gather(
 def validation_samples(config: Config, classes: ClassTable) -> DataSet | None:
     """The validation split; None when it is missing and `export.allow_unverified` is set.
 
-    Raises DataError when it is missing otherwise, ConfigError when its classes are not those of the network.
+    Raises DataError when it is missing otherwise, ConfigError when its classes differ from the network's.
     """
     try:
         samples = open_samples(
@@ -150,8 +150,8 @@ def validation_samples(config: Config, classes: ClassTable) -> DataSet | None:
         ) from None
     if samples.classes.names != classes.names:
         raise ConfigError(
-            f"data.root = {config.data.root} has other classes than the network: {', '.join(samples.classes.names)}. "
-            "Choose the data set of the training."
+            f"data.root = {config.data.root} has classes other than the network's: {', '.join(samples.classes.names)}. "
+            "Choose the data set that it was trained on."
         )
     return samples
 

@@ -66,7 +66,7 @@ def export_checkpoint(
     validation: DataSet | None,
     training: Iterable[Image] | None,
 ) -> ExportReport:
-    """Exports `trained`, a network of the folder `run`, to `export.dir` or RUN/export, as `config.export` says.
+    """Exports `trained`, a network of the folder `run`, with `config.export`, to `export.dir` or RUN/export.
 
     validation: the split to check on, or None with `export.allow_unverified`. training: images of the training split,
     for frame limits and int8. Raises what `export_run` and `gather` raise.
@@ -95,19 +95,19 @@ def export_run(
     origin: Origin = NO_ORIGIN,
     train_images: Iterable[Image] | None = None,
 ) -> ExportReport:
-    """Report of the export that is now in `out_dir`: model files, and the files that describe and check them.
+    """Writes model files, and the files that describe and check them, to `out_dir`; returns the report.
 
-    inputs: images of one size, which becomes the size of the files; real ones unless `allow_unverified` is set. Without
-    labelled images, G5 and the temperature are skipped. train_images: any sizes; frame limits come from them (else from
-    the check images), and int8 is calibrated on those of the files' size.
+    inputs: images of one size, which becomes the input size of the files; real ones unless `allow_unverified` is set.
+    Without labelled images, G5 and the temperature fit are skipped. train_images: any sizes; they give the frame limits
+    (without them, the check images do), and those of the input size calibrate int8.
 
-    An earlier export in `out_dir` is replaced in one rename. A file of reduced precision that fails a gate is left out,
-    and the report says why. When another gate fails, the report goes to `out_dir` + ".rejected", no model file is left,
-    an earlier export stays, and ExportMismatch or its subclass IntegrityError, QualityError or LatencyError is raised.
+    One rename replaces an earlier export in `out_dir`. A file of reduced precision that fails a gate is left out, and
+    the report says why. When another gate fails, the report goes to `out_dir` + ".rejected", no model file is left, an
+    earlier export stays, and ExportMismatch or its subclass IntegrityError, QualityError or LatencyError is raised.
     Raises ExportError when torch cannot convert, ConfigError for unusable images, settings or folder.
     """
     checks, settings = inputs.checks, inputs.settings
-    if out_dir.is_symlink() or not out_dir.name:  # is replaced by a rename
+    if out_dir.is_symlink() or not out_dir.name:  # a rename replaces it
         out_dir = out_dir.resolve()
     _check_request(trained, out_dir, settings)
     partial = beside(out_dir, "partial")
@@ -132,7 +132,7 @@ def export_run(
             manifest["allow_unverified"] = settings.allow_unverified
             require_schema(manifest)
             result = ExportReport(out_dir, manifest)
-            # fp32 first, since the others are made from it
+            # fp32 first: the others are made from it
             kinds = [(name, "fp32") for name in settings.formats]
             reduced = [name for name in ("fp16", "int8") if name in settings.precision]
             kinds += [("onnx", name) for name in reduced]
@@ -175,9 +175,9 @@ def _check_request(
 def _complete(
     result: ExportReport, model: DeployModel, checks: Sequence[Check], folder: Path
 ) -> None:
-    """Writes everything besides the model files, then loads the folder as a robot would, which is part of G1.
+    """Writes all files except the models, then loads the folder as a robot would, which is part of G1.
 
-    Leaves out files of reduced precision that failed. Does nothing when another gate failed.
+    Deletes files of reduced precision that failed. Stops there when another gate failed.
     """
     for name in result.drop_reduced():
         (folder / name).unlink(missing_ok=True)
@@ -189,7 +189,7 @@ def _complete(
     (folder / MANIFEST).write_text(text + "\n")
     result.write(folder)
     write_golden(model, checks, folder)
-    # From the sorted text, as verify renders them again
+    # From the sorted text, so that the key order matches manifest.json
     write_sidecars(json.loads(text), folder)
     write_sums(folder)
     load_as_robot(result, folder)
@@ -200,9 +200,9 @@ def _complete(
 def trial_export(
     config: Config, network: SegmentationNet, num_classes: int, size: Size
 ) -> str:
-    """Names of the formats in which a network that is not trained yet passes all gates, on random images of `size`.
+    """Exports an untrained network on random images of `size`; returns the names of the formats that passed all gates.
 
-    Asked before the hours of a training. Held to no lower precision, speed or quality of classes. Raises what
+    Runs before hours of training, without reduced precision, engines, latency budget or critical classes. Raises what
     `export_run` raises.
     """
     settings = replace(

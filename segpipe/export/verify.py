@@ -1,4 +1,4 @@
-"""Repeats every gate on an exported folder as it is on disk, against the checkpoint that it claims to come from."""
+"""Repeats every gate on an exported folder on disk, against the checkpoint that it claims to come from."""
 
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ from segpipe.native import one_thread
 from segpipe.runtime.artifact import MANIFEST, parse_manifest, read_sums
 from segpipe.train.checkpoint import TrainedNetwork
 
-_SHOWN = 5  # problems of the folder in a message
+_SHOWN = 5  # problems of the folder that a message lists
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -43,7 +43,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     if not folder.is_dir():
         raise ConfigError(
-            f"artifact = {folder}, but that is no folder. Give the folder of an export: runs/NAME/export."
+            f"artifact = {folder} is not a folder. Give the folder of an export: runs/NAME/export."
         )
     problems = sums_problems(folder)
     manifest: Manifest = {}
@@ -63,7 +63,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def image_size(manifest: Manifest) -> Size:
-    """(height, width) of the images that the files take."""
+    """(height, width) of the input images."""
     entry = manifest["io"]["inputs"][0]
     shape = entry["shape"]
     height, width = shape[2:] if entry["layout"] == "NCHW" else shape[1:3]
@@ -80,10 +80,10 @@ def verify_folder(
 ) -> ExportReport:
     """Report of all gates on the files of `folder`, against a trained network. Writes nothing there.
 
-    manifest: what `read_manifest` gave. inputs: of the size of the files; without real images only with
-    `allow_unverified`. train_images: as in `export_run`. Raises ExportMismatch or one of its subclasses when a
-    gate fails, a file was altered, or the manifest is about another network; ConfigError where the data or the versions
-    of the export are not here.
+    manifest: from `read_manifest`. inputs: images of the files' size; real ones unless `allow_unverified` is set.
+    train_images: as in `export_run`. Raises ExportMismatch or one of its subclasses when a gate fails, a file was
+    altered, or the manifest describes another network; ConfigError when the data or the package versions differ from
+    those of the export.
     """
     require_engines(inputs.settings)
     result = ExportReport(folder, manifest, files=manifest["files"])
@@ -104,7 +104,7 @@ def verify_folder(
             files = _model_files(result, model, frames, Path(scratch))
         result.gates[FOLDER] = [gate_integrity(problems[:_SHOWN])]
         if result.passed:
-            # Not timed: whether the file is the one that was judged does not depend on what this machine does beside.
+            # Not timed: the load of this machine says nothing about whether the files are the ones that passed.
             judge(result, model, trained.preprocess, files, inputs, timed=False)
         if result.passed:
             load_as_robot(result, folder)
@@ -114,16 +114,16 @@ def verify_folder(
 
 
 def _false_claims(claimed: Manifest, computed: Manifest, real_images: int) -> list[str]:
-    """Where the manifest differs from what is computed again.
+    """Differences between the manifest and its recomputed values.
 
-    Raises ConfigError where it was made from other images than are here.
+    Raises ConfigError when it was made from other images than these.
     """
     then = _images_of(claimed, claimed["real_images"])
     now = _images_of(computed, real_images)
     if then != now:
         raise ConfigError(
-            f"the manifest was made from {then}, here are {now}. Verify with the data set of the export and its "
-            "export.images and export.quality_images, or export again."
+            f"the manifest was made from {then}, but this data has {now}. Verify with the data set, export.images and "
+            "export.quality_images of the export, or export again."
         )
     claims = {name: claimed.get(name) for name in computed}
     if None in (claims["metrics"], computed["metrics"]):
@@ -132,7 +132,7 @@ def _false_claims(claimed: Manifest, computed: Manifest, real_images: int) -> li
 
 
 def _images_of(manifest: Manifest, check_images: int) -> str:
-    """From which images its claims were made."""
+    """Number and kind of the images that its claims were made from."""
     labelled = manifest["calibration"].get("images", 0)
     frames = manifest["frame_statistics"]
     return f"{check_images} check images, {labelled} labelled images and {frames['images']} {frames['source']} images"
@@ -144,15 +144,14 @@ def _model_files(
     frames: Sequence[Image],
     scratch: Path,
 ) -> list[ModelFile]:
-    """The files of the folder with a probe each, after filling G1 of those that differ from what the checkpoint gives.
+    """The files of the folder, each with a probe. Files that differ from what the checkpoint converts to fail G1.
 
-    Nothing of the folder is run before it is known to be that. Raises ConfigError for a difference that other versions
-    explain.
+    No file is run before this comparison. Raises ConfigError for a difference that other package versions explain.
     """
     entries, versions = result.manifest["files"], result.manifest["versions"]
     kinds = {(entry["format"], entry["precision"]) for entry in entries.values()}
     if any(precision != "fp32" for _, precision in kinds):
-        kinds.add(("onnx", "fp32"))  # from which they are made
+        kinds.add(("onnx", "fp32"))  # the source of the reduced ones
     ordered = sorted(kinds, key=lambda kind: (kind[1] != "fp32", kind))
     folders = scratch / "again", scratch / "probes"
     for folder in folders:
@@ -171,7 +170,7 @@ def _model_files(
     for name in entries:
         path = result.folder / name
         if name not in made:
-            no_such = "no conversion of the checkpoint has this name"
+            no_such = "no file that the checkpoint converts to has this name"
             problem = f"{name}: {again.dropped.get(name, no_such)}"
         else:
             problem = conversion_problem(path, made[name])
@@ -184,7 +183,9 @@ def _model_files(
             result.gates[name] = [gate_integrity([problem])]
             continue
         file = replace(made[name], path=path)
-        if file.format == "onnx":  # its own graph is looked into
+        if (
+            file.format == "onnx"
+        ):  # the probe exposes tensors of the shipped graph itself
             file = replace(file, probe=scratch / name)
             write_probe(path, file.probe)
         files.append(file)

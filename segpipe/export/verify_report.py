@@ -1,4 +1,4 @@
-"""The report of an export or a verification: figures, status, the error of a refusal, and what people read of it."""
+"""The report of an export or a verification: figures, status, the error of a refusal, and the readable pages."""
 
 import json
 import math
@@ -35,11 +35,11 @@ SIDECARS = ("model_card.md", "ros/labels.yaml")
 
 
 def caveat(status: str, real_images: int) -> str:
-    """What a status lacks, as half a sentence; empty for verified."""
+    """Why a status falls short of verified, as a clause; empty for verified."""
     return {
         UNVERIFIED: "compared on generated images only",
-        FLAT: "the network is too flat to show planted faults, so its gates prove little; train it longer",
-        FEW_IMAGES: f"compared on {real_images} real images, verified needs {ENOUGH_IMAGES}",
+        FLAT: "some planted faults have no effect on this network, so the gates prove little; train it longer",
+        FEW_IMAGES: f"compared on {real_images} real images; verified needs {ENOUGH_IMAGES}",
         REJECTED: "no model file was published",
     }.get(status, "")
 
@@ -47,9 +47,9 @@ def caveat(status: str, real_images: int) -> str:
 def refusal(
     verdict: str, failed: Sequence[tuple[str, GateResult]], see: str
 ) -> ExportMismatch:
-    """Error that names every failed gate (file name, result); its class and exit code are those of the worst one.
+    """Error that names every failed gate (file name, result); the worst one sets its class and exit code.
 
-    The gates are in its attribute `failed`.
+    Its attribute `failed` holds the gates.
     """
     failed_gates = {gate.gate for _, gate in failed}
     error = next(error for gate, (_, error) in GATES.items() if gate in failed_gates)
@@ -67,7 +67,7 @@ def integrity_refusal(
 
 
 def one_line(text: str) -> str:
-    """`text` without line ends, of which messages of checkers and loaders have many."""
+    """`text` on a single line; messages of checkers and loaders span many."""
     return " ".join(text.split())
 
 
@@ -83,7 +83,7 @@ class ExportReport:
     gates: dict[str, list[GateResult]] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     latency: dict[str, dict[str, float]] = field(default_factory=dict)
-    # By file of reduced precision that is not published: why
+    # Reason by file of reduced precision that is not published
     dropped: dict[str, str] = field(default_factory=dict)
     created: str = field(
         default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -119,12 +119,12 @@ class ExportReport:
 
     @property
     def caveat(self) -> str:
-        """What the status lacks."""
+        """Why the status falls short of verified."""
         return caveat(self.status, self.real_images)
 
     @property
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """File, gate, verdict and finding, for people."""
+        """File, gate, verdict and finding of each table row."""
         rows = [
             (name, gate.name, "passed" if gate.passed else "FAILED", gate.message)
             for name, gates in self.gates.items()
@@ -134,10 +134,10 @@ class ExportReport:
         return rows + [(name, "", "not published", reason) for name, reason in left_out]
 
     def drop_reduced(self) -> list[str]:
-        """Names of the files of reduced precision that failed; their reason moves from `gates` to `dropped`."""
+        """Removes files of reduced precision that failed and returns their names; the reason moves to `dropped`."""
         names = []
         for name, entry in list(self.files.items()):
-            # The gates of another engine stand under "model.int8.onnx (openvino)".
+            # Gates of another engine have a key such as "model.int8.onnx (openvino)".
             keys = [key for key in self.gates if key.startswith(name)]
             failed = [gate for key, gate in self.failed if key in keys]
             if entry["precision"] != "fp32" and failed:
@@ -156,7 +156,7 @@ class ExportReport:
         return one_line("; ".join(filter(None, [line, self.caveat, *refused])))
 
     def to_mapping(self) -> dict[str, Any]:
-        """All figures as plain values; of two equal exports, only `created` and `latency` differ."""
+        """All figures as plain values; equal exports differ only in `created` and `latency`."""
         gates = {
             name: {
                 gate.name: {
@@ -173,7 +173,7 @@ class ExportReport:
             "created": self.created,
             "check_images": self.images,
             "real_images": self.real_images,
-            "sigma": plain(asdict(self.sigma)),  # null before the gates
+            "sigma": plain(asdict(self.sigma)),  # null before the gates run
             "gates": gates,
             "files": self.files,
             **({"dropped": self.dropped} if self.dropped else {}),
@@ -192,7 +192,7 @@ class ExportReport:
         (folder / MARKDOWN).write_text(render(MARKDOWN, report=self))
 
     def table(self) -> Table:
-        """Gates for the terminal."""
+        """Table of the gates for the terminal."""
         title = f"Export in {self.folder}: {self.status}"
         shown = Table("file", "gate", "verdict", "finding", title=title)
         for row in self.rows:
@@ -201,9 +201,9 @@ class ExportReport:
 
 
 def write_sidecars(manifest: Manifest, folder: Path) -> None:
-    """Writes the model card and ros/labels.yaml below `folder`, which depend on the manifest alone.
+    """Writes the model card and ros/labels.yaml below `folder`, which depend only on the manifest.
 
-    Free of time stamps and latencies, so equal exports have equal files. Source: vision_msgs 4, msg/LabelInfo.msg.
+    They hold no time stamps or latencies, so equal exports have equal files. Source: vision_msgs 4, msg/LabelInfo.msg.
     """
     note = caveat(manifest["status"], manifest["real_images"])
     for name in SIDECARS:

@@ -1,1 +1,1 @@
-"""Class ids of any images and videos, from a run or from an exported folder, as files that name their model."""
+"""Class ids for any images and videos, from a run or an exported folder, written to files that name their model."""

@@ -1,4 +1,4 @@
-"""Class ids of images of any size by a trained network, averaged over flips and scales."""
+"""Class ids for images of any size from a trained network, averaged over flips and scales."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from segpipe.models.resize import bilinear
 from segpipe.train.forward import AUTOCAST, autocast
 
 FLIP = "flip"
-SMALLEST = 32  # rows and columns that a network needs
+SMALLEST = 32  # smallest height and width of an image
 LARGEST_SCALE = 4.0
 Size = tuple[int, int]  # height, width
 Answers = tuple[Tensor, Tensor]  # class ids, uint8; their probability, float32
@@ -22,7 +22,7 @@ Answers = tuple[Tensor, Tensor]  # class ids, uint8; their probability, float32
 
 @dataclass(frozen=True)
 class Inference:
-    """How a network looks at an image. The default is one forward, as in validation."""
+    """Settings of test-time augmentation and precision. The default is one forward, as in validation."""
 
     flip: bool = False
     scales: tuple[float, ...] = (1.0,)
@@ -30,26 +30,26 @@ class Inference:
 
     @property
     def views(self) -> list[tuple[float, bool]]:
-        """Scale and flip of each forward; the image as it is comes first."""
+        """Scale and flip of each forward; the unchanged image comes first."""
         flips = (False, True) if self.flip else (False,)
         return [(scale, flip) for scale in self.scales for flip in flips]
 
     @property
     def described(self) -> dict[str, Any]:
-        """What was asked for beyond one forward; empty if nothing was."""
+        """Views beyond the first, as recorded in outputs; empty if there are none."""
         views = [FLIP] * self.flip + [f"{scale:g}" for scale in self.scales[1:]]
         return {"tta": ",".join(views)} if views else {}
 
 
 def inference(given: Mapping[str, Any]) -> Inference:
-    """Inference of a command's key tta, and of precision if it has that.
+    """Inference from a command's settings tta and, if given, precision.
 
-    Raises ConfigError for values that do not fit.
+    Raises ConfigError for invalid values.
     """
     precision = given.get("precision", "fp32")
     if precision not in ("fp32", *AUTOCAST):
         raise ConfigError(
-            f"precision = {precision}, but a run computes in one of fp32, {', '.join(AUTOCAST)}."
+            f"precision = {precision}, but it must be one of fp32, {', '.join(AUTOCAST)}."
         )
     tta: Sequence[str] = given["tta"]
     scales = set()
@@ -63,7 +63,7 @@ def inference(given: Mapping[str, Any]) -> Inference:
         if not 1 / LARGEST_SCALE <= scale <= LARGEST_SCALE:
             raise ConfigError(
                 f"tta = [{', '.join(tta)}]: {item} is neither {FLIP} nor a scale from {1 / LARGEST_SCALE:g} to "
-                f"{LARGEST_SCALE:g}. Set for example tta=[flip,0.75,1.25]; scale 1 is always there."
+                f"{LARGEST_SCALE:g}. Set for example tta=[flip,0.75,1.25]; scale 1 is always included."
             )
         scales.add(scale)
     return Inference(FLIP in tta, (1.0, *sorted(scales - {1.0})), precision)
@@ -73,7 +73,7 @@ def inference(given: Mapping[str, Any]) -> Inference:
 def segment(
     model: SegmentationNet, preprocess: Preprocess, image: Tensor, how: Inference
 ) -> Tensor:
-    """Class ids of images at their own size; in one view those of a validation.
+    """Class ids of images at their own size; with one view exactly those of a validation.
 
     Shapes: image uint8 (B, H, W, 3) on the device of the model -> uint8 (B, H, W).
     """
@@ -85,7 +85,7 @@ def segment(
 def answers(
     model: SegmentationNet, preprocess: Preprocess, image: Tensor, how: Inference
 ) -> Answers:
-    """Class ids as by `segment`, and their probability.
+    """Class ids as from `segment`, and their probability.
 
     Shapes: image uint8 (B, H, W, 3) on the device of the model -> uint8 (B, H, W), float32 (B, H, W).
     """
@@ -100,10 +100,10 @@ def answers(
 def _scores(
     model: SegmentationNet, preprocess: Preprocess, image: Tensor, how: Inference
 ) -> Tensor:
-    """What the class of a pixel is chosen by, float32 (B, C, H, W): the largest wins.
+    """Scores float32 (B, C, H, W), of which the largest decides the class of a pixel.
 
-    In one view these are logits, as in validation: probabilities round small differences to ties. In several they are
-    the sums of the probabilities (softmax of the logits at the size of the image) over the views, in their order.
+    One view: logits, as in validation, since probabilities round small differences to ties. Several views: the sum of
+    their probabilities (softmax of the logits at the image size), in their order.
     """
     size = (image.shape[1], image.shape[2])
     normalised = preprocess(image)
@@ -124,7 +124,7 @@ def _scores(
 
 
 def _logits(model: SegmentationNet, view: Tensor, size: Size, how: Inference) -> Tensor:
-    """Logits of a preprocessed view at another size, float32 (B, C, H, W)."""
+    """Logits of a preprocessed view, resized to `size`, float32 (B, C, H, W)."""
     with autocast(view.device, how.precision):
         logits = model(view)
     return bilinear(logits.float(), size, align_corners=model.align_corners)

@@ -1,4 +1,4 @@
-"""One command's predictions: sources are found, those that are there are kept, bad ones named, the rest predicted."""
+"""Predictions of one command: finds sources, keeps finished ones, reports bad ones and predicts the rest."""
 
 import math
 import os
@@ -23,22 +23,22 @@ from segpipe.runtime.frames import Pixels
 
 FORMAT = "segpipe-predictions/4"
 SUMMARY = "predictions.json"
-AHEAD = 32  # images that are read at once and wait in memory
+AHEAD = 32  # images that are read ahead and held in memory
 FALLBACK_FPS = 25.0
-# A header may promise that many frames too many without any damage.
+# A header may overstate the number of frames by this much in an intact file.
 MISSING_SHARE, MISSING_FRAMES = 0.01, 2
 CODEC = "mp4v"  # MPEG-4 part 2, which every build of OpenCV can write
-# No messages of FFmpeg about a damaged file; ours names the file.
+# Silences FFmpeg's messages about damaged files; ours name the file.
 os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
 
 
 def find(given: str, out: Path) -> tuple[list[Input], str]:
-    """Images and videos of a file, a folder with all below it, or a glob pattern, and a note on what is left out.
+    """Images and videos of a file, a folder (recursive) or a glob pattern, and a note on skipped files.
 
-    A number is a camera, and what has :// is a stream.
+    A number is a camera, and a source with :// is a stream.
 
-    Sorted by place. Hidden files, files below `out`, and files with other suffixes are left out. Raises DataError when
-    nothing is found, ConfigError when the sources lie in `out`.
+    Sorted by place. Skips hidden files, files below `out`, and files with other suffixes; the note counts only the
+    latter. Raises DataError when nothing is found, ConfigError when `out` is the folder of the sources or contains it.
     """
     if "://" in given or (given.isdigit() and not Path(given).exists()):
         name = f"camera{given}" if given.isdigit() else "stream"
@@ -47,8 +47,8 @@ def find(given: str, out: Path) -> tuple[list[Input], str]:
     inside, above = out.resolve(), root.resolve()
     if inside in (above, *above.parents):
         raise ConfigError(
-            f"out = {out} is the folder of source = {given}, or lies above it, so results and sources would be mixed. "
-            f"Choose a folder of its own, such as out={out / 'predictions'}."
+            f"out = {out} is the folder of source = {given}, or contains it, so results and sources would be mixed. "
+            f"Choose a separate folder, such as out={out / 'predictions'}."
         )
     places: dict[str, Path] = {}
     others: Counter[str] = Counter()
@@ -62,10 +62,10 @@ def find(given: str, out: Path) -> tuple[list[Input], str]:
     if not places:
         known = " ".join((*IMAGES, *VIDEOS))
         raise DataError(
-            f"source = {given} holds no image and no video. Files with these suffixes are read: {known}."
+            f"source = {given} has no images or videos. Supported suffixes: {known}."
         )
     counts = [f"{times} {suffix}" for suffix, times in others.most_common()]
-    note = f"files of other types were left out: {listed(counts)}." if counts else ""
+    note = f"skipped files of other types: {listed(counts)}." if counts else ""
     ordered = sorted(places)
     named = zip(ordered, names(ordered), strict=True)
     return [Input(places[place], place, name) for place, name in named], note
@@ -92,13 +92,13 @@ def _paths(given: str) -> tuple[Path, list[Path]]:
 
 
 def names(places: Sequence[str]) -> list[str]:
-    """A distinct name for each place: without suffix, or all with it where two would have the same name."""
+    """Distinct names for the places: without suffix, or all with it if two would have the same name."""
     bare = [str(PurePosixPath(place).with_suffix("")) for place in places]
     return bare if len(set(bare)) == len(bare) else list(places)
 
 
 class PredictJob:
-    """Predicts sources into a folder, and what it did so far."""
+    """Predicts sources into a folder, and keeps what it has done so far."""
 
     def __init__(
         self,
@@ -116,24 +116,24 @@ class PredictJob:
         self._digests: dict[str, str] = {}  # SHA-256 of the sources, by place
         self.entries: dict[str, dict[str, Any]] = {}  # by place
         self.problems: list[str] = []
-        self.kept = 0  # sources that were finished before
+        self.kept = 0  # sources that an earlier command finished
         self.answered = 0  # images and frames
         self.took = 0.0  # seconds
 
     @property
     def pixels(self) -> list[int]:
-        """Of each class, over all sources."""
+        """Pixels of each class, over all sources."""
         counts = (entry["pixels"] for entry in self.entries.values())
         return [sum(each) for each in zip(*counts, strict=True)]
 
     def run(self) -> None:
-        """Predict all sources and write predictions.json; what is wrong with single files is in `problems`.
+        """Predict all sources and write predictions.json; `problems` collects errors of single files.
 
-        Raises ConfigError before the first prediction when outputs of another model or other settings are in the way,
-        and later when one cannot be written; Interrupted, with all finished files in place, on Ctrl-C.
+        Raises ConfigError before the first prediction when `out` holds outputs of another model or other settings, and
+        later when an output cannot be written; Interrupted, with all finished files in place, on Ctrl-C.
         """
         todo = self._unfinished()
-        self._summarize()  # names the model, should this process be killed
+        self._summarize()  # records the model in case this process is killed
         started = time.perf_counter()
         try:
             self._predict_images([each for each in todo if not each.is_video])
@@ -144,7 +144,7 @@ class PredictJob:
         except KeyboardInterrupt:
             raise Interrupted(
                 f"interrupted: {len(self.entries)} of {len(self._sources)} sources are finished. The same command "
-                f"goes on with the rest."
+                f"continues with the rest."
             ) from None
         finally:
             self.took = time.perf_counter() - started
@@ -152,14 +152,14 @@ class PredictJob:
 
     @contextmanager
     def _problems(self) -> Iterator[None]:
-        """What is wrong with one source becomes a problem beside the others."""
+        """Collects a DataError of one source in `problems`."""
         try:
             yield
         except DataError as error:
             self.problems.append(str(error))
 
     def _unfinished(self) -> list[Input]:
-        """Sources that are to be predicted; those that an earlier command finished are entered."""
+        """Sources to predict; enters those that an earlier command finished."""
         before = {} if self._replace else self._before()
         todo = []
         for source in self._sources:
@@ -181,7 +181,7 @@ class PredictJob:
         return todo
 
     def _before(self) -> dict[str, dict[str, Any]]:
-        """What an earlier command with this model and these settings finished, by place."""
+        """Entries that an earlier command with this model and these settings finished, by place."""
         out = self._outputs.out
         try:
             content = read_json(out / SUMMARY)
@@ -198,13 +198,13 @@ class PredictJob:
         return known
 
     def _head(self) -> dict[str, Any]:
-        """What the predictions depend on besides the sources, as predictions.json has it."""
+        """Model, format and settings, as in predictions.json: all that predictions depend on besides the sources."""
         outputs = self._outputs
         model, settings = plain([outputs.predictor.model, outputs.settings])
         return {"model": model, "format": FORMAT, "settings": settings}
 
     def _predict_images(self, images: Sequence[Input]) -> None:
-        """Threads read ahead, in order."""
+        """Predict images in order; threads read ahead."""
         for start in range(0, len(images), AHEAD):
             chunk = images[start : start + AHEAD]
             for source, image in zip(chunk, threaded(_read, chunk), strict=True):
@@ -223,9 +223,9 @@ class PredictJob:
             raise DataError(f"{source.path}: {error}") from error
 
     def _predict_video(self, source: Input) -> None:
-        """Predict all frames of a video, or of a live source until its time is over or Ctrl-C is pressed.
+        """Predict all frames of a video, or of a live source until its time is up or Ctrl-C is pressed.
 
-        Raises DataError when a video breaks off.
+        Raises DataError when a video is truncated.
         """
         outputs, given = self._outputs, source.live or str(source.path)
         fps = frames_per_second(given)
@@ -263,7 +263,7 @@ class PredictJob:
     def _enter(
         self, source: Input, size: Sequence[int], counts: Any, **more: Any
     ) -> None:
-        """Note what predictions.json says of a finished source. counts: pixels of each class, an array."""
+        """Add the entry of a finished source to predictions.json. counts: array, pixels of each class."""
         outputs, pixels = self._outputs, counts.tolist()
         entry = {
             "source": source.place,
@@ -282,7 +282,7 @@ class PredictJob:
         self.entries[source.place] = entry
 
     def _summarize(self) -> None:
-        """Write predictions.json: everything but times, so that equal predictions give equal bytes."""
+        """Write predictions.json without times, so that equal predictions give equal bytes."""
         predictor = self._outputs.predictor
         classes = zip(predictor.names, predictor.palette, strict=True)
         content = {
@@ -306,16 +306,16 @@ def _read(source: Input) -> Pixels | DataError:
 
 
 def frames_per_second(path: str | Path) -> float:
-    """What the header of a video says, 25 if that cannot be."""
+    """Frame rate from the header of a video; 25 if that is implausible."""
     with _opened(path) as capture:
         fps = float(capture.get(cv2.CAP_PROP_FPS))
         return fps if 0 < fps <= 1000 else FALLBACK_FPS
 
 
 def read_frames(path: str | Path) -> Iterator[Pixels]:
-    """RGB frames uint8 (H, W, 3), upright, of a file, a camera's number or a stream's URL.
+    """RGB frames uint8 (H, W, 3), upright, from a file, a camera number or a stream URL.
 
-    Raises DataError for a video that cannot be opened, or breaks off."""
+    Raises DataError for a video that cannot be opened, changes its size, or is truncated."""
     with _opened(path) as capture:
         promised = float(capture.get(cv2.CAP_PROP_FRAME_COUNT))
         size: tuple[int, ...] = ()
@@ -334,14 +334,14 @@ def read_frames(path: str | Path) -> Iterator[Pixels]:
     allowed = max(MISSING_FRAMES, promised * MISSING_SHARE)
     if not number or (math.isfinite(promised) and promised - number > allowed):
         raise DataError(
-            f"{path} breaks off: {number} of {promised:.0f} frames could be decoded. Copy or convert it again."
+            f"{path} is truncated: {number} of {promised:.0f} frames could be decoded. Copy or convert it again."
         )
 
 
 @contextmanager
 def _opened(path: str | Path) -> Iterator[cv2.VideoCapture]:
     given = str(path)
-    # No warnings of OpenCV, which name no file.
+    # Silences OpenCV's warnings, which do not name the file.
     level = cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_ERROR)
     is_camera = given.isdigit()
     capture = (
@@ -352,9 +352,9 @@ def _opened(path: str | Path) -> Iterator[cv2.VideoCapture]:
     cv2.utils.logging.setLogLevel(level)
     try:
         if not capture.isOpened():
-            why = "It is truncated, or no video. Copy it again."
+            why = "It is truncated, or not a video. Copy it again."
             if is_camera or "://" in given:
-                why = "Check that it is connected, and that no other program holds it."
+                why = "Check that it is connected, and that no other program uses it."
             raise DataError(f"{path} cannot be opened as a video. {why}")
         yield capture
     finally:
@@ -363,12 +363,12 @@ def _opened(path: str | Path) -> Iterator[cv2.VideoCapture]:
 
 @contextmanager
 def film(path: Path, fps: float) -> Iterator[Callable[[Pixels], None]]:
-    """A function that appends an RGB frame to an MP4 file, which is there after a context that did not fail.
+    """Context with a function that appends an RGB frame to an MP4 file; the file appears if the context succeeds.
 
-    The format has half the resolution for color, so its sides are even: odd ones grow by a pixel. Raises ConfigError
-    unless all frames are in the file: OpenCV tells of no full disk.
+    The format stores color at half resolution, so height and width are even: odd ones grow by a pixel. Raises
+    ConfigError unless all frames are in the file: OpenCV does not report a full disk.
     """
-    # OpenCV chooses the format by the suffix.
+    # OpenCV chooses the container by the suffix.
     aside = path.with_name(f".{path.name}.tmp.mp4")
     writer = cv2.VideoWriter()
     frames = written = 0
@@ -386,7 +386,7 @@ def film(path: Path, fps: float) -> Iterator[Callable[[Pixels], None]]:
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(b"")  # gives a reason, which OpenCV does not
+        aside.write_bytes(b"")  # its error has a reason, OpenCV's has none
     except OSError as error:
         raise unwritable(path, error) from error
     try:
@@ -394,7 +394,7 @@ def film(path: Path, fps: float) -> Iterator[Callable[[Pixels], None]]:
         writer.release()
         with suppress(DataError), _opened(aside) as capture:
             written = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
-        # Ctrl-C during a write leaves a frame more than was counted.
+        # Ctrl-C during a write may leave one frame more than was counted.
         if written < frames:
             raise ConfigError(
                 f"{path} would hold {written} of {frames} frames. The disk is full, or OpenCV cannot write this size. "

@@ -1,4 +1,4 @@
-"""Files of one prediction: where they lie, and what is drawn."""
+"""Output files of one prediction: their paths and what is drawn."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ class Input(NamedTuple):
     """An image or a video."""
 
     path: Path
-    place: str  # relative to the folder that was given, with suffix
-    name: str  # of its outputs: `place` without suffix, unless two sources share that
-    live: str = ""  # the number of a camera or the URL of a stream, in place of `path`
+    place: str  # relative to the given folder, with suffix
+    name: str  # of its outputs: `place` without suffix, unless two sources share it
+    live: str = ""  # camera number or stream URL, used instead of `path`
 
     @property
     def is_video(self) -> bool:
-        """Whether it is live, or its suffix is that of a video."""
+        """Whether it is live or has a video suffix."""
         return bool(self.live) or self.path.suffix.lower() in VIDEOS
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What is written, below `out`, for each image and video."""
+    """Outputs below `out` for each image and video."""
 
     out: Path
     predictor: Predictor
     overlay: bool = True
     alpha: float = 0.5
-    frames: bool = False  # masks of the frames of a video
+    frames: bool = False  # whether to write masks of video frames
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the files depend on besides the model."""
+        """Settings that the files depend on besides the model."""
         own = {"frames": self.frames, "overlay": self.overlay, "alpha": self.alpha}
         return {**self.predictor.settings, **own}
 
     def mask(self, source: Input) -> Path:
-        """The mask of an image, or the folder of those of a video."""
+        """Path of the mask of an image, or of the folder of masks of a video."""
         name = source.place if source.is_video else f"{source.name}.png"
         return self.out / "masks" / name
 
     def picture(self, source: Input) -> Path:
-        """The overlay of an image or a video."""
+        """Path of the overlay of an image or a video."""
         suffix = ".mp4" if source.is_video else ".jpg"
         return self.out / "overlays" / f"{source.name}{suffix}"
 
@@ -74,7 +74,7 @@ class Outputs:
                     f"a JPEG has at most {JPEG_LIMIT} rows and columns. Set overlay=false."
                 )
             picture = Image.fromarray(self.blended(image, ids))
-            # Color at full resolution: a pole is 2 pixels wide.
+            # No chroma subsampling: a pole is 2 pixels wide.
             _save(self.picture(source), picture, "JPEG", quality=90, subsampling=0)
         self.write_mask(self.mask(source), ids)
 
@@ -108,7 +108,7 @@ def _save(path: Path, picture: Image.Image, kind: str, **how: Any) -> None:
 
 
 def put(path: Path, content: bytes) -> None:
-    """Write a file that is whole or not there. Raises ConfigError, naming `out`, when that fails."""
+    """Write a file completely or not at all. Raises ConfigError, naming the path, when that fails."""
     try:
         files.put(path, content)
     except OSError as error:
@@ -118,8 +118,8 @@ def put(path: Path, content: bytes) -> None:
 def unwritable(path: Path, error: OSError) -> ConfigError:
     """The error for an output that cannot be written."""
     return ConfigError(
-        f"{path} cannot be written: {error.strerror or error}. Choose another out=, or make room and run the same "
-        f"command again: what is whole is kept."
+        f"{path} cannot be written: {error.strerror or error}. Choose another out=, or free disk space and run the "
+        f"same command again: complete files are kept."
     )
 
 

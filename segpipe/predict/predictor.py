@@ -1,4 +1,4 @@
-"""A run or an exported folder as one thing: an image in, class ids and their confidence out."""
+"""Common interface to a run or an exported folder: an image in, class ids and their confidence out."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ from segpipe.train.checkpoint import TrainedNetwork
 Answer = tuple[Pixels, NDArray[np.float32]]  # ids (H, W), their probability (H, W)
 
 
-# By the exit code of an error of the runtime
+# By exit code of the runtime's error
 _ERRORS = {2: ConfigError, 4: ExportMismatch, 7: IntegrityError}
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """A network that answers images, and what its answers depend on."""
+    """A network's predict function, and what its answers depend on."""
 
     predict: Callable[[Pixels], Answer]  # of an image (H, W, 3)
     names: tuple[str, ...]
@@ -44,10 +44,10 @@ class Predictor:
 
 
 def _checked(image: Pixels) -> Pixels:
-    """The image in memory as torch takes it: one piece, unlike BGR[..., ::-1], and writable, unlike Pillow's."""
+    """The image in memory as torch needs it: contiguous, unlike BGR[..., ::-1], and writable, unlike Pillow's."""
     if not isinstance(image, np.ndarray):
         raise DataError(
-            f"an image of {type(image).__name__}, but a numpy array was needed."
+            f"an image of type {type(image).__name__}, but a numpy array was needed."
         )
     if image.dtype != np.uint8 or image.shape[2:] != (3,):
         raise DataError(
@@ -59,7 +59,7 @@ def _checked(image: Pixels) -> Pixels:
 def of_network(
     trained: TrainedNetwork, device: torch.device, how: Inference
 ) -> Predictor:
-    """The averaged network of a run."""
+    """Predictor with the averaged network of a run."""
     parts = trained.model.to(device), trained.preprocess.to(device)
     classes = trained.classes
 
@@ -98,11 +98,11 @@ def of_exported(
     provider: str = "CPUExecutionProvider",
     threads: int = 1,
 ) -> Predictor:
-    """The file of an exported folder, after it repeated its golden frames on this machine.
+    """Predictor with the ONNX file of an exported folder, after checking its golden frames on this machine.
 
-    Raises IntegrityError for an altered or foreign folder, ExportMismatch when its file gives other answers on this
-    machine than where it was exported, ConfigError for a provider that is not there, or for a run. An image of another
-    size than the exported one raises DataError.
+    Raises IntegrityError for an altered or malformed folder, ExportMismatch when its file gives different answers on
+    this machine than where it was exported, ConfigError for a missing provider or precision or a wrong folder. Its
+    `predict` raises DataError for an image that does not have the exported size.
     """
     try:
         artifact = read_artifact(folder, precision=precision)
@@ -116,8 +116,8 @@ def of_exported(
         image = _checked(image)
         if image.shape != artifact.frame:
             raise DataError(
-                f"an image of {image.shape[0]}x{image.shape[1]}, but the file takes {height}x{width}. Scale it, or set "
-                "run=, which takes any size."
+                f"an image of {image.shape[0]}x{image.shape[1]}, but the file takes {height}x{width}. Resize it, or "
+                "set run=, which takes any size."
             )
         ids, confidence = session.run(image)
         ids, levels = (enlarged(each, height, width) for each in (ids, confidence))

@@ -1,6 +1,6 @@
-"""Terminal output: progress bars, and the tables of rank 0 when a run is done.
+"""Terminal output: progress bars, and tables of results.
 
-Names of runs and classes are shown as they are: rich would read brackets in them as markup.
+Names of runs and classes are printed verbatim: rich would read brackets in them as markup.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from segpipe.settings.setting import Values
 if TYPE_CHECKING:
     from segpipe.data.catalog import ClassTable
 
-WIDE = 10_000  # outside a terminal, a table is as wide as it needs
+WIDE = 10_000  # outside a terminal, tables take the width that they need
 LOOKS: dict[str, Any] = {
     "highlight": False,
     "soft_wrap": True,
@@ -41,7 +41,7 @@ LOOKS: dict[str, Any] = {
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """What read the output, `| head` say, is gone: the training goes on without a word."""
+        """The reader of the output, such as `| head`, is gone: training continues silently."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
@@ -49,7 +49,7 @@ CONSOLE = _Console(width=None if sys.stdout.isatty() else WIDE, **LOOKS)
 ERRORS = _Console(stderr=True, width=None if sys.stderr.isatty() else WIDE, **LOOKS)
 PLAIN_EVERY_S = 15.0  # between progress lines in a log file
 COLUMNS = {"precision": "precision", "recall": "recall", "f1": "F1"}
-MOST_ROWS = 20  # of a table of sequences
+MOST_ROWS = 20  # in a table of sequences
 VERDICTS = {
     "passed": "green",
     "equal": "green",
@@ -65,7 +65,7 @@ VERDICTS = {
 def progress(
     what: str, total: int | None = None, console: Console = CONSOLE
 ) -> Iterator[Callable[..., None]]:
-    """A function that shows `done`, `total` and `what` of some work in a bar, if the console is a terminal."""
+    """A function that shows `done`, `total` and `what` in a progress bar, if the console is a terminal."""
     with Progress(
         console=console, transient=True, disable=not console.is_terminal
     ) as bar:
@@ -78,7 +78,7 @@ def progress(
 
 
 def print_problems(found: Sequence[str], lines: int) -> None:
-    """Print the first `lines` problems and how many more there are; 0: all."""
+    """Print the first `lines` problems (0: all) and the number of the others."""
     for problem in found[: lines or None]:
         CONSOLE.print(problem)
     if len(found) > lines > 0:
@@ -86,7 +86,7 @@ def print_problems(found: Sequence[str], lines: int) -> None:
 
 
 class TrainView:
-    """Progress of a training run: a bar in a terminal, a line now and then in a log file."""
+    """Progress of a training run: a bar in a terminal, a line every 15 s in a log file."""
 
     def __init__(
         self, console: Console, *, name: str, done: int, total: int, enabled: bool
@@ -115,7 +115,7 @@ class TrainView:
         self._bar.stop()
 
     def advance(self, done: int, figures: dict[str, str] | None = None) -> None:
-        """Show that `done` updates are done; `figures` stay beside the bar until the next ones."""
+        """Show that `done` updates are done; `figures` stay next to the bar until the next ones."""
         self._bar.update(self._task, completed=done)
         if figures is None:
             return
@@ -144,7 +144,7 @@ def table(
     *,
     numbers: bool = False,
 ) -> Table:
-    """A table of text that is shown as it is; with `numbers`, all columns but the first are aligned on the right."""
+    """A table of verbatim text; with `numbers`, all columns but the first are right-aligned."""
     made = Table(title=title, title_justify="left", caption_justify="left")
     for place, column in enumerate(columns):
         justify: Any = "right" if numbers and place else "left"
@@ -160,9 +160,9 @@ def verdict(word: str) -> Text:
 
 
 def iou_table(summary: Values, pixels: Sequence[float]) -> Table:
-    """Per-class IoU of a validation; `pixels` are the labelled ones of each class.
+    """Table of the IoU per class; `pixels`: labelled pixels of each class.
 
-    The keys of `COLUMNS` and `interval_95` that `summary` has get a column.
+    Adds a column for each key of `COLUMNS` and for `interval_95` if `summary` has it.
     """
     interval = summary.get("interval_95") or {}
     keys = [key for key in COLUMNS if key in summary]
@@ -187,7 +187,7 @@ def iou_table(summary: Values, pixels: Sequence[float]) -> Table:
 
 
 def share_table(classes: ClassTable, pixels: Values) -> Table:
-    """Share of each class in the labelled pixels of each split; `pixels` by split, in the order of the classes."""
+    """Table of class shares in the labelled pixels; `pixels` by split, in class order."""
     rows = []
     for train, name in enumerate(classes.names):
         color = "rgb({},{},{})".format(*classes.palette[train])
@@ -204,7 +204,7 @@ def share_table(classes: ClassTable, pixels: Values) -> Table:
 
 
 def sequence_table(sequences: Mapping[str, Values]) -> Table:
-    """mIoU of the sequences of a validation, the lowest first; of many, the 20 lowest."""
+    """Table of the mIoU by sequence, lowest first, at most 20 sequences."""
     seen = {None: "unknown", True: "yes", False: "no"}
     rows = [
         [name, found["images"], percent(found["miou"]), seen[found["in_training"]]]
@@ -224,7 +224,7 @@ def sequence_table(sequences: Mapping[str, Values]) -> Table:
 def lowest_first(
     sequences: Mapping[str, Values],
 ) -> list[tuple[str, Values]]:
-    """Sequences by rising mIoU; those without a labelled pixel come last."""
+    """Sequences by rising mIoU; those without labelled pixels come last."""
 
     def place(item: tuple[str, Values]) -> tuple[float, str]:
         score = item[1]["miou"]
@@ -234,12 +234,12 @@ def lowest_first(
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """A fraction as a number of per cent; n/a if there is none."""
+    """A fraction as a percentage without a sign; n/a for None or NaN."""
     if value is None or math.isnan(value):
         return "n/a"
     return f"{100 * value:.{digits}f}"
 
 
 def percent_range(pair: Sequence[float] | None) -> str:
-    """An interval of fractions as 61.2-64.0, in per cent; empty if there is none."""
+    """An interval of fractions in percent, such as 61.2-64.0; empty if there is none."""
     return f"{percent(pair[0])}-{percent(pair[1])}" if pair else ""

@@ -1,11 +1,11 @@
 """A run's folder: whether it may be used, when an earlier run in it is deleted, and its lock.
 
-One process at a time trains into it, also on a file system that machines share.
+Only one process at a time trains into it, also on a shared file system.
 The lock is a file that its owner creates with O_EXCL, touches every BEAT_S, and deletes at the end. An owner on this
-machine lives as long as its process; another one until it was silent for SILENT_S, or until a newer attempt of its own
-job takes over: a scheduler has ended the attempt before. That does not rely on flock, which network file systems may
-ignore, nor on the clocks of the machines: ages are differences of the file system's own times. An owner that lives on
-after all, on a machine that was cut off, sees the other's lock at its next touch and ends without saving.
+machine is alive while its process is; an owner elsewhere until it was silent for SILENT_S, or until a newer attempt of
+its job takes over, since the scheduler has ended the earlier attempt. This does not rely on flock, which network file
+systems may ignore, nor on machine clocks: ages are differences of the file system's own times. An owner that is still
+alive on a machine that was cut off sees the other's lock at its next touch and ends without saving.
 """
 
 import contextlib
@@ -29,23 +29,23 @@ from segpipe.settings.config import Config, changed_course, recipe, saved_config
 
 LOCK = "run.lock"
 BEAT_S = 15.0
-SILENT_S = 60.0  # after which an owner on another machine counts as dead
-REMOVAL_S = 60.0  # the removal of a dead owner's lock takes milliseconds
-# A folder with one of these, or with any checkpoint, holds a run.
+SILENT_S = 60.0  # silence after which an owner on another machine counts as dead
+REMOVAL_S = 60.0  # upper limit: removing a dead owner's lock takes milliseconds
+# A folder with one of these, or with a checkpoint, holds a run.
 TRACES = ("config.json", "result.json", FILE_NAME)
 
 
 def check_folder(config: Config) -> None:
-    """Raise ConfigError if a living process trains into the run's folder, or `run.exists` forbids what it holds."""
+    """Raise ConfigError if a living process trains into the run's folder, or `run.exists` forbids its contents."""
     with _usable(config):
         _dead_lock(config.run_dir / LOCK)
         _check_earlier_run(config)
 
 
 def claim_folder(config: Config) -> None:
-    """Create the run's folder as `run.exists` allows; an earlier run in it is not touched yet.
+    """Create the run's folder if `run.exists` allows it; does not touch an earlier run yet.
 
-    Raises ConfigError if a living process trains into it, if it already holds a run, or cannot be created.
+    Raises ConfigError if a living process trains into it, `run.exists` forbids its contents, or it cannot be created.
     """
     check_folder(config)
     with _usable(config):
@@ -65,7 +65,7 @@ def _usable(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def owned(config: Config) -> Iterator[None]:
-    """Own the run's folder until the end, in the process that writes its files: rank 0.
+    """Context that owns the run's folder, for the process that writes its files: rank 0.
 
     Raises ConfigError while another process owns the folder.
     """
@@ -95,16 +95,16 @@ def _check_earlier_run(config: Config) -> None:
 
 
 def _lost_progress(config: Config) -> str:
-    """What shows that a checkpoint was there and is lost; empty if the run may as well start at step 0.
+    """Evidence that a checkpoint existed and is lost; empty if the run may start at step 0.
 
-    A run that was killed before its first checkpoint starts again, as a cluster's next attempt must.
+    A run that was killed before its first checkpoint starts again, as the next attempt on a cluster must.
     """
     if _has_checkpoint(config.run_dir):
         return ""
     if (config.run_dir / "result.json").exists():
         return "it has a result.json"
     entries = read_metrics(config.run_dir / FILE_NAME)
-    with contextlib.suppress(ConfigError):  # as the earlier session had them
+    with contextlib.suppress(ConfigError):  # settings of the earlier session
         config = saved_config(config.run_dir)
     checkpoint, train = config.checkpoint, config.train
     every = (checkpoint.every, checkpoint.keep_every, train.validate_every, train.steps)
@@ -114,7 +114,7 @@ def _lost_progress(config: Config) -> str:
 
 
 def _changed_recipe(config: Config) -> str:
-    """What is trained differently than config.json says; empty if there is none, or it is not readable."""
+    """How the recipe differs from config.json; empty if it does not, or the file is missing or unreadable."""
     try:
         return changed_course(recipe(saved_config(config.run_dir)), recipe(config))
     except ConfigError:
@@ -122,7 +122,7 @@ def _changed_recipe(config: Config) -> str:
 
 
 def clear_folder(config: Config) -> None:
-    """Delete the earlier run under `run.exists=replace`; call it when only the training itself can still fail.
+    """Delete the earlier run under `run.exists=replace`; call it when only training itself can still fail.
 
     Raises ConfigError if files cannot be deleted.
     """
@@ -144,7 +144,7 @@ def clear_folder(config: Config) -> None:
 
 
 def finished(config: Config) -> bool:
-    """Whether `run.exists=resume` has nothing left to do for a run."""
+    """Whether the run is complete, so that `run.exists=resume` has nothing left to do."""
     folder, export = config.run_dir, config.export
     manifest = Path(export.dir or folder / "export", "manifest.json")
     try:
@@ -180,7 +180,7 @@ def _progress(folder: Path) -> str:
 
 
 def remove_dead(folder: Path) -> None:
-    """Delete the lock of an owner that is dead, such as a child process that was killed."""
+    """Delete the lock of a dead owner, such as a child process that was killed."""
     with contextlib.suppress(ConfigError, OSError):
         if (dead := _dead_lock(folder / LOCK)) is not None:
             _remove(folder / LOCK, dead)
@@ -188,7 +188,7 @@ def remove_dead(folder: Path) -> None:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[str]:
-    """Own the folder; gives a line about the dead owner from whom the lock was taken over, or "".
+    """Context that owns the folder; yields a message about the dead previous owner, or "".
 
     Raises ConfigError while another process owns the folder, CheckpointError when the lock cannot be written.
     """
@@ -209,7 +209,7 @@ def held(folder: Path) -> Iterator[str]:
 
 
 class _Lock:
-    """The lock as its owner holds it."""
+    """The lock, from its owner's side."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -228,7 +228,7 @@ class _Lock:
         self._content = json.dumps(owner._asdict()).encode()
 
     def take(self) -> str:
-        """Create the file; returns a line if it was taken over. Raises ConfigError, OSError."""
+        """Create the file; returns a message if it was taken over. Raises ConfigError, OSError."""
         line = ""
         while True:
             if (dead := _dead_lock(self.path)) is not None:
@@ -237,7 +237,7 @@ class _Lock:
             try:
                 self._create()
                 return line
-            except FileExistsError:  # another job was faster: look again
+            except FileExistsError:  # another job was faster: check again
                 if self.path.is_symlink():
                     raise ConfigError(
                         f"{self.path} is a link, but a file was needed. Delete it."
@@ -256,7 +256,7 @@ class _Lock:
         """Touch the file when it is due."""
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + BEAT_S
-            # A file system may be away for a while: a later touch may reach it.
+            # The file system may be unavailable for a while; a later touch may succeed.
             with contextlib.suppress(OSError):
                 self._touch()
         return False
@@ -266,14 +266,14 @@ class _Lock:
             content = self.path.read_bytes()
         except FileNotFoundError:
             content = None
-        if self._released:  # while a file system held this thread
+        if self._released:  # while the file system blocked this thread
             return
         if content is None:  # deleted by hand
             self._create()
         elif content == self._content:
             os.utime(self.path)
         elif content:
-            # This process was suspended for so long that it counted as dead.
+            # This process was suspended so long that it counted as dead.
             lost = f"{self.path.parent} was taken over by {_owner(content).name}, so this run ends without saving."
             print(lost, file=sys.stderr, flush=True)
             end_process(ConfigError.exit_code)
@@ -289,7 +289,7 @@ class _Lock:
 
 
 class Owner(NamedTuple):
-    """What a lock says about the process that created it."""
+    """The process that created a lock, as recorded in it."""
 
     host: str
     pid: int
@@ -297,11 +297,11 @@ class Owner(NamedTuple):
     name: str
     id: str  # of this lock
     job: str = ""  # of a scheduler or launcher; empty without one
-    attempt: Sequence[int] = ()  # to run it, greater for a later one
+    attempt: Sequence[int] = ()  # of the job; later attempts compare greater
 
 
 def _owner(content: bytes) -> Owner:
-    """The owner; nobody's while the lock is being written, or when it is damaged."""
+    """Owner from a lock's content; an unknown one if the lock is damaged or still being written."""
     try:
         return Owner(**json.loads(content))
     except (ValueError, TypeError):
@@ -325,7 +325,7 @@ def _dead_lock(path: Path) -> bytes | None:
     else:
         job, attempt = environment.job_attempt()
         newer = bool(job) and owner.job == job and list(owner.attempt) < attempt
-        # Slurm has ended the attempt before; torchrun also starts again an attempt that was refused here.
+        # Slurm has ended the earlier attempt; torchrun also restarts an attempt that was refused here.
         requeued = newer and owner.attempt[0] < attempt[0]
         alive = silent_s < (0 if requeued else 2 * BEAT_S if newer else SILENT_S)
         advice = f"stop it there (if that machine is down: its lock ends {SILENT_S:.0f} s after the last sign of life)"
@@ -333,7 +333,7 @@ def _dead_lock(path: Path) -> bytes | None:
         return content
     raise ConfigError(
         f"{path.parent} is in use by {owner.name}; last sign of life {silent_s:.0f} s ago. "
-        f"Wait for its end or {advice}, or choose another run.name. In a copy of a folder, delete {path}."
+        f"Wait until it ends, {advice}, or choose another run.name. If this folder is a copy, delete {path}."
     )
 
 
@@ -348,9 +348,9 @@ def _silent_s(path: Path) -> float:
 
 
 def _remove(path: Path, dead: bytes) -> None:
-    """Delete the lock with this content, but not one that another job put in its place meanwhile.
+    """Delete the lock if it still has this content, but not a lock that another job has put in its place.
 
-    One job at a time may delete: the one that created the file beside it.
+    Only one job at a time may delete: the one that created the file next to it.
     """
     beside = path.with_name(f".{LOCK}.removal")
     try:

@@ -1,6 +1,6 @@
 """Start a run: in this process, in child processes, or as one of the processes that torchrun started.
 
-This module imports no torch: the environment of the processes must be set first.
+This module does not import torch: the environment of the processes must be set first.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     from segpipe.train.metrics import Validation
 
 BYTES_PER_PIXEL = 4  # RGB and class id
-MUCH_PADDING = 0.2  # of the crops
+MUCH_PADDING = 0.2  # share of the pixels of crops
 LONGEST_SOCKET = 107  # bytes of a path, on Linux
 SOCKET_NAME = len("/pymp-12345678/listener-12345678")  # as multiprocessing makes it
 _HERE, _USERS = threading.Condition(), list[tuple[int, bool]]()
@@ -107,9 +107,9 @@ COMMON_ERRORS = (
 
 @contextlib.contextmanager
 def alone(*, reads: bool = False) -> Iterator[None]:
-    """Raises ConfigError while another thread of this process trains or, unless this one `reads` only, reads a network.
+    """Raises ConfigError while another thread of this process trains or, unless this one only `reads`, reads a network.
 
-    Generators and switches are torch's. Waits for a second, in which a network is loaded.
+    torch's generators and switches are global. Waits up to a second, enough for another thread to load a network.
     """
     me = threading.get_ident(), reads
     with _HERE:
@@ -117,7 +117,7 @@ def alone(*, reads: bool = False) -> Iterator[None]:
             lambda: all(who == me[0] or reads & too for who, too in _USERS), timeout=1
         ):
             raise ConfigError(
-                "another thread of this process trains, or reads a network. Wait for it, or start another process."
+                "another thread of this process trains or reads a network. Wait for it, or start another process."
             )
         _USERS.append(me)
     try:
@@ -132,13 +132,13 @@ def alone(*, reads: bool = False) -> Iterator[None]:
 def launch(config: Config) -> int:
     """Train with this configuration; returns the exit code of the command.
 
-    Raises SegpipeError when the run is refused before its processes start.
+    Raises SegpipeError when a check fails before the processes start.
     """
     if environment.under_launcher():
         return work(config)
     try:
         environment.check_tasks()
-        check(config)  # what takes no import of torch comes first
+        check(config)  # checks that do not import torch come first
         # Before anything imports torch.
         flags.set_environment(config.compute.threads, config.compute.mode)
         config, world_size, splits = _prepared(config)
@@ -151,9 +151,9 @@ def launch(config: Config) -> int:
 
 
 def launch_apart(config: Config) -> int:
-    """Train in child processes, also when there is only one, so that the runs of a sweep share no state.
+    """Train in child processes, even if only one, so that the runs of a sweep share no state.
 
-    Returns the exit code. Raises SegpipeError when the run is refused before its processes start.
+    Returns the exit code. Raises SegpipeError when a check fails before the processes start.
     """
     config, world_size, _ = _prepared(config)
     return _spawn(config, world_size)
@@ -184,9 +184,9 @@ def _world_size(config: Config) -> int:
 
 
 def with_steps(config: Config) -> tuple[Config, Splits | None]:
-    """`config` with the crop and the number of updates that auto and `train.epochs` stand for, and the data if opened.
+    """`config` with crop_size=auto and `train.epochs` resolved to a crop and steps, and the data if it was opened.
 
-    Checkpoints and ranks see nothing else.
+    Checkpoints and ranks see only the resolved values.
     """
     if config.augment.crop_size and not config.train.epochs:
         return config, None
@@ -202,9 +202,9 @@ def with_steps(config: Config) -> tuple[Config, Splits | None]:
 
 
 def with_crop(config: Config, samples: DataSet | None = None) -> Config:
-    """`config` with augment.crop_size=auto as nine tenths of the median sides, in whole 32, of 512 at most.
+    """`config` with augment.crop_size=auto resolved: 0.9 of the median sides, rounded down to multiples of 32, max 512.
 
-    At the default scales 3 % of the crops of 360x480 images are padding then, and 29 % with crops of 512x512.
+    At the default scales, 3 % of the crops of 360x480 images are padding then; with crops of 512x512 it is 29 %.
     """
     if config.augment.crop_size:
         return config
@@ -229,7 +229,7 @@ def prepare(config: Config, world_size: int, splits: Splits | None = None) -> Sp
 
 
 def check_job(config: Config) -> Config:
-    """Check the settings and the folder of a sweep's job, which starts later; its data is for `examine`.
+    """Check the settings and the folder of a sweep's job before it starts; `examine` checks its data.
 
     Returns the configuration with its crop and steps.
     """
@@ -243,7 +243,7 @@ def check_job(config: Config) -> Config:
 
 
 def examine(config: Config, splits: Splits | None = None) -> Splits:
-    """Check all that a run needs beside its settings and its folder; returns the data as it was opened.
+    """Check everything that a run needs besides its settings and folder; returns the opened data.
 
     Raises the error of the first check that fails.
     """
@@ -259,7 +259,7 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
     train, val = splits
     contracts.check_data(
         config
-    )  # first: what is not the same twice has no sizes and classes
+    )  # first: data that changes between reads has no fixed sizes and classes
     verify(config.data, {"train": train, config.data.split: val})
     for one in checks(config, splits):
         one()
@@ -276,7 +276,7 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
 
 
 def checks(config: Config, splits: Splits) -> list[Callable[[], object]]:
-    """What raises DataError or ConfigError for data of whole files that would spoil a run."""
+    """Checks that raise DataError or ConfigError for intact data that would spoil a run."""
     from segpipe.data.order import check_given_weights
     from segpipe.data.samples import check_labelled, check_scorable, sequences
     from segpipe.datasets.problems import check_overlap
@@ -287,7 +287,7 @@ def checks(config: Config, splits: Splits) -> list[Callable[[], object]]:
         found.append(partial(check_scorable, val, data.split))
         if not data.allow_overlap:
             found.append(partial(check_overlap, train, val, data.split))
-    if data.sequence:  # scores are told by it, after the training
+    if data.sequence:  # reported scores are grouped by it
         found += [partial(sequences, samples, data.sequence) for samples in splits]
     if isinstance(weights := config.loss.class_weights, list):
         found.append(partial(check_given_weights, weights, train.classes.names))
@@ -295,7 +295,7 @@ def checks(config: Config, splits: Splits) -> list[Callable[[], object]]:
 
 
 def refusals(checks: Iterable[Callable[[], object]]) -> list[str]:
-    """The messages of checks that raise."""
+    """Messages of the checks that fail."""
     found = []
     for one in checks:
         try:
@@ -306,7 +306,7 @@ def refusals(checks: Iterable[Callable[[], object]]) -> list[str]:
 
 
 def check_crop(config: Config, samples: DataSet) -> None:
-    """Raise ConfigError for a crop larger than every image at its largest scale; warn where much of it is padding."""
+    """Raise ConfigError for a crop larger than every image at its largest scale; warn if much of it is padding."""
     from segpipe.data.samples import image_sizes
 
     sizes = image_sizes(samples)
@@ -336,11 +336,11 @@ def check_crop(config: Config, samples: DataSet) -> None:
 
 
 def check_workers(config: Config, samples: DataSet) -> None:
-    """Raise ConfigError for what would stop loader processes."""
+    """Raise ConfigError for settings and objects that would stop loader processes."""
     from segpipe.data.augment import Augmenter
 
     data, method = config.data, config.data.start_method
-    # The kernel ends a process whose shared memory no page backs, without a word.
+    # The kernel silently kills a process whose shared memory no page backs.
     height, width = config.augment.crop_size
     batch = config.compute.samples_per_shard * height * width * BYTES_PER_PIXEL
     needed = data.workers * data.prefetch * batch
@@ -350,7 +350,7 @@ def check_workers(config: Config, samples: DataSet) -> None:
             f"data.workers = {data.workers} and data.prefetch = {data.prefetch} need {needed / 2**20:.0f} MiB of "
             f"shared memory, but this machine has {memory / 2**20:.0f} MiB. Lower one of the two."
         )
-    if not data.workers or method == "fork":  # which sends no object
+    if not data.workers or method == "fork":  # fork pickles nothing
         return
     sent = {
         f"data.name = {config.data.name}": samples,
@@ -370,8 +370,8 @@ def check_workers(config: Config, samples: DataSet) -> None:
 def _spawn(config: Config, world_size: int) -> int:
     """Run `world_size` child processes on this machine; this process never touches the GPU.
 
-    They are forks of a server that has imported torch, and nothing more: a start costs one import instead of
-    `world_size`, which is 4 s of a processor each, and they share its memory.
+    They are forks of a server that has only imported torch: a start costs one import (4 s of CPU time) instead of
+    `world_size`, and they share its memory.
     """
     from torch.multiprocessing import (  # type: ignore[attr-defined]
         ProcessExitedException,
@@ -383,11 +383,13 @@ def _spawn(config: Config, world_size: int) -> int:
     before = failure(config.run_dir)  # of an earlier session
     variables = dict(os.environ)
     others = set(multiprocessing.active_children())
-    logging.disable(logging.CRITICAL)  # the ranks report errors; torch would repeat it
+    logging.disable(
+        logging.CRITICAL
+    )  # the ranks report errors; torch would repeat them
     try:
         store = local_store()
         multiprocessing.set_forkserver_preload(["segpipe.train.engine"])
-        # What the children need before their own code runs.
+        # Environment that the children need before their own code runs.
         threads = world_size * config.compute.threads
         flags.set_environment(threads, config.compute.mode)
         with stops_raised():
@@ -413,23 +415,23 @@ def _spawn(config: Config, world_size: int) -> int:
     except Stopped:  # a second Ctrl-C
         return Interrupted.exit_code
     finally:
-        # The next job of a sweep has its own.
+        # The next job of a sweep sets its own.
         os.environ.clear()
         os.environ.update(variables)
         for child in set(multiprocessing.active_children()) - others:
             child.kill()
         logging.disable(logging.NOTSET)
-        # The next run of this process may have other variables and outputs. Other children may be forks of the server,
-        # too, and it would be waited for as long as they live.
+        # The next run of this process may have other variables and outputs. Other children may also be forks of the
+        # server, and stopping it would wait for them.
         if not others:
             forkserver._forkserver._stop()  # type: ignore[attr-defined]
-        # Rank 0 may have been killed; another machine could not know it.
+        # Rank 0 may have been killed; other machines cannot know that.
         remove_dead(config.run_dir)
     return 0
 
 
 def _start_method() -> str:
-    """How ranks start: forked, unless the path of the server's socket would be too long for the system (107 bytes)."""
+    """How ranks start: forked, unless the path of the server's socket exceeds the system's limit (107 bytes)."""
     fits = len(os.fsencode(tempfile.gettempdir())) + SOCKET_NAME <= LONGEST_SOCKET
     return "forkserver" if fits else "spawn"
 
@@ -448,7 +450,7 @@ def _child(rank: int, config: Config, world_size: int, port: int) -> None:
     environment.enter_rank(rank, world_size, port)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        # One that came meanwhile is raised here.
+        # A signal that arrived meanwhile is raised here.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, asking())
         code = work(config, prepared=True)
     except KeyboardInterrupt:
@@ -460,7 +462,7 @@ def _child(rank: int, config: Config, world_size: int, port: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Stop after this step when the process that started the run is gone; the one that forked this one lives on."""
+    """Stop after this step when the process that started the run is gone; the fork server outlives it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -472,9 +474,9 @@ def work(
 ) -> int:
     """Train as one process of the run, and on rank 0 report and export; returns the exit code.
 
-    `prepared`: `prepare` was called already, here, with what it returned as `splits`, or in a parent process.
+    `prepared`: `prepare` has run, in this process (`splits` is its result) or in a parent process.
     """
-    # The user of this process's parent named them.
+    # The user named them when starting the parent process.
     plugins.trust(path for _, path in config.import_paths)
     try:
         return _work(config, prepared, splits)
@@ -496,7 +498,7 @@ def work(
         number = environment.rank()
         where = f"rank {number} on {platform.node()}"
         code = _report(lost_rank(error, where))
-        # A launcher reports the rank that it sees end first: the one that was lost, not this one.
+        # A launcher reports the rank that ends first: that must be the lost one, not this one.
         environment.wait_to_be_ended()
         return code
 
@@ -504,7 +506,7 @@ def work(
 def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
     threads, mode = config.compute.threads, config.compute.mode
     if not prepared:
-        check(config)  # what takes no import of torch comes first
+        check(config)  # checks that do not import torch come first
     flags.set_environment(environment.local_world_size() * threads, mode)
     from segpipe.distributed import group as processes
 
@@ -515,14 +517,14 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
     group = processes.join(config.compute, same)
 
     def own() -> None:
-        """Rank 0 owns the folder, which it writes; the parent of spawned processes may die without them."""
+        """Rank 0 owns the folder that it writes; the parent of spawned processes may die before them."""
         if group.is_main:
-            if group.world_size == 1:  # of several, the parent removes the lock
+            if group.world_size == 1:  # with several, the parent removes the lock
                 held.enter_context(stops_raised())
             held.enter_context(owned(config))
 
     try:
-        # The folder is owned to the end of what rank 0 does after the training.
+        # Rank 0 owns the folder until it has finished its work after the training.
         with contextlib.ExitStack() as held:
             with _failure_told(group):
                 if not prepared:
@@ -536,7 +538,7 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
 
 
 def _version() -> str:
-    """What ranks compare of segpipe itself: its version, and a hash of its sources, which differ between checkouts."""
+    """Version of segpipe and hash of its sources, which ranks compare: checkouts may differ."""
     from segpipe.ledger.inputs import combined, source_hashes  # cv2
 
     return f"{segpipe.__version__} (sources {combined(source_hashes())[:12]})"
@@ -550,7 +552,7 @@ def _prepare_together(
     if config.compute.nproc not in ("auto", str(started)):
         raise ConfigError(
             f"compute.nproc = {config.compute.nproc}, but the launcher started {started} processes on this machine. "
-            f"Leave compute.nproc out, or start without the launcher."
+            f"Remove compute.nproc, or start without the launcher."
         )
 
     def prepare_here() -> tuple[str, str]:
@@ -567,9 +569,9 @@ def _prepare_together(
 
 @contextlib.contextmanager
 def _failure_told(group: Group, config: Config | None = None) -> Iterator[None]:
-    """Tells the other ranks why this one ends, and with `config` the folder of the run, which it owns.
+    """Tells the other ranks why this one ends; with `config`, also records it in the run's folder, which it owns.
 
-    Raises the verdict of the ranks in place of the error, if they have one.
+    Raises the ranks' common verdict in place of the error, if there is one.
     """
     try:
         try:
@@ -592,7 +594,7 @@ def _failure_told(group: Group, config: Config | None = None) -> Iterator[None]:
 def _lost_another_rank(error: Exception) -> bool:
     """Whether a collective failed because another process is gone.
 
-    NCCL raises DistError. gloo has no type for it, only RuntimeError with these texts.
+    NCCL raises DistError. gloo raises only RuntimeError, with these texts.
     """
     from torch.distributed import DistError
 
@@ -621,7 +623,7 @@ def _train(config: Config, group: Group, splits: Splits | None) -> int:
 def finish(run: Run, found: Validation, result: Values) -> None:
     """Print the results and write the report, then export. Raises ExportMismatch if an exported file differs.
 
-    The export comes last, so that a refused one hides nothing of the finished training.
+    The export comes last, so that a refusal does not hide the results of the training.
     """
     from segpipe.train.metrics import flattering
 
@@ -657,7 +659,7 @@ def finish(run: Run, found: Validation, result: Values) -> None:
 
 
 def _export(run: Run) -> None:
-    """Export the checkpoint that was just written, in the same way as the export command."""
+    """Export the checkpoint that was just written, as the export command does."""
     from segpipe.export.dataset import spread
     from segpipe.export.publish import export_checkpoint
     from segpipe.train.checkpoint import load_network
@@ -667,7 +669,7 @@ def _export(run: Run) -> None:
     CONSOLE.print(
         f"exporting to {' and '.join(settings.formats)} and comparing the files with "
         f"the trained network on up to {settings.quality_images} images (export=off "
-        f"leaves this out) ..."
+        f"skips this) ..."
     )
     done = export_checkpoint(
         run.folder,
@@ -681,10 +683,10 @@ def _export(run: Run) -> None:
 
 
 def _this_command() -> str:
-    """How the user can type `segpipe`: as such where it is on the path, or with this Python."""
+    """Command for `segpipe` as the user can type it: by name if it is on the path, else with this Python."""
     if shutil.which("segpipe") == sys.argv[0]:
         return "segpipe"
-    # Links stay: the interpreter of a virtual environment is one.
+    # Symlinks are kept: the interpreter of a virtual environment is one.
     python = sys.executable.removeprefix(f"{os.getcwd()}/")
     return f"{shlex.quote(python)} -m segpipe"
 
@@ -708,7 +710,7 @@ def train(
         )
         return view, open_tracker(config, config.run_dir, step, rank=group.rank)
 
-    # Of this checkout, read at the start: it may change during the training.
+    # Read at the start: the checkout may change during the training.
     git = git_state(ROOT) if group.is_main else None
     if git:
         del git["known_at"]
@@ -716,7 +718,7 @@ def train(
 
 
 def _report(error: SegpipeError, *, rank: int = 0) -> int:
-    """Exit code of an error. One rank prints it; the others wait to be ended, so that the launcher blames that one."""
+    """Exit code of an error. One rank prints it; the others wait to be ended, so that the launcher blames that rank."""
     if _speaks(error, rank):
         where = f"rank {rank}: " if rank else ""
         ERRORS.print(f"{where}{error}", style="bold red")

@@ -1,4 +1,4 @@
-"""Runs, read from their folders and compared: tables, groups that repeat a recipe, and a page with curves."""
+"""Reads runs from their folders and compares them: tables, groups that repeat a recipe, and a page with curves."""
 
 import json
 import os
@@ -21,12 +21,12 @@ from segpipe.run.tracking import FILE_NAME, failure, read_metrics
 from segpipe.settings.config import deciding, flat, saved_config
 from segpipe.settings.setting import Values, shown
 
-SETTINGS_SHOWN = 6  # columns of a table; the page and --json have all
+SETTINGS_SHOWN = 6  # columns of a table; the page and --json show all
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run; None if it is not known yet or cannot be read."""
+    """One run; values are None if not known yet or not readable."""
 
     name: str  # folder below root
     folder: Path
@@ -40,7 +40,7 @@ class Row:
     iou: dict[str, float | None] = field(default_factory=dict)  # by class
     state: str = "finished"
     reason: str = ""  # why the last session failed or stopped, on one line
-    # Of the recipe, by dotted key; empty without a readable file.
+    # Of the recipe, by dotted key; empty if config.json is not readable.
     settings: Values = field(default_factory=dict)
 
 
@@ -69,9 +69,9 @@ class RecipeGroup:
 
 
 def find_runs(root: Path, patterns: Sequence[str] = ()) -> list[Row]:
-    """The runs below `root`, or with patterns those that they name or match and the runs below those; the best first.
+    """The runs below `root`, or with patterns the runs in or below the folders that match; best first.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if there are none.
     """
     folders: dict[Path, str] = {}
     for pattern in patterns or [str(root)]:
@@ -79,7 +79,7 @@ def find_runs(root: Path, patterns: Sequence[str] = ()) -> list[Row]:
         found = [file.parent for top in tops for file in top.rglob("config.json")]
         if not found:
             raise ConfigError(
-                f"{'runs' if patterns else 'root'} = {pattern}: no run is there. Name the folder that holds runs by "
+                f"{'runs' if patterns else 'root'} = {pattern}: no runs found. Name the folder that contains runs with "
                 f"root=FOLDER, or match run folders: 'runs=[runs/lr*]'."
             )
         for folder in sorted(found):
@@ -89,7 +89,7 @@ def find_runs(root: Path, patterns: Sequence[str] = ()) -> list[Row]:
 
 
 def read_row(folder: Path, name: str) -> Row:
-    """The run in `folder`; a file that cannot be read is named in `state`."""
+    """The run in `folder`; `state` names a file that cannot be read."""
     newest = max(path.stat().st_mtime for path in folder.glob("*.json*"))
     row = Row(name, folder, date=f"{datetime.fromtimestamp(newest):%Y-%m-%d %H:%M}")
     try:
@@ -105,7 +105,7 @@ def read_row(folder: Path, name: str) -> Row:
         result = read_json(folder / "result.json")
         score = result["miou"]
         if result["steps"] < config.train.steps and not result.get("stopped_early"):
-            raise FileNotFoundError  # of before the run was made longer
+            raise FileNotFoundError  # result from before the run was extended
         found |= {
             "miou": None if score is None else float(score),
             "steps": int(result["steps"]),
@@ -121,7 +121,7 @@ def read_row(folder: Path, name: str) -> Row:
     except (OSError, ValueError, TypeError, LookupError):
         found["state"] = "result.json is damaged"
     code, reason, _ = failure(folder)
-    # A finished run stays one when a resume of it is refused.
+    # A finished run stays finished when a resume is refused.
     if reason and not ("digest" in found and code == CheckpointError.exit_code):
         state = "interrupted" if code == Interrupted.exit_code else "failed"
         found |= {"state": state, "reason": reason}
@@ -129,7 +129,7 @@ def read_row(folder: Path, name: str) -> Row:
 
 
 def best_first(rows: Iterable[Row]) -> list[Row]:
-    """Rows by falling mIoU, those without one last."""
+    """Rows by falling mIoU; those without a score last."""
     return sorted(rows, key=lambda row: (row.miou is None, -(row.miou or 0.0)))
 
 
@@ -141,9 +141,9 @@ def differing(recipes: Sequence[Values]) -> list[str]:
 
 
 def grouped(rows: Sequence[Row], by: str = "") -> list[RecipeGroup]:
-    """Groups of the runs that differ in setting `by` alone, the best mean first; without it each run is alone.
+    """Groups of runs that differ only in setting `by`, best mean first; without `by`, one group for each run.
 
-    Of runs with one value of `by`, a finished one counts: a repeated run is no second sample.
+    Of several runs with the same value of `by`, one finished run counts: a repeated run is not a second sample.
     """
     if not by:
         return [RecipeGroup(row.settings, [row]) for row in rows]
@@ -172,7 +172,7 @@ def print_runs(rows: Sequence[Row]) -> None:
 
 
 def run_table(groups: Sequence[RecipeGroup]) -> Table:
-    """A line for each run, or for each recipe with mean and range over its runs; with settings in which they differ."""
+    """Table of runs, or of recipes with mean and range over their runs, and the settings in which they differ."""
     keys = differing([group.settings for group in groups])
     settings, rest = keys[:SETTINGS_SHOWN], keys[SETTINGS_SHOWN:]
     by = groups[0].by if groups else ""
@@ -208,14 +208,14 @@ def run_table(groups: Sequence[RecipeGroup]) -> Table:
 
 
 def _link(row: Row, page: Path) -> str:
-    """The report of a run as a link from the page; empty if there is none."""
+    """Link from the page to the run's report; empty if there is none."""
     report = row.folder / "report.html"
     here = page.resolve().parent
     return quote(os.path.relpath(report.resolve(), here)) if report.exists() else ""
 
 
 def write_overview(path: Path, groups: Sequence[RecipeGroup]) -> Path:
-    """Write the page for runs, or for groups of runs that differ in one setting alone: a table, and their curves."""
+    """Write the page for runs, or for groups of runs that differ in only one setting: a table and their curves."""
     rows = [row for group in groups for row in group.rows]
     recipes = [group.settings for group in groups if group.settings]
     keys = differing(recipes)

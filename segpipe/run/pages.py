@@ -1,7 +1,7 @@
-"""The one writer of HTML pages, with their curves and pictures: report of a run, doctor's page, comparison of runs.
+"""Writes all HTML pages with their curves and pictures: report of a run, doctor's page, comparison of runs.
 
-Everything is inside the file: pictures and curves as data: URLs, styles as CSS. A content security policy in its head
-forbids the browser to load anything else, so a page can be mailed or archived as it is.
+Each page is one file: pictures and curves are data: URLs, styles are inline CSS. A content security policy in its head
+keeps the browser from loading anything else, so a page can be mailed or archived as it is.
 """
 
 import base64
@@ -28,7 +28,7 @@ from segpipe.settings.setting import Values, shown
 COLORS = (
     "#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#ec4899", "#14b8a6", "#a3a3a3",
 )  # fmt: skip
-# Words: 4.5 to 1 on either card needs a color for each, which a picture chooses itself, as the page does.
+# Text: a contrast of 4.5 to 1 needs one color per color scheme, which the SVG itself selects.
 GREY = "#5d6675"
 DARK = f"@media (prefers-color-scheme: dark) {{ [style*='fill: {GREY}'] {{ fill: #98a2b1 !important }} }}"
 STYLE = {
@@ -38,21 +38,21 @@ STYLE = {
     "xtick.color": GREY,
     "ytick.color": GREY,
     "font.size": 9,
-    # Margins that fit: to lay out each chart by its texts takes as long as to draw it.
+    # Fixed margins: computing a tight layout takes as long as drawing the chart.
     "figure.subplot.left": 0.12,
     "figure.subplot.right": 0.97,
     "figure.subplot.bottom": 0.11,
     "figure.subplot.top": 0.89,
 }
 
-PANEL_WIDTH = 480  # pixels; 32 panels of a page stay below 2 MB
+PANEL_WIDTH = 480  # pixels; 32 panels on a page stay below 2 MB
 
 Points = Sequence[tuple[float, float]]
 Pixels = NDArray[np.uint8]
 
 
 def write_page(template: str, path: Path, **facts: Any) -> Path:
-    """Write a page of this folder, whose template escapes all text; the same facts give the same bytes.
+    """Render a template of this folder, which escapes all text, to `path`; the same facts give the same bytes.
 
     Returns `path`. Raises CheckpointError when the disk is full.
     """
@@ -126,10 +126,10 @@ def chart(
     marked: bool = False,
     colors: Sequence[str] = COLORS,
 ) -> str:
-    """`data:` URL of curves by their labels, y over x, at least down to 0; empty if there is no point.
+    """`data:` URL of a chart of curves by label; the y axis includes 0. Empty if there are no points.
 
-    The title of a single curve has its last value; several get a legend, but for labels that begin with _.
-    marked: a dot at each point.
+    A single curve shows its last value in the title; several get a legend, without labels that begin with _.
+    marked: draws a dot at each point.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -152,7 +152,7 @@ def chart(
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         axes.locator_params(axis="x", integer=True, nbins=6)
         axes.grid(alpha=0.3)
-        # The date would make each file another one.
+        # A date would make every file different.
         facts = {"Date": None}
         figure.savefig(content, format="svg", transparent=True, metadata=facts)
     return _data_url(
@@ -162,7 +162,7 @@ def chart(
 
 
 def points_of(history: Sequence[Values], kind: str, key: str) -> Points:
-    """(step, value) of the lines of a kind in metrics.jsonl that have a finite value; scores in per cent."""
+    """(step, value) of the lines of this kind in metrics.jsonl with a finite value; mIoU in percent."""
     scale = 100 if key == "miou" else 1
     return [
         (line["step"], scale * line[key])
@@ -194,13 +194,13 @@ class Picture:
         }
 
     def taken(self, names: Sequence[str]) -> str:
-        """The two confusions of most pixels: `fence taken for building 4.2 %`; empty if nothing is wrong."""
+        """The two most frequent confusions: `fence predicted as building 4.2%`; empty if nothing is wrong."""
         labelled = self.target != IGNORE_INDEX
         wrong = labelled & (self.target != self.pred)
         pairs = np.bincount(256 * self.target[wrong].astype(int) + self.pred[wrong])
         most = [place for place in np.argsort(-pairs)[:2].tolist() if pairs[place]]
         return ", ".join(
-            f"{names[place // 256]} taken for {names[place % 256]} "
+            f"{names[place // 256]} predicted as {names[place % 256]} "
             f"{pairs[place] / labelled.sum():.1%}"
             for place in most
         )
@@ -212,7 +212,7 @@ def overlay(
     palette: Palette,
     width: int,
 ) -> list[Pixels]:
-    """An image, and its target blended over it, at most `width` pixels wide."""
+    """The image, and the image blended with its target, both at most `width` pixels wide."""
     small = shrink(image, width, smooth=True)
     return [small, blend(small, shrink(target, width, smooth=False), palette)]
 
@@ -223,9 +223,9 @@ def errors(
     pred: Pixels,
     palette: Palette,
 ) -> Pixels:
-    """`image` in pale gray; where prediction and target differ, the color of the prediction.
+    """`image` in pale gray, with wrong pixels in the color of the prediction.
 
-    Pixels without a label get the hatch of `blend`.
+    Unlabelled pixels get the hatch of `blend`.
 
     Shapes: image uint8 (H, W, 3) RGB, target and pred uint8 (H, W) -> uint8 (H, W, 3).
     """

@@ -1,7 +1,7 @@
-"""The results of a run or of an evaluation on one page.
+"""Report page of a run or an evaluation.
 
-It shows also where the network errs, on up to MOST images, spread over the split, which are predicted once more: IoU by
-the size of objects and by the distance to borders, and examples of weak classes.
+It also shows where the network errs: IoU by object size and by distance to borders, on up to MOST images spread over
+the split, which are predicted again, and examples of weak classes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from segpipe.settings.compose import choices, compose
 from segpipe.settings.config import Config, flat
 from segpipe.settings.setting import Values
 
-# torch is imported inside the functions: a command imports this module before it sets the environment of processes.
+# Functions import torch: commands import this module before they set the environment of processes.
 if TYPE_CHECKING:
     import torch
 
@@ -37,10 +37,10 @@ Ids = NDArray[np.uint8]
 Counts = NDArray[np.int64]
 MOST = 32
 EXAMPLES = 6
-# Pixels of an object, connected, as in COCO.
+# Pixels of a connected object, limits as in COCO.
 SIZES = (32 * 32, 96 * 96)
 SIZE_NAMES = ("below 32x32", "below 96x96", "larger")
-# Pixels to the nearest pixel of another class.
+# Distance in pixels to the nearest pixel of another class.
 DISTANCES = (3, 6, 12, 24)
 DISTANCE_NAMES = ("up to 2", "3 to 5", "6 to 11", "12 to 23", "24 and more")
 Predict = Callable[[Ids], Ids]
@@ -49,10 +49,10 @@ WORST = "Worst images"
 LATEST = "Latest prediction"
 WEAKEST = "Examples of weak classes"
 LAST_LINES = 8  # of metrics.jsonl, on the live page
-NEIGHBORS = 10  # places in the order of the names within which images look much alike
+NEIGHBORS = 10  # images that are this close in the order of names look alike
 WEAK = 0.6  # IoU below which a class gets advice
 RARE = 0.01  # share of the labelled pixels
-# What helped rare classes, see docs/sampling.md.
+# Settings that helped rare classes, see docs/sampling.md.
 REMEDIES = {
     "augment.rare_crop": "0.5",
     "data.balance": "0.5",
@@ -62,7 +62,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class ReportData:
-    """Input of the page. The fields with defaults may be missing."""
+    """Input of the page. Fields with defaults may be missing."""
 
     config: Config
     result: Values  # as in result.json or printed by evaluate, and `device`
@@ -71,19 +71,19 @@ class ReportData:
     palette: Sequence[tuple[int, int, int]]
     history: Sequence[Values] = ()  # lines of metrics.jsonl
     pictures: Mapping[str, Sequence[Picture]] = field(default_factory=dict)  # by title
-    live: bool = False  # the run goes on: the page loads itself again
-    # As of `Validation`.
+    live: bool = False  # the run is still training: the page reloads itself
+    # As in `Validation`.
     calibration: NDArray[np.float64] | None = None
-    detail: Values | None = None  # as `detail` gives it
-    links: Sequence[str] = ()  # files beside the page
+    detail: Values | None = None  # result of `detail`
+    links: Sequence[str] = ()  # files next to the page
 
 
 def predictor(
     answer: Callable[[torch.Tensor], torch.Tensor], device: torch.device
 ) -> Predict:
-    """A function from an image uint8 (H, W, 3) to its class ids uint8 (H, W).
+    """A function that maps an image uint8 (H, W, 3) to class ids uint8 (H, W).
 
-    `answer` has it for images uint8 (1, H, W, 3) on `device`.
+    `answer`: maps a batch uint8 (1, H, W, 3) on `device` to its class ids.
     """
     import torch
 
@@ -101,7 +101,7 @@ def page_data(
     result: Values,
     predict: Predict,
 ) -> ReportData:
-    """Input of the report page; predicts some images once more."""
+    """Input of the report page; predicts some images again."""
     names, counts = samples.classes.names, found.total.numpy()
     worst = _pictures(worst_images(found), samples, found, predict)
     weak = list(advice(counts, names))
@@ -118,7 +118,7 @@ def page_data(
 
 
 def run_predictor(run: Run, precision: str = "fp32") -> Predict:
-    """Class ids by the averaged network of a run, as it is now."""
+    """Function that predicts class ids with the current averaged network of a run."""
     from segpipe.models.preprocess import Preprocess
     from segpipe.predict.inference import Inference, segment
 
@@ -136,22 +136,22 @@ def run_predictor(run: Run, precision: str = "fp32") -> Predict:
 
 
 def latency_ms(predict: Predict, samples: Samples) -> float:
-    """Median time of the first image, from pixels to class ids."""
+    """Median time from pixels to class ids of the first image."""
     image, _ = samples.read(0)
     return 1000 * median(repeat(lambda: predict(image), number=1))
 
 
 def live_pictures(run: Run, found: Validation) -> list[Picture]:
-    """The first image of the split and the three worst ones, predicted once more."""
+    """The first image of the split and the three worst ones, predicted again."""
     predict = run_predictor(run, run.config.train.precision)
     shown = [0, *worst_images(found, 3)]
     return _pictures(shown, run.val_cache, found, predict)
 
 
 def worst_images(found: Validation, count: int = 4) -> list[int]:
-    """Indices of the images with the lowest mIoU, rising; of neighboring frames only the worst.
+    """Indices of the images with the lowest mIoU, worst first; only the worst of neighboring frames.
 
-    Indices are in the order of the names. An image without a label is left out; ties go by index.
+    Indices follow the order of names. Skips images without a label; ties are broken by index.
     """
     from segpipe.train.metrics import miou
 
@@ -180,18 +180,18 @@ def _pictures(
 
 
 def is_live(path: Path) -> bool:
-    """Whether this is the page of a run that went on when it was written."""
+    """Whether the run was still training when this page was written."""
     with path.open("rb") as file:
         return b"data-live" in file.read(200)
 
 
 def write_report(path: Path, data: ReportData) -> Path:
-    """`path`, at which the page is then. Raises CheckpointError when the disk is full."""
+    """Write the page to `path` and return it. Raises CheckpointError when the disk is full."""
     from segpipe.train.metrics import flattering, rates, summary  # torch
 
     counts, names, config = data.confusion, data.names, data.config
     figures = summary(counts, names) | rates(counts, names)
-    # The best first; classes without a pixel last.
+    # Best first; classes without a pixel last.
     iou = [-1.0 if value is None else value for value in figures["iou"].values()]
     sequences = data.result.get("sequences") or {}
     settings, default = flat(config), _defaults(config.model.name, config.data.name)
@@ -220,7 +220,7 @@ def write_report(path: Path, data: ReportData) -> Path:
 
 @cache
 def _defaults(model: str, data: str) -> Values:
-    """All settings as they are where only network and data set are chosen."""
+    """Default settings for this network and data set."""
     chosen = ("model", model), ("data", data)
     return flat(
         compose([f"{key}={name}" for key, name in chosen if name in choices(key)])
@@ -230,9 +230,9 @@ def _defaults(model: str, data: str) -> Values:
 def advice(
     counts: Counts, names: Sequence[str], changed: Sequence[str] = ()
 ) -> dict[str, str]:
-    """For each class with a low IoU one sentence: what goes wrong, by how much, and what to try.
+    """Advice for each class with a low IoU: what goes wrong, by how much, and what to try.
 
-    Settings that the run has `changed` are not proposed.
+    Does not propose settings that the run has `changed`.
     """
     untried = [f"{key}={REMEDIES[key]}" for key in REMEDIES if key not in changed]
     labelled, predicted = counts.sum(1), counts.sum(0)
@@ -243,10 +243,12 @@ def advice(
             continue
         pixels = counts[k]
         if target >= pred:
-            text = "{:.0%} of its pixels are missed, {:.0%} become {}"
+            text = "{:.0%} of its pixels are missed, {:.0%} are predicted as {}"
         else:
             target, pixels = pred, counts[:, k]
-            text = "{:.0%} of what is predicted as this class is not, {:.0%} is {}"
+            text = (
+                "{:.0%} of the pixels predicted as this class are wrong, {:.0%} are {}"
+            )
         pixels = np.where(np.arange(len(names)) == k, 0, pixels)
         wrong, most = 1 - hits / target, pixels.max() / target
         share = labelled[k] / labelled.sum()
@@ -256,7 +258,9 @@ def advice(
         if share < RARE and untried:
             remedy = f"Try {' or '.join(untried)}."
         elif hits and most > 0.5 * wrong:
-            remedy = "Check on the images below that the labels tell the two apart."
+            remedy = (
+                "Check in the images below that the labels separate the two classes."
+            )
         evidence = text.format(wrong, most, names[int(pixels.argmax())])
         sentences[name] = (
             f"{evidence}; it is {share:.2%} of the labelled pixels. {remedy}"
@@ -265,7 +269,7 @@ def advice(
 
 
 def _charts(data: ReportData) -> dict[str, str]:
-    """Curves of the training by their titles, and the reliability diagram."""
+    """Training curves by title, and the reliability diagram."""
     keys = {key for line in data.history for key in line if key.startswith("loss_")}
     parts = sorted(keys) if len(keys) > 1 else []
     curve = partial(points_of, data.history)
@@ -282,7 +286,7 @@ def _charts(data: ReportData) -> dict[str, str]:
         pixels, share, right, _ = data.calibration[data.calibration[:, 0] > 0].T
         off = 100 * abs(share - right).sum() / pixels.sum()
         measured = zip(100 * share / pixels, 100 * right / pixels, strict=True)
-        drawn[f"Right pixels by confidence, %: {off:.1f} off"] = {
+        drawn[f"Accuracy by confidence, %: {off:.1f} off"] = {
             "measured": [*measured],
             "ideal": [(0, 0), (100, 100)],
         }
@@ -294,9 +298,9 @@ def _charts(data: ReportData) -> dict[str, str]:
 
 
 def detail(samples: Samples, num_classes: int, predict: Predict) -> Values:
-    """IoU of some images, NaN where there is no pixel.
+    """IoU over some images; NaN if there are no pixels.
 
-    `images`: how many; `by_size` (C, 3): IoU of each class by SIZE_NAMES; `by_distance` (5): mIoU by DISTANCE_NAMES.
+    `images`: number; `by_size` (C, 3): IoU of each class by SIZE_NAMES; `by_distance` (5): mIoU by DISTANCE_NAMES.
     """
     from segpipe.data.samples import spaced  # cv2
     from segpipe.train.metrics import miou  # torch
@@ -319,9 +323,9 @@ def detail(samples: Samples, num_classes: int, predict: Predict) -> Values:
 
 
 def by_size(pred: Ids, target: Ids, num_classes: int) -> Counts:
-    """Pixels of intersection and union of each class by the size of its objects.
+    """Pixels of intersection and union of each class, by object size.
 
-    A pixel that is wrongly predicted as a class counts for the size of the predicted object that it is part of.
+    A false positive counts for the size of the predicted object that contains it.
 
     Shapes: uint8 (H, W) twice -> int64 (2, C, 3).
     """
@@ -339,7 +343,7 @@ def by_size(pred: Ids, target: Ids, num_classes: int) -> Counts:
 
 
 def _sizes(area: NDArray[np.bool_]) -> Counts:
-    """For each pixel, the place in SIZE_NAMES of the connected object that it is part of."""
+    """For each pixel, the index in SIZE_NAMES of the connected object that contains it."""
     import cv2
 
     _, labels, stats, _ = cv2.connectedComponentsWithStats(area.astype(np.uint8))
@@ -348,7 +352,7 @@ def _sizes(area: NDArray[np.bool_]) -> Counts:
 
 
 def by_distance(pred: Ids, target: Ids, num_classes: int) -> Counts:
-    """Confusion in bands along the borders between classes. Contact with pixels without a label is no border.
+    """Confusion in bands along class borders. Contact with unlabelled pixels is not a border.
 
     Shapes: uint8 (H, W) twice -> int64 (5, C, C).
     """
@@ -379,7 +383,7 @@ def examples(
     weak: Sequence[str],
     predict: Predict,
 ) -> list[Picture]:
-    """For each weak class the part of an image where most of its pixels are wrong, with its IoU in the image."""
+    """For each weak class, the image part with most of its wrong pixels, and its IoU in the whole image."""
     pictures = []
     for name in weak[:EXAMPLES]:
         k = samples.classes.names.index(name)
@@ -399,7 +403,7 @@ def examples(
 
 
 def densest(wrong: NDArray[np.bool_]) -> tuple[slice, slice]:
-    """The window of half the height and width of an image with the most true pixels."""
+    """The window of half the height and width that contains the most true pixels."""
     import cv2
 
     height, width = (max(1, side // 2) for side in wrong.shape)

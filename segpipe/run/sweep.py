@@ -44,9 +44,9 @@ from segpipe.settings.compose import (
 )
 from segpipe.settings.config import Config
 
-# Runs that differ in nothing else repeat one recipe.
+# Runs that differ only in one of these repeat a recipe.
 REPEATS = ("seed", "data.hold_out")
-SHORT = 120  # characters of a suffix; a longer one ends with a hash of the whole
+SHORT = 120  # characters of a suffix; a longer one is cut and ends with a hash
 
 
 class JobFailedError(Exception):
@@ -55,16 +55,16 @@ class JobFailedError(Exception):
 
 @dataclass
 class SweepJob:
-    """One job of a sweep, and what came of it."""
+    """One job of a sweep and its outcome."""
 
     config: Config
     swept: str  # its swept overrides, such as "optim.lr=0.1 seed=2"
-    overrides: list[str]  # all of them, with its name
+    overrides: list[str]  # all overrides, including the run's name
     code: int | None = None  # exit code; None: not started, or not ended
-    reason: str = ""  # why it failed, or why it did not train
+    reason: str = ""  # why it failed or did not train
 
     def end(self, returned: Any) -> None:
-        """Note the exit code that a job returned, or the error that it raised."""
+        """Record the exit code that a job returned, or the error that it raised."""
         if isinstance(returned, Exception):
             self.code = getattr(returned, "exit_code", 1)
             self.reason = " ".join(str(returned).split())
@@ -86,7 +86,7 @@ class SweepJob:
 
 @dataclass
 class Jobs:
-    """Stands before a launcher of Hydra: names and checks the jobs of each batch, and returns their mIoU."""
+    """Wraps a Hydra launcher: names and checks the jobs of each batch, and returns their mIoU."""
 
     launcher: Launcher
     loader: ConfigLoader
@@ -100,7 +100,7 @@ class Jobs:
         direction = OmegaConf.select(self.config.hydra.sweeper, "direction")
         if getattr(direction, "name", direction) == "minimize":
             raise ConfigError(
-                "hydra.sweeper.direction = minimize, but jobs return their mIoU, higher is better. Set "
+                "hydra.sweeper.direction = minimize, but jobs return mIoU, where higher is better. Set "
                 "hydra.sweeper.direction=maximize."
             )
 
@@ -112,9 +112,9 @@ class Jobs:
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> list[JobReturn]:
-        """What a sweeper reads of each job. A job that was there before is not trained again.
+        """Launches a batch of jobs; returns the results that the sweeper reads. Repeated jobs are not trained again.
 
-        Raises ConfigError before the first job starts if one could not.
+        Raises ConfigError before the first job starts if any job cannot run.
         """
         batch = self._composed(job_overrides, initial_job_idx)
         new: dict[Path, SweepJob] = {}
@@ -139,14 +139,14 @@ class Jobs:
         except Exception as error:
             raise ConfigError(
                 f"hydra/launcher: {_brief(error)}. Jobs that it started may still run; when they have ended, the "
-                f"same command with run.exists=resume trains what is missing."
+                f"same command with run.exists=resume trains the missing ones."
             ) from error
         for job, each in zip(todo, returned, strict=True):
             job.end(each._return_value)
         return list(map(self._returned, batch, job_overrides))
 
     def _check(self, job: SweepJob) -> None:
-        """Settings, folder and data of a job; one that run.exists=resume finds finished is done."""
+        """Check settings, folder and data of a job; with run.exists=resume, a finished job counts as done."""
         config = job.config
         # Jobs often share these, and reading a large data set takes minutes.
         parts = [
@@ -176,7 +176,7 @@ class Jobs:
     def _composed(
         self, job_overrides: Sequence[Sequence[str]], first: int
     ) -> list[SweepJob]:
-        """Jobs with names that differ."""
+        """Jobs with distinct names."""
         typed = OverridesParser.create().parse_overrides(
             list(self.config.hydra.overrides.task)
         )
@@ -207,7 +207,7 @@ class Jobs:
         return jobs
 
     def _returned(self, job: SweepJob, overrides: Sequence[str]) -> JobReturn:
-        """What a sweeper reads. A grid must not end at a failed job, which Hydra's own sweeper would."""
+        """Result that the sweeper reads. A failed job must not end a grid, as it does in Hydra's own sweeper."""
         row = self.jobs[job.config.run_dir].row()
         value: Any = row.miou
         status = JobStatus.COMPLETED
@@ -217,7 +217,7 @@ class Jobs:
         return JobReturn(overrides=list(overrides), status=status, _return_value=value)
 
     def summarize(self) -> int:
-        """Print all jobs, the best first, and means over seeds; returns the first exit code that is not 0."""
+        """Print all jobs, best first, and means over seeds; returns the first nonzero exit code."""
         rows = best_first(job.row() for job in self.jobs.values())
         if rows:
             print_runs(rows)
@@ -231,7 +231,7 @@ class Jobs:
 
 @contextmanager
 def _all_gathered() -> Iterator[None]:
-    """A job that a cluster killed fails alone; Hydra's launcher would raise and leave the results of the others."""
+    """A job that a cluster killed fails by itself; Hydra's launcher would raise and drop the results of the others."""
     try:
         from submitit import Job
     except ImportError:
@@ -250,9 +250,9 @@ def _all_gathered() -> Iterator[None]:
 
 
 def named(name: str, swept: Mapping[str, str]) -> str:
-    """A run's name with the swept settings that it does not show: `NAME-lr0.1-schedule_cosine`.
+    """A run's name plus the swept settings that it lacks: `NAME-lr0.1-schedule_cosine`.
 
-    Only characters that every file system and shell takes.
+    Uses only characters that every file system and shell accepts.
     """
     parts = [name]
     for key, text in swept.items():
@@ -276,10 +276,10 @@ def sweep(
     check: Callable[[Config], Config],
     examine: Callable[[Config], object],
 ) -> int:
-    """Train all jobs of a sweep; returns the first exit code that is not 0.
+    """Train all jobs of a sweep; returns the first nonzero exit code.
 
-    train: trains one job in processes of its own and returns its exit code; a launcher of Hydra calls it. check: checks
-    settings and folder of a job. examine: checks its data and all else. Both raise SegpipeError.
+    train: trains one job in its own processes and returns its exit code; Hydra's launcher calls it. check: checks
+    settings and folder of a job. examine: checks its data and everything else. Both raise SegpipeError.
     """
     if under_launcher():
         raise ConfigError(
@@ -295,7 +295,7 @@ def sweep(
 
     def instantiate_jobs(**given: Any) -> Jobs:
         loader, config = given["hydra_context"].config_loader, given["config"]
-        # A search may keep its storage there, and opens it before the first job.
+        # A search may keep its storage there and opens it before the first job.
         Path(str(config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
         started.append(Jobs(instantiate(**given), loader, config, check, examine))
         return started[-1]
@@ -320,18 +320,18 @@ def sweep(
         )
         return code or Interrupted.exit_code
     except JobFailedError:
-        pass  # the search gave up: the table says so
+        pass  # the search gave up: the table shows it
     except SegpipeError:  # a later batch was refused
         for jobs in started:
             jobs.summarize()
         raise
     except ValueError as error:  # a sweeper's
         raise ConfigError(
-            f"hydra/sweeper: {_brief(error)}. Correct the ranges, or the settings of hydra.sweeper."
+            f"hydra/sweeper: {_brief(error)}. Correct the ranges or the settings of hydra.sweeper."
         ) from error
     return started[0].summarize()
 
 
 def _brief(error: Exception) -> str:
-    """The first line: submitit adds all output of a job."""
+    """Type and first line of an error: submitit adds all output of a job."""
     return f"{type(error).__name__}: {first_line(error)}"

@@ -1,7 +1,7 @@
-"""Trackers, which show a run elsewhere: Weights & Biases, TensorBoard, MLflow, Prometheus, or a class of your own.
+"""Trackers, which show a run elsewhere: Weights & Biases, TensorBoard, MLflow, Prometheus, or your own class.
 
-`track.name=package.module:Class` names your own; `Callback` is what it has to be. Packages are imported when a run
-starts to use one.
+`track.name=package.module:Class` names your own; it implements `Callback`. Packages are imported when a run starts to
+use them.
 """
 
 import contextlib
@@ -41,13 +41,13 @@ Tracked = Callable[[], "Callback"]
 
 
 class Callback:
-    """Shows a run elsewhere. Methods may be missing and may raise; they are called in order, beside the training."""
+    """Shows a run elsewhere. Methods are optional and may raise; a separate thread calls them in order."""
 
     def on_start(self, config: Config, step: int) -> None:
-        """Before the first update; `step` is above 0 when the run is resumed."""
+        """Before the first update; `step` is above 0 if the run is resumed."""
 
     def on_metrics(self, step: int, metrics: Figures) -> None:
-        """Figures of one step, by names such as `train/loss`."""
+        """Figures of one step by name, such as `train/loss`."""
 
     def on_validation(self, step: int, scores: Values, pictures: Pictures) -> None:
         """After each validation: miou, iou by class, `confusion` int64 (C, C), `names` and `palette` of the classes.
@@ -56,11 +56,11 @@ class Callback:
         """
 
     def on_end(self, result: Values) -> None:
-        """At the end: `exit_code`, and of a finished run also result.json and the list `files`."""
+        """At the end: `exit_code`, and for a finished run also result.json and the list `files`."""
 
 
 def tracker_classes(config: Config) -> dict[str, Tracked]:
-    """The classes that track.name stands for. Raises ConfigError for one of your own that is not there."""
+    """The classes that track.name selects. Raises ConfigError if a class of your own cannot be found."""
     own = [name for name in config.track.names if plugins.is_path(name)]
     plugins.trust(own)  # only `segpipe train` tracks: the user named it
     return {
@@ -74,7 +74,7 @@ def check_tracking(config: Config) -> None:
     for name, kind in tracker_classes(config).items():
         if isinstance(kind, type) and not any(hasattr(kind, one) for one in _METHODS):
             raise ConfigError(
-                f"track.name = {name}, but it has none of the methods {', '.join(_METHODS)}. See docs/sweeps.md."
+                f"track.name = {name}, but the class has none of the methods {', '.join(_METHODS)}. See docs/sweeps.md."
             )
         package = {"prometheus": "prometheus_client"}.get(name, name)
         if name in TRACKERS and find_spec(package) is None:
@@ -87,12 +87,12 @@ def check_tracking(config: Config) -> None:
     given = os.environ.get("WANDB_MODE", "online")  # read even if track.mode is set
     if given not in _WANDB_MODES:
         raise ConfigError(
-            f"WANDB_MODE = '{given}', but wandb knows {', '.join(_WANDB_MODES)}. Correct it, or unset it."
+            f"WANDB_MODE = '{given}', but wandb supports {', '.join(_WANDB_MODES)}. Correct or unset it."
         )
     if _mode(config) == "online" and not _has_login():
         raise ConfigError(
             "track.mode = online, but no wandb login was found. Run `wandb login` "
-            "once, set WANDB_API_KEY, or record without an account by "
+            "once, set WANDB_API_KEY, or record without an account with "
             "track.mode=offline."
         )
 
@@ -103,7 +103,7 @@ def _mode(config: Config) -> str:
 
 
 def _has_login() -> bool:
-    """Whether wandb would find a key, in its variables, settings files and netrc; a revoked one shows only online.
+    """Whether wandb would find a key in its variables, settings files or netrc; only its server detects a revoked one.
 
     `wandb.login` of 0.31 opens a connection, so it cannot run before the first step.
     """
@@ -120,9 +120,9 @@ def _has_login() -> bool:
 
 
 def run_id(config: Config, run_dir: Path) -> str:
-    """Id of the run in a tracker, 16 hex digits: a function of the folder's name and the recipe only.
+    """Id of the run in a tracker, 16 hex digits: a function only of the folder's name and the recipe.
 
-    Settings that may change on resume do not enter, so that a resumed run continues its curve.
+    Settings that may change on resume do not affect it, so a resumed run continues its curve.
     """
     text = json.dumps([run_dir.name, recipe(config)], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -136,7 +136,7 @@ class Wandb(Callback):
         mode: Any = _mode(config)
         track = config.track
         if mode == "offline":
-            # wandb 0.31 sends a report of its start over the network even offline, unless this is set.
+            # wandb 0.31 reports its start over the network even offline, unless this is set.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb  # takes a second and starts a service process
 
@@ -152,7 +152,7 @@ class Wandb(Callback):
             mode=mode,
             config=to_mapping(config),
             save_code=False,
-            # Leave our output alone and never prompt.
+            # Do not capture our output, and never prompt.
             settings=wandb.Settings(silent=True, console="off"),
         )
         for name in ("validation/miou", "validation/iou/*"):
@@ -163,7 +163,7 @@ class Wandb(Callback):
         self._run.log(metrics, step=step)
 
     def on_validation(self, step: int, scores: Values, pictures: Pictures) -> None:
-        """Log the confusion matrix, the pictures with their masks, and a table of the worst."""
+        """Log the confusion matrix, the pictures with their masks, and a table of the worst images."""
         names = scores["names"]
         images = [self._image(picture, names) for picture in pictures]
         pairs = zip(pictures[1:], images[1:], strict=True)
@@ -198,7 +198,7 @@ class Wandb(Callback):
         )
 
     def on_end(self, result: Values) -> None:
-        """Log the model as what the run made, and the data as what it used, and end the run."""
+        """Log the model as output artifact and the data as input artifact, and end the run."""
         files = {path.name: path for path in result.get("files", ())}
         data, run = self._config.data, self._run
         inputs = files.pop("inputs.json", None)
@@ -209,13 +209,13 @@ class Wandb(Callback):
             run.summary.update(scores)
         if inputs:
             about = {"root": str(data.root), "split": data.split}
-            # One for all runs on this data, in the form that wandb takes.
+            # One artifact for all runs on this data, with characters that wandb accepts.
             roots = [data.root, *(entry.get("root", "") for entry in data.mix)]
             names = [Path(root).resolve().name for root in roots if root]
             name = "-".join([data.name, *names])
             name = re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:128]
             artifact = self._artifact(name, "dataset", [inputs], about)
-            # Last: online it waits for wandb.
+            # Last: online, this waits for wandb.
             log = run.log_artifact if run.offline else run.use_artifact
             log(artifact)
         run.finish(exit_code=result["exit_code"])
@@ -231,10 +231,10 @@ class Wandb(Callback):
 
 
 class Tensorboard(Callback):
-    """Event files of the run; a resumed run continues them, and hides what will be written again."""
+    """Event files of the run; a resumed run continues them and hides steps that will be repeated."""
 
     def on_start(self, config: Config, step: int) -> None:
-        """Open a file."""
+        """Open an event file."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(  # type: ignore[no-untyped-call]
@@ -257,7 +257,7 @@ class Tensorboard(Callback):
             self._writer.add_image(name, panels, step, dataformats="HWC")
 
     def on_end(self, result: Values) -> None:
-        """Write the settings with the score, and close; TensorBoard knows no failed runs."""
+        """Write the settings with the score, and close; TensorBoard has no status for failed runs."""
         if result.get("miou") is not None:
             score = {"miou": result["miou"]}
             self._writer.add_hparams(
@@ -267,7 +267,7 @@ class Tensorboard(Callback):
 
 
 class Mlflow(Callback):
-    """The MLflow run that bears the id of this recipe and folder; a resumed run continues it."""
+    """The MLflow run tagged with the id of this recipe and folder; a resumed run continues it."""
 
     def on_start(self, config: Config, step: int) -> None:
         """Start the run, or continue it."""
@@ -276,7 +276,7 @@ class Mlflow(Callback):
 
         self._entities: Any = entities
         self._model_name = config.track.register
-        # MLflow's default is a database, which mlflow-skinny cannot use; 3.x asks to allow files.
+        # MLflow defaults to a database, which mlflow-skinny cannot use; 3.x requires opting in to files.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         files = (Path(config.run.root) / "mlruns").resolve().as_uri()
         store = os.environ.get("MLFLOW_TRACKING_URI") or files
@@ -306,7 +306,7 @@ class Mlflow(Callback):
         """Log the figures."""
         now = int(1000 * time.time())
         entries = [
-            # MLflow takes no other characters.
+            # MLflow accepts no other characters.
             self._entities.Metric(re.sub(r"[^\w\-. /]", "_", name), value, now, step)
             for name, value in metrics.items()
         ]
@@ -330,8 +330,8 @@ class Mlflow(Callback):
         self._client.set_terminated(self._id, status)
 
     def _parent(self, experiment: str, group: str) -> str:
-        """Id of the run below which MLflow shows those of a group: the earliest, where several jobs make it at once."""
-        name = group.replace("'", "_")  # a query has no way to write this
+        """Id of the parent run of a group in MLflow: the earliest one, if several jobs create it at once."""
+        name = group.replace("'", "_")  # queries cannot escape quotes
 
         def search() -> Any:
             return self._client.search_runs(
@@ -349,11 +349,11 @@ class Mlflow(Callback):
         return str(search()[0].info.run_id)
 
     def _register(self, folder: Path) -> None:
-        """Make the exported folder, which is logged by now, a version of the registered model."""
+        """Register the exported folder, which is already logged, as a version of the model."""
         from mlflow.exceptions import MlflowException
 
         manifest = json.loads((folder / "manifest.json").read_text())
-        text = json.dumps(_mlmodel(manifest, self._id))  # which is YAML, too
+        text = json.dumps(_mlmodel(manifest, self._id))  # JSON is also YAML
         self._client.log_text(self._id, text, f"{folder.name}/MLmodel")
         try:
             self._client.create_registered_model(self._model_name)
@@ -395,7 +395,7 @@ def _mlmodel(manifest: Values, run: str) -> Values:
 
 
 def _side_by_side(scores: Values, pictures: Pictures) -> list[tuple[str, Any]]:
-    """Names, the same at each validation, and image, target, prediction and errors beside one another."""
+    """Names, the same at each validation, and image, target, prediction and errors side by side."""
     palette = scores["palette"]
     return [
         (
@@ -407,15 +407,15 @@ def _side_by_side(scores: Values, pictures: Pictures) -> list[tuple[str, Any]]:
 
 
 class Prometheus(Callback):
-    """Gauges of this process, for a Prometheus server: over HTTP on this machine, or in a text file.
+    """Gauges of this process for a Prometheus server: over HTTP on this machine, or in a text file.
 
-    `step` and `time` are those of the last figures: a rank that stands still shows by them, also in a text file.
+    `step` and `time` are those of the last figures, so they reveal a stalled rank, also in a text file.
     """
 
     every_rank = True
 
     def on_start(self, config: Config, step: int) -> None:
-        """Serve on 127.0.0.1 at track.metrics plus the local rank, or write into the folder that it names."""
+        """Serve on 127.0.0.1 at port track.metrics plus the local rank, or write into the folder that it names."""
         import prometheus_client
 
         self._package: Any = prometheus_client
@@ -445,7 +445,7 @@ class Prometheus(Callback):
         self._publish()
 
     def on_metrics(self, step: int, metrics: Figures) -> None:
-        """Show the figures; of those of several ranks, this one's."""
+        """Show the figures; where there is one per rank, only this rank's."""
         for name, value in metrics.items():
             kind, figure, *rest = name.split("/")
             if kind != "memory" or rest == [str(self._rank)]:
@@ -457,7 +457,7 @@ class Prometheus(Callback):
         self._publish()
 
     def on_end(self, result: Values) -> None:
-        """Leave the exit code of a run that failed in the text file; another run's file goes."""
+        """Keep the text file of a failed run, with its exit code; delete that of a successful run."""
         self._set("exit_code", result["exit_code"])
         if self._server:
             self._server.shutdown()
@@ -488,7 +488,7 @@ class Prometheus(Callback):
 
 
 def _gpu_figures() -> dict[str, float]:
-    """What NVML says of this process's GPU; nothing where its package is not installed."""
+    """NVML figures of this process's GPU; empty if its package is not installed."""
     import torch
 
     if not (torch.cuda.is_available() and find_spec("pynvml")):
@@ -499,7 +499,7 @@ def _gpu_figures() -> dict[str, float]:
     }
 
 
-# track.name -> what pip calls its package, and its class
+# track.name -> name of its package for pip, and its class
 TRACKERS: dict[str, tuple[str, Tracked]] = {
     "wandb": ("wandb", Wandb),
     "tensorboard": ("tensorboard", Tensorboard),

@@ -1,8 +1,8 @@
-"""What a run leaves while it trains: metrics.jsonl, failure.json, which says why it ended, and calls of callbacks.
+"""Records of a run while it trains: metrics.jsonl, failure.json (why it ended), and calls of callbacks.
 
-metrics.jsonl is the record that other code reads; callbacks mirror it: the page of the living run, trackers, and a
-class of your own. One that fails costs one warning and never a step of training. Only rank 0 writes; a class with
-`every_rank = True` is called on the others as well, with the figures that these have.
+Other code reads metrics.jsonl; callbacks mirror it: the live page, trackers, and your own class. A callback that fails
+costs one warning and never a training step. Only rank 0 writes; a class with `every_rank = True` is also called on the
+other ranks, with their figures.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 FILE_NAME = "metrics.jsonl"
 FAILURE = "failure.json"
-REWRITTEN_S = 60.0  # the live page, between validations
+REWRITTEN_S = 60.0  # interval of the live page between validations
 PATIENCE_S = 600.0  # for uploads at the end
 # Keys of every line, and the types of their values.
 RESERVED = {"step": (int,), "kind": (str,), "time_s": (int, float)}
@@ -61,7 +61,7 @@ def read_metrics(path: Path) -> list[Values]:
         return []
     entries = []
     for line in path.read_bytes().split(b"\n")[:-1]:  # the last one may be torn
-        # A block lost in a power failure is no JSON, and JSON nested 10,000 deep raises RecursionError.
+        # A block lost in a power failure is not JSON, and JSON nested 10,000 deep raises RecursionError.
         with contextlib.suppress(ValueError, RecursionError):
             entry = json.loads(line)
             if isinstance(entry, dict) and all(
@@ -72,7 +72,7 @@ def read_metrics(path: Path) -> list[Values]:
 
 
 class Tracker:
-    """Appends to metrics.jsonl and passes everything on to callbacks; created by `open_tracker`."""
+    """Appends to metrics.jsonl and forwards everything to callbacks; created by `open_tracker`."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class Tracker:
     def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Append one line {"step", "kind", "time_s", **values}; NaN and infinities become null.
 
-        A line that an earlier session of the run has written is not written again. time_s is `seconds`. The line is
-        flushed to the operating system, so it survives a crash of the process.
+        Skips a line that an earlier session of the run has written. time_s is `seconds`. The line is flushed to the
+        operating system, so it survives a crash of the process.
         """
         assert not RESERVED.keys() & values.keys()
         if (step, kind) in self._kept:
@@ -107,11 +107,11 @@ class Tracker:
         self.call("on_metrics", step, dict(_scalars(figures, f"{kind}/")))
 
     def seconds(self) -> float:
-        """Training time of all sessions, with validations and checkpoints, without the pauses between sessions."""
+        """Training time of all sessions, including validations and checkpoints, without pauses between sessions."""
         return time.monotonic() - self._start
 
     def validated(self, run: Run, found: Validation) -> None:
-        """Pass a validation on with pictures, which are predicted here once more."""
+        """Forward a validation with pictures, which are predicted again here."""
         step = run.state.step
         shown = self._path is not None and (step, "validation") not in self._kept
         if self._callbacks and shown:
@@ -127,23 +127,23 @@ class Tracker:
             self.call("on_validation", step, scores, live_pictures(run, found))
 
     def call(self, method: str, *given: Any) -> None:
-        """Call the method of all callbacks, in their threads."""
+        """Call this method of all callbacks, in their threads."""
         for called in self._callbacks.values():
             if called.is_alive():  # which did not raise
-                # A copy: it may change what it gets, in a thread of its own.
+                # A copy: the callback may modify it in its own thread.
                 called.calls.put((method, copy.deepcopy(given)))
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the file, and end the live page; of a run that failed, the other callbacks as well."""
+        """Close the file and end the live page; for a failed run, also the other callbacks."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
-        # Only rank 0 has something to do after it. A page must not come after the final one.
+        # Only rank 0 works on after this. The live page must not overwrite the final one.
         ends = self._callbacks if exit_code or self._path is None else [PAGE]
         self._end({"exit_code": exit_code}, ends)
 
     def end(self, config: Config, result: Values, exit_code: int = 0) -> None:
-        """End the callbacks with results and files. A second call does nothing."""
+        """End the callbacks with results and files. A second call has no effect."""
         folder = config.run_dir
         files = [folder / name for name in ("report.html", "best.pt", "inputs.json")]
         if config.export.enabled:
@@ -164,7 +164,7 @@ class Tracker:
 
 
 class _Called(Thread):
-    """Calls a callback, until it raises: one that hangs holds up no other, and the end of the process not for ever."""
+    """Calls a callback in a thread until it raises. A hang blocks no other callback, and exit at most PATIENCE_S."""
 
     def __init__(self, name: str, kind: Tracked) -> None:
         super().__init__(name=name, daemon=True)
@@ -173,7 +173,7 @@ class _Called(Thread):
         self.start()
 
     def run(self) -> None:
-        # After the start of a training, which has imported torch long ago.
+        # Training has started, so torch is already imported.
         from segpipe.determinism.opgate import NoDraws
 
         method = ""
@@ -193,7 +193,7 @@ def open_tracker(
 ) -> Tracker:
     """Tracker of this process; on ranks above 0 it writes no file.
 
-    resume_step=None starts an empty metrics.jsonl. A number keeps the lines up to that step; later ones will be written
+    resume_step=None starts an empty metrics.jsonl. A number keeps the lines up to that step; later ones are written
     again.
     """
     classes = tracker_classes(config)
@@ -240,7 +240,7 @@ def _scalars(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, floa
 
 
 class LivePage(Callback):
-    """report.html of a run that goes on, written whole after each validation, and every minute between."""
+    """report.html of a running training, rewritten after each validation and every minute in between."""
 
     def on_start(self, config: Config, step: int) -> None:
         """Keep the configuration."""
@@ -264,14 +264,14 @@ class LivePage(Callback):
         self._write()
 
     def on_metrics(self, step: int, metrics: Figures) -> None:
-        """Write the page again, if the last time was a minute ago."""
+        """Rewrite the page if it is more than a minute old."""
         if self._data and time.monotonic() - self._written > REWRITTEN_S:
             history = read_metrics(self._config.run_dir / FILE_NAME)
             self._data = replace(self._data, result={"steps": step}, history=history)
             self._write()
 
     def on_end(self, result: Values) -> None:
-        """Stop the page of a run that failed; others go on loading themselves until they find the report."""
+        """Stop reloading the page of a failed run; other pages reload until the final report replaces them."""
         if self._data and result.get("exit_code"):
             self._data = replace(self._data, live=False)
             self._write()
@@ -283,22 +283,22 @@ class LivePage(Callback):
 
 
 def note_failure(config: Config, error: SegpipeError) -> None:
-    """Write down why the run ended; a full disk does not hide the error itself: then nothing is written."""
+    """Record why the run ended. On a full disk it writes nothing, so the error itself stays visible."""
     noted = Failure(error.exit_code, str(error), time.time())
     with contextlib.suppress(SegpipeError, OSError):
         write_atomically(config.run_dir / FAILURE, to_json(noted._asdict()))
 
 
 class Failure(NamedTuple):
-    """Why the last session of a run ended: exit code 0 if it did not fail, or nobody knows."""
+    """Why the last session of a run ended; exit code 0 if it did not fail or the reason is unknown."""
 
     exit_code: int = 0
     reason: str = ""  # on one line
-    time: float = 0.0  # as time.time(): the same may happen twice
+    time: float = 0.0  # as time.time(): the same failure may occur twice
 
 
 def failure(folder: Path) -> Failure:
-    """What `note_failure` wrote."""
+    """The failure that `note_failure` recorded."""
     try:
         noted = read_json(folder / FAILURE)
         reason = " ".join(str(noted["reason"]).split())
@@ -308,8 +308,8 @@ def failure(folder: Path) -> Failure:
 
 
 def note_lost(config: Config, rank: int, number: int, before: Failure) -> int:
-    """Exit code for a rank that a signal ended; what another rank wrote about it in this session is kept."""
-    reason = f"rank {rank} was ended by signal {number} ({signal.strsignal(number)})."
+    """Report a rank that a signal killed; returns the exit code. Keeps what another rank recorded in this session."""
+    reason = f"rank {rank} was killed by signal {number} ({signal.strsignal(number)})."
     if number == signal.SIGKILL:
         reason += " The machine's memory may have run out: see dmesg."
     ERRORS.print(reason)

@@ -1,6 +1,6 @@
-"""Runs an exported network on a robot: a frame in, a mask or the reason for none out. Needs numpy and onnxruntime.
+"""Runs an exported network on a robot: takes a frame, returns a mask or why there is none. Needs numpy, onnxruntime.
 
-Imports are relative, so that the folder also works under another package name.
+Imports are relative, so the folder also works under another package name.
 """
 
 from .artifact import Artifact, ArtifactError, SelfTestError, read_artifact, read_sums

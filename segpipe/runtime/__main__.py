@@ -4,8 +4,8 @@
     python -m segpipe.runtime run DIR IMAGE... --out DIR
     python -m segpipe.runtime bench DIR [--frames N]
 
-Exit codes: 0 ok, 1 a frame without an answer (an unreadable image is one; the next ones still run), 2 usage, 4 other
-answers than where the folder was exported, 7 altered files, 130 Ctrl-C.
+Exit codes: 0 ok, 1 a frame without an answer (such as an unreadable image; the next ones still run), 2 usage, 4 answers
+that differ from those of the exporting machine, 7 altered files, 130 Ctrl-C.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from .frames import Pixels, Status
 from .segmenter import Segmenter
 
 _WARM_UP = 10  # frames that are not timed
-ARRAY = ".npy"  # all other pictures need Pillow
+ARRAY = ".npy"  # all other formats need Pillow
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code of the command line; None takes the arguments of this process."""
+    """Exit code of the command line; None takes this process's arguments."""
     given = _parser().parse_args(arguments)
     try:
         return int(given.action(given))
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--precision", default="fp32", help="of the ONNX file")
         engines = " or ".join(ENGINES)
         command.add_argument("--engine", default="onnxruntime", help=engines)
-        devices = "of onnxruntime, or one device of OpenVINO; without: CPU"
+        devices = "of onnxruntime, or one device of OpenVINO; default: CPU"
         command.add_argument("--providers", nargs="+", help=devices)
         command.add_argument("--deadline-ms", type=float)
         return command
@@ -75,9 +75,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(given: argparse.Namespace, frozen_after: int = 0) -> Segmenter:
-    """The segmenter of a command, after saying what its export lacks."""
+    """The segmenter of a command; prints a warning if its export is not verified."""
     with warnings.catch_warnings():
-        # Told in a line, without a place in the code.
+        # Printed below as one line, without a source location.
         warnings.simplefilter("ignore", UserWarning)
         segmenter = Segmenter.load(
             given.folder,
@@ -114,7 +114,7 @@ def _run(given: argparse.Namespace) -> int:
         raise ValueError(
             f"{min(taken)} exists, or two images would be written to it. Choose another --out, or run them one by one."
         )
-    # Files are not a camera: the same one twice is fine.
+    # Files are not a camera: repeated images are fine.
     segmenter = _load(given)
     given.out.mkdir(parents=True, exist_ok=True)
     pairs = zip(given.sources, masks, strict=True)
@@ -123,7 +123,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _answer(segmenter: Segmenter, path: Path, mask: Path) -> bool:
-    """Write the mask of an image; False when it has no answer."""
+    """Write the mask of an image; returns False when it has no answer."""
     try:
         result = segmenter.infer(read_image(path))
         why = f"{path}: {segmenter.last_error}"
@@ -140,14 +140,14 @@ def _answer(segmenter: Segmenter, path: Path, mask: Path) -> bool:
 def _bench(given: argparse.Namespace) -> int:
     if given.frames < 1:
         raise ValueError(f"--frames = {given.frames}, but a number above 0 was needed.")
-    # Time what a robot checks; the golden frames alternate.
+    # Includes the checks that a robot runs; the golden frames alternate.
     segmenter = _load(given, frozen_after=5)
     golden = segmenter.artifact.golden.image
     statuses: Counter[str] = Counter()
     times = []
     for number in range(_WARM_UP + given.frames):
         image = golden[number % len(golden)].copy()
-        image[-1, -1] = number % 251  # golden frames that repeat would look frozen
+        image[-1, -1] = number % 251  # repeated golden frames would look frozen
         result = segmenter.infer(image)
         statuses[result.status] += 1
         times.append(result.latency_ms)
@@ -164,7 +164,7 @@ def _bench(given: argparse.Namespace) -> int:
 
 
 def read_image(path: Path) -> Pixels:
-    """Image as stored: uint8 (H, W, 3) RGB from a picture, any array from .npy. Raises ValueError with the path."""
+    """Stored image: uint8 (H, W, 3) RGB from an image file, any array from .npy. Raises ValueError with the path."""
     try:
         if path.suffix.lower() == ARRAY:
             return np.asarray(np.load(path, allow_pickle=False))
@@ -178,7 +178,7 @@ def read_image(path: Path) -> Pixels:
 
 def _decoded(path: Path) -> Pixels:
     if Image is None:
-        raise ValueError(f"only {ARRAY} is read without Pillow")
+        raise ValueError(f"without Pillow, only {ARRAY} is supported")
     with Image.open(path) as picture:
         if picture.mode.startswith(("I", "F")):  # convert() would clip them to white
             raise ValueError(f"mode {picture.mode}, but 8 bits per channel were needed")
@@ -186,13 +186,13 @@ def _decoded(path: Path) -> Pixels:
 
 
 def picture_path(stem: Path) -> Path:
-    """A PNG where Pillow is installed, else an .npy."""
+    """Path of a PNG if Pillow is installed, else of an .npy."""
     suffix = ".png" if Image else ARRAY
     return stem.with_name(f"{stem.name}{suffix}")
 
 
 def write_picture(path: Path, picture: Pixels) -> None:
-    """Write a path of `picture_path`."""
+    """Write a picture to a path from `picture_path`."""
     if path.suffix == ARRAY:
         np.save(path, picture)
     else:

@@ -1,4 +1,4 @@
-"""Reads an exported folder. Every file is compared with its checksum before any of them is used."""
+"""Reads an exported folder. Compares every file with its checksum before using any of them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MANIFEST_KEY = "segpipe"  # in an ONNX file's metadata_props: a copy of the mani
 OUTPUTS = ["mask", "confidence"]
 EXPORT_AGAIN = "Copy the whole folder again, or export again."
 Shape = tuple[int, ...]
-# Levels by which kernels of other versions and processors round a confidence differently: between onnxruntime 1.31 and
-# 1.14 to 1.23, 5 in int8 files.
+# Levels by which kernels of other versions and processors change a confidence; between onnxruntime 1.31 and 1.14 to
+# 1.23: 5 in int8 files.
 _ROUNDING = {"int8": 8}
-# Share of the cells of a confidence map that is compared: in reduced precision single cells differ by far more than all
-# others, and a limit on the largest difference would be none.
+# Share of the cells of a confidence map that must be within the limit: in reduced precision single cells differ by far
+# more than the others, so a limit on the largest difference would be useless.
 CONFIDENCE_SHARE = {"fp32": 1.0, "fp16": 0.999, "bf16": 0.999, "int8": 0.99}
 # An engine that computes in bf16 rounds eight times as coarsely as fp16.
 BF16_LEVELS = 16
@@ -40,13 +40,13 @@ class ArtifactError(Exception):
 
 
 class UnusableError(ArtifactError):
-    """The wrong folder or precision was asked for; nothing is altered."""
+    """The wrong folder or precision was requested; no file was altered."""
 
     exit_code = 2
 
 
 class SelfTestError(ArtifactError):
-    """The files are intact, but this machine computes other answers than the one that exported them."""
+    """The files are intact, but this machine computes different answers than the one that exported them."""
 
     exit_code = 4
 
@@ -74,7 +74,7 @@ class Golden:
 
 @dataclass(frozen=True)
 class Artifact:
-    """Content of an exported folder; `model` holds the very bytes whose checksum was compared."""
+    """Content of an exported folder; `model` holds the bytes whose checksum was compared."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -100,7 +100,7 @@ class Artifact:
             return ""
         return (
             f"{self.folder} has the status {self.status}, but {VERIFIED} was needed to trust its answers. "
-            "model_card.md says what is missing: segpipe export with the data set, and 16 validation images."
+            "model_card.md says what is missing. Run segpipe export with the data set and 16 validation images."
         )
 
 
@@ -111,7 +111,7 @@ def read_artifact(folder: Path | str, *, precision: str = "fp32") -> Artifact:
     """
     folder = Path(folder)
     sums = read_sums(folder)
-    for name in sorted(sums):  # all of them, also those that are not used here
+    for name in sorted(sums):  # all of them, even those not used here
         read_file(folder, name, sums)
     path = folder / MANIFEST
     try:
@@ -193,7 +193,7 @@ def _artifact(
 def read_sums(folder: Path) -> dict[str, str]:
     """SHA-256 in hex by file name, from SHA256SUMS in the format of `sha256sum`.
 
-    Raises ArtifactError when the file cannot be read, a line is malformed, or a name points out of the folder.
+    Raises ArtifactError when the file cannot be read, a line is malformed, or a name points outside the folder.
     """
     path = folder / SUMS
     try:
@@ -201,10 +201,10 @@ def read_sums(folder: Path) -> dict[str, str]:
     except FileNotFoundError:
         inside = next(folder.glob(f"*/{SUMS}"), None)
         right = inside.parent if inside else "the folder that segpipe export wrote"
-        # With a manifest, it was one.
+        # With a manifest, it was an exported folder.
         kind = ArtifactError if (folder / MANIFEST).exists() else UnusableError
         raise kind(
-            f"{folder} is no exported folder: it has no {SUMS}. Give {right}."
+            f"{folder} is not an exported folder: it has no {SUMS}. Give {right}."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise _altered(f"{path} cannot be read ({error}).") from None
@@ -221,7 +221,7 @@ def read_sums(folder: Path) -> dict[str, str]:
 
 
 def _content(path: Path) -> bytes:
-    """Bytes of a file. A pipe would be waited for forever, and a link leads out of the folder."""
+    """Bytes of a regular file. Reading a pipe would block forever, and a link may lead outside the folder."""
     if path.exists() and (path.is_symlink() or not path.is_file()):
         raise _altered(f"{path} is a link, a pipe or a device, not a file.")
     return path.read_bytes()
@@ -268,8 +268,8 @@ def _golden(
         raise _altered(
             f"{folder}/golden holds {shapes_found} for {names}, but {needed} was needed."
         )
-    # The answers are those of the trained fp32 network. A model of reduced precision differed from them by this much
-    # where it was exported; the tolerance between two machines comes on top.
+    # The golden answers are those of the trained fp32 network. A model of reduced precision differed from them by this
+    # much at its export; the tolerance between two machines is added.
     limits = manifest["golden"]
     loss = 1 - model.get("golden_agreement", 1)
     levels = model.get("golden_confidence_levels", 0)

@@ -1,4 +1,4 @@
-"""Programs that run the ONNX file: onnxruntime, and OpenVINO where it is installed. No fallback to another device."""
+"""Engines that run the ONNX file: onnxruntime, and OpenVINO if installed. No fallback to another device."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -12,27 +12,29 @@ from .frames import Pixels
 
 _CPU = ("CPUExecutionProvider",)
 BF16 = "openvino_bf16"
-_FATAL = 4  # log severity: errors are raised, and a run that a deadline ends is one
+_FATAL = (
+    4  # log severity: errors are raised anyway, including a run that its deadline ends
+)
 Run = Callable[[Pixels], list[Pixels]]
-# A run of one input batch, and a function that ends it from another thread
+# A function that runs one input batch, and one that ends that run from another thread
 Prepared = tuple[Run, Callable[[], None]]
 
 
 class EngineError(ValueError):
-    """This machine does not have the engine, the version, the provider or the device that is needed."""
+    """The engine, its version, the provider or the device that is needed is missing on this machine."""
 
     exit_code = 2
 
 
 class Engine(Protocol):
-    """A loaded model of one input and some outputs."""
+    """A loaded model with one input and one or more outputs."""
 
     @property
     def described(self) -> str:
         """Name and version, for messages."""
 
     def prepare(self, outputs: list[str]) -> Prepared:
-        """A run of one input batch for these outputs, and a function that ends this run from another thread."""
+        """A function that runs one input batch for these outputs, and one that ends that run from another thread."""
 
 
 def make_session(
@@ -44,15 +46,15 @@ def make_session(
 ) -> Any:
     """onnxruntime.InferenceSession of an ONNX model, given as bytes or path; its CPU threads sleep while they wait.
 
-    optimize=False runs the graph node by node as written. Raises EngineError for a provider that this onnxruntime does
-    not have or cannot start, where onnxruntime itself would go on with the CPU; otherwise whatever onnxruntime raises.
+    optimize=False runs the graph node by node as written. Raises EngineError for a provider that onnxruntime does not
+    have or cannot start, where onnxruntime itself would fall back to the CPU; otherwise whatever onnxruntime raises.
     """
     available = onnxruntime.get_available_providers()
     _require_providers(providers, available, f"has {', '.join(available)}")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    # Spinning threads would each take a core from the rest of the robot.
+    # Spinning threads would each take a core from the rest of the robot's software.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     options.log_severity_level = _FATAL
@@ -71,7 +73,7 @@ def _require_providers(
     if not providers or not set(providers) <= set(there):
         raise EngineError(
             f"providers = {', '.join(providers) or 'none'}, but onnxruntime {onnxruntime.__version__} {found}. Install "
-            "the package and the libraries that it needs, or choose among these."
+            "the package and its libraries, or choose one of these."
         )
 
 
@@ -110,9 +112,9 @@ class OnnxRuntime:
 
 
 class OpenVino:
-    """The same ONNX file in OpenVINO, on one device. `precision`: f32 or bf16, in which it computes.
+    """The model in OpenVINO, on one device. `precision` of the arithmetic: f32 or bf16.
 
-    Raises EngineError when OpenVINO or the device is not there.
+    Raises EngineError when OpenVINO or the device is missing.
     """
 
     def __init__(
@@ -138,7 +140,7 @@ class OpenVino:
                 f"providers = {', '.join(devices)}, but {self.described} needs one of its devices: "
                 f"{', '.join(core.available_devices)}."
             )
-        # Without it OpenVINO computes in bf16 or fp16 where the device can.
+        # By default OpenVINO computes in bf16 or fp16 if the device can.
         options: dict[str, Any] = {
             "INFERENCE_PRECISION_HINT": precision,
             "PERFORMANCE_HINT": "LATENCY",
@@ -162,7 +164,7 @@ class OpenVino:
 ENGINES: dict[str, Callable[..., Engine]] = {
     "onnxruntime": OnnxRuntime,
     "openvino": OpenVino,
-    # Twice as fast on a CPU with bf16, and held to limits of its own
+    # Twice as fast on a CPU with bf16; it has its own limits
     BF16: partial(OpenVino, precision="bf16"),
 }
 

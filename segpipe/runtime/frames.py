@@ -1,4 +1,4 @@
-"""The result of a frame, and the checks before inference: what it shows, and whether the camera sends new ones."""
+"""The result for a frame, and the checks before inference: plausible content, fresh and changing frames."""
 
 import math
 from collections import deque
@@ -10,18 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 Pixels = NDArray[np.uint8]
-NO_ANSWER = 255  # mask value where there is no answer; no class has this id
-DARK_LEVEL = 8  # a pixel is dark if no channel is above
-BRIGHT_LEVEL = 247  # a pixel is bright if no channel is below
-_ROWS, _COLUMNS = 64, 128  # at most about twice as many are looked at
+NO_ANSWER = 255  # mask value of pixels without an answer; no class has this id
+DARK_LEVEL = 8  # a pixel is dark if no channel exceeds it
+BRIGHT_LEVEL = 247  # a pixel is bright if no channel is below it
+_ROWS, _COLUMNS = 64, 128  # at most about twice as many are sampled
 _BLOCKS = 8  # along either side
-_LOST = 0.95  # a row or column is lost when so many of its pixels equal a neighbour
-_ROWS_APART = 61  # of the rows that are compared before the whole frame
+_LOST = 0.95  # share of pixels equal to a neighbour above which a row or column is lost
+_ROWS_APART = 61  # between the rows that are compared before the whole frame
 _BUFFERS = 4  # frames that a driver may send in turn
 
 
 class Status(str, Enum):  # noqa: UP042, enum.StrEnum came with Python 3.11
-    """Why there is an answer or not; Segmenter.last_error has the figures. Other programs read these names: never
+    """Why a frame has an answer or not; Segmenter.last_error has the figures. Other programs read these names: never
     rename one."""
 
     OK = "OK"
@@ -31,15 +31,15 @@ class Status(str, Enum):  # noqa: UP042, enum.StrEnum came with Python 3.11
     TOO_DARK = "TOO_DARK"  # darker than any training image
     SATURATED = "SATURATED"  # brighter than any training image
     IMPLAUSIBLE = "IMPLAUSIBLE"  # unlike any training image: covered, torn, upside down
-    FROZEN = "FROZEN"  # the same bytes again and again
+    FROZEN = "FROZEN"  # the same bytes repeatedly
     DEADLINE = "DEADLINE"  # no answer in time
     ERROR = "ERROR"  # anything else
 
-    __str__ = str.__str__  # as in StrEnum: the name alone, in messages too
+    __str__ = str.__str__  # as in StrEnum: only the name, also in messages
 
 
 class Refused(Exception):
-    """A frame without an answer: its status, and why."""
+    """A frame without an answer: its status and the reason."""
 
     def __init__(self, status: Status, why: str) -> None:
         super().__init__(why)
@@ -49,8 +49,8 @@ class Refused(Exception):
 class Result(NamedTuple):
     """Answer to one frame. Unless `status` is OK, `mask` is 255 and `confidence` 0 everywhere.
 
-    Shapes: mask uint8 (H, W), class ids; confidence uint8 (h, w) at the output stride, 255 * probability. A frame of a
-    wrong size gets the shapes of the exported size.
+    Shapes: mask uint8 (H, W), class ids; confidence uint8 (h, w) at the output stride, 255 * probability. A frame of
+    the wrong size also gets the shapes of the exported size.
     """
 
     status: Status
@@ -60,7 +60,7 @@ class Result(NamedTuple):
     model_id: str
 
 
-# Quantities of a frame, with the status of one that is too low and of one that is too high
+# Quantities of a frame, with the statuses for a value that is too low and too high
 QUANTITIES: dict[str, tuple[Status, Status]] = {
     "mean": (Status.TOO_DARK, Status.SATURATED),
     "dark_share": (Status.TOO_DARK, Status.TOO_DARK),
@@ -73,14 +73,14 @@ QUANTITIES: dict[str, tuple[Status, Status]] = {
 
 
 def look_at(image: Pixels) -> tuple[dict[str, float], NDArray[np.float64]]:
-    """Quantities of an image uint8 (H, W, 3) without `upright`, and what makes the difference between up and down.
+    """Quantities of an image uint8 (H, W, 3) without `upright`, and a profile that tells up from down.
 
     mean: level of all channels. dark_share, bright_share: of pixels. flat_share: of pixels that equal their right
     neighbour (coarse blocks of a decoder). lost_rows: share of the rows that are constant or equal to the next one, or
     of such columns, if that is larger.
     structure: standard deviation of the luminance of 8x8 blocks, in levels (a covered lens has none). green: largest
-    excess of green over the other channels in a band of rows, in levels. The second is (12,): luminance, detail and
-    blueness of four bands of rows less those of the bands opposite; it changes its sign when the image is turned.
+    excess of green over the other channels in a band of rows, in levels. profile (12,): luminance, detail and blueness
+    of four bands of rows minus those of the opposite bands; its sign changes when the image is turned upside down.
     """
     height, width, _ = image.shape
     down, right = max(1, height // _ROWS), max(1, width // _COLUMNS)
@@ -114,19 +114,19 @@ def look_at(image: Pixels) -> tuple[dict[str, float], NDArray[np.float64]]:
 
 
 def _planes(pixels: Pixels) -> Pixels:
-    # numpy compares neighbors in memory many times faster than every third byte.
+    # numpy compares contiguous bytes many times faster than every third byte.
     return np.ascontiguousarray(np.moveaxis(pixels, -1, 0))
 
 
 def _in_bands(rows: NDArray[Any]) -> NDArray[np.float64]:
-    """Means of eight bands of rows: (h, ...) -> (8, ...)."""
+    """Means over eight bands of rows: (h, ...) -> (8, ...)."""
     starts = np.arange(_BLOCKS) * len(rows) // _BLOCKS
     sums = np.add.reduceat(rows, starts, axis=0, dtype=np.float64)
     return np.asarray((sums.T / np.diff([*starts, len(rows)])).T)
 
 
 class FrameLimits:
-    """Ranges in which the quantities of a frame are answered; the export derives them from training images."""
+    """Accepted ranges of the quantities of a frame; the export derives them from training images."""
 
     def __init__(self, entry: Mapping[str, Any]) -> None:
         """Reads `frame_limits` of the manifest."""
@@ -148,15 +148,15 @@ class FrameLimits:
 
 
 class RepeatCounter:
-    """Counts frames in a row that were there before. Sensor noise never repeats; the buffers of a hung driver do."""
+    """Counts consecutive repeated frames. Sensor noise never repeats; the buffers of a hung driver do."""
 
     def __init__(self) -> None:
         self._kept: deque[Pixels] = deque(maxlen=_BUFFERS)
         self._count = 0
 
     def count(self, image: Pixels) -> int:
-        """Number of frames up to this one (H, W, 3) that equal one of the four different frames before them."""
-        # Noise makes a few rows differ; only where they do not, all are compared: cheaper than any checksum.
+        """Number of consecutive frames, up to this one (H, W, 3), that equal one of the last four different frames."""
+        # Noise makes a few rows differ; only if those are equal, all are compared: cheaper than any checksum.
         if any(
             all(np.array_equal(image[::s], kept[::s]) for s in (_ROWS_APART, 1))
             for kept in self._kept
@@ -170,15 +170,15 @@ class RepeatCounter:
 
 
 class StampCheck:
-    """Whether a frame is recent and newer than those before it; frames may overtake each other in a queue."""
+    """Checks that a frame is recent and not older than its predecessors; frames may overtake each other in a queue."""
 
     def __init__(self) -> None:
         self._newest = self._now = -math.inf
 
     def is_fresh(self, stamp: float, now: float, max_age_s: float) -> bool:
-        """Whether `stamp` is within `max_age_s` of `now`, and not before an earlier stamp that was.
+        """Whether `stamp` is within `max_age_s` of `now`, and not before the newest fresh stamp.
 
-        When the clock itself was set back, the stamps of before do not count. NaN is not fresh.
+        After the clock was set back, earlier stamps do not count. NaN is not fresh.
         """
         if now < self._now:
             self._newest = -math.inf
@@ -190,7 +190,7 @@ class StampCheck:
 
 
 def enlarged(mask: NDArray[Any], height: int, width: int) -> NDArray[Any]:
-    """The mask at this size: each pixel takes the id of the cell in which it lies."""
+    """The mask scaled to this size: each pixel takes the id of its cell."""
     rows = np.arange(height) * mask.shape[0] // height
     columns = np.arange(width) * mask.shape[1] // width
     return np.asarray(mask[np.ix_(rows, columns)])

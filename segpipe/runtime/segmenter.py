@@ -1,4 +1,4 @@
-"""Frame by frame: input checks, inference within its deadline, and never the answer of another frame."""
+"""Answers frames one by one: input checks, inference within a deadline, and never the answer to another frame."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WARMUP = 3  # onnxruntime plans its memory in the first runs
 class Segmenter:
     """Answers the frames of one camera with an exported network; create it with `Segmenter.load`.
 
-    Threads may share it: one frame is answered at a time. Processes may not: after a fork the child loads its own.
+    Threads may share it: it answers one frame at a time. Processes may not: after a fork the child loads its own.
     """
 
     artifact: Artifact
@@ -42,7 +42,7 @@ class Segmenter:
     max_age_s: float
     frozen_after: int
     clock: Callable[[], float]
-    last_error: str = ""  # why the last frame without an answer has none
+    last_error: str = ""  # why the last refused frame has no answer
 
     def __post_init__(self) -> None:
         self._repeats = RepeatCounter()
@@ -64,14 +64,14 @@ class Segmenter:
         engine: str = "onnxruntime",
         providers: Sequence[str] | None = None,
     ) -> Segmenter:
-        """A warmed-up segmenter, after its checksums were compared and its golden frames repeated on this machine.
+        """A warmed-up segmenter, after comparing checksums and checking the golden frames on this machine.
 
         deadline_ms: from the call of `infer` to its answer; None for no deadline. threads: per run. max_age_s: largest
-        difference of a stamp and `clock()`. frozen_after: repetitions of a frame that make it FROZEN; 0 for never.
-        engine: onnxruntime, or openvino where it is installed. providers: onnxruntime's, or one device of OpenVINO;
-        None for the CPU. Raises ArtifactError (altered or unknown files), SelfTestError (other answers on this
-        machine), EngineError (engine, version or provider that is not here), ValueError. Warns (UserWarning) when the
-        export was not verified.
+        difference between a stamp and `clock()`. frozen_after: repetitions of a frame that make it FROZEN; 0 for never.
+        engine: onnxruntime, or openvino or openvino_bf16 if installed. providers: onnxruntime's, or one device of
+        OpenVINO; None for the CPU. Raises ArtifactError (altered or unknown files), SelfTestError (different answers on
+        this machine), EngineError (missing engine, version or provider), ValueError. Warns (UserWarning) when the
+        status of the export starts with UNVERIFIED.
         """
         deadline_fits = deadline_ms is None or 0 < deadline_ms < math.inf
         for name, value, fits in (
@@ -104,7 +104,7 @@ class Segmenter:
         """Answer to a frame uint8 (H, W, 3) RGB; never raises because of a frame.
 
         stamp: when the frame was taken, in seconds of `clock`; None skips the check for STALE. latency_ms counts from
-        the call and includes waiting for another thread's frame, for which the deadline holds as well.
+        the call and includes the wait for another thread's frame, which also counts towards the deadline.
         """
         start = time.perf_counter()
         due = math.inf if self.deadline_ms is None else start + self.deadline_ms / 1e3
@@ -121,7 +121,7 @@ class Segmenter:
         return result._replace(latency_ms=(time.perf_counter() - start) * 1e3)
 
     def refuse(self, status: Status) -> Result:
-        """A result without an answer, for a frame that could not even be read."""
+        """A result without an answer, for frames that were refused or could not be read."""
         shape, coarse = self.artifact.answers
         mask = np.full(shape, NO_ANSWER, np.uint8)
         confidence = np.zeros(coarse, np.uint8)
@@ -146,12 +146,12 @@ class Segmenter:
 
     @contextlib.contextmanager
     def _turn(self, due: float) -> Iterator[None]:
-        """Context in which no other thread has its frame answered."""
+        """Context in which no other thread's frame is answered."""
         # Before the lock, which another thread may have held in the parent.
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"this Segmenter was loaded in process {self._process}, and the threads of its deadline and its engine "
-                "stayed there when it forked. Call Segmenter.load in the process that uses it."
+                f"this Segmenter was loaded in process {self._process}, and a fork does not copy the threads of its "
+                "deadline and engine. Call Segmenter.load in the process that uses it."
             )
         left = min(max(due - time.perf_counter(), 0.0), threading.TIMEOUT_MAX)
         if not self._lock.acquire(timeout=-1 if math.isinf(due) else left):
@@ -163,8 +163,8 @@ class Segmenter:
             self._lock.release()
 
     def _check(self, image: Pixels, stamp: float | None) -> None:
-        """Raise Refused for a frame that the network does not get to see."""
-        # What the mask of a masked array hides is no pixel.
+        """Raise Refused for a frame that must not reach the network."""
+        # Masked elements of a masked array are not pixels.
         if not isinstance(image, np.ndarray) or isinstance(image, np.ma.MaskedArray):
             why = f"{type(image).__name__}, but a numpy array of uint8 was needed"
             raise Refused(Status.BAD_DTYPE, why)

@@ -1,4 +1,4 @@
-"""The network in an engine: loading, identity, golden frames, and runs that end at a deadline."""
+"""The network in an engine: loading, golden frames, and runs that end at a deadline."""
 
 import functools
 import math
@@ -31,10 +31,10 @@ class Watchdog:
 
     @contextmanager
     def ending(self, end: Callable[[], None], due: float) -> Iterator[None]:
-        """Context in which `end` is called at `due`, a time of time.perf_counter."""
+        """Context that calls `end` at `due`, a time of time.perf_counter."""
         with self._condition:
             self._due, self._end = due, end
-            # Waking the thread twice per frame would cost the run its core and the GIL. A thread that still sleeps
+            # Waking the thread twice per frame would take the core and the GIL from the run. A thread that still sleeps
             # until an earlier frame's deadline wakes up in time for this one.
             if due < self._wakes:
                 self._condition.notify()
@@ -121,11 +121,11 @@ class Session:
         return mask[0], confidence[0]
 
     def self_test(self) -> tuple[float, int]:
-        """Lowest fraction of equal mask pixels, and within how many levels the confidence lies, over the golden frames.
+        """Lowest fraction of equal mask pixels, and largest confidence difference in levels, over the golden frames.
 
-        The second is of `golden.confidence_share` of the cells.
+        The difference covers the share `golden.confidence_share` of the cells that differ least.
 
-        Raises SelfTestError when a golden frame fails, or the answers are further off than the manifest allows.
+        Raises SelfTestError when a golden frame fails, or the answers differ by more than the manifest allows.
         """
         golden = self._golden
         other = f"Try another version than {self.engine.described}, or another provider"
@@ -157,7 +157,7 @@ class Session:
 
     @functools.cached_property
     def _watchdog(self) -> Watchdog:
-        """Started by the first run with a deadline, ends with the session."""
+        """Starts with the first run that has a deadline, ends with the session."""
         watchdog = Watchdog()
         weakref.finalize(self, watchdog.close)
         return watchdog

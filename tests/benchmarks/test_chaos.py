@@ -64,7 +64,7 @@ def test_control_one_weight_that_differs_is_found(
 def fault(**changes: Any) -> dict[str, Any]:
     row = {
         "fault": "killed_rank", "met": True, "writing": False, "seconds": 1.0, "left": [], "code": 9,
-        "traceback": False, "said": "rank 1 was ended by signal 9", "checkpoint_step": 2, "equal": True,
+        "traceback": False, "said": "rank 1 was killed by signal 9", "checkpoint_step": 2, "equal": True,
     }  # fmt: skip
     return {**row, **changes}
 

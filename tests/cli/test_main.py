@@ -136,7 +136,7 @@ def test_overview_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["compare", "a"], "b is missing"),
         (["weights", "run=nowhere", "out=x.pt"], "ends in .safetensors"),
         (["runs", "which=miuo"], "'which=miuo' is not an argument"),
-        (["runs", "root=/nowhere"], "root = /nowhere: no run is there"),
+        (["runs", "root=/nowhere"], "root = /nowhere: no runs found"),
         (["gpu-check", "--device", "cpu", "--only", "nothing"], "only = nothing"),
     ],
 )

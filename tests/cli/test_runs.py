@@ -293,7 +293,7 @@ def test_runs_are_named_or_matched(
         "s3",
     ]
     assert segpipe(["runs", f"runs=[{seeds}/x*]"]) == 2
-    assert "no run is there" in capsys.readouterr().err
+    assert "no runs found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("by", ["", "seed"])

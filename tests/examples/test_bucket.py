@@ -253,7 +253,7 @@ def test_what_is_wrong_is_said_with_the_url(files: Path, tmp_path: Path) -> None
         remote(files, tmp_path / "a3")
     (files / "train.csv").write_text("image,mask\n../../x.png,drawn/f0.png\n")
     with pytest.raises(
-        ConfigError, match=r"\.\./\.\./x\.png leads out of the data set"
+        ConfigError, match=r"\.\./\.\./x\.png leads outside the data set"
     ):
         remote(files, tmp_path / "b")
     with pytest.raises(ConfigError, match=r"nowhere/train\.csv cannot be read"):

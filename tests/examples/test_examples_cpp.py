@@ -213,11 +213,11 @@ def escape(folder: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "golden byte": (flip, 7, r"mask\.npy is missing, altered or truncated"),
-    "golden mask": (change("mask", 1), 4, "other answers on this machine"),
+    "golden mask": (change("mask", 1), 4, "different answers on this machine"),
     "golden confidence": (
         change("confidence", 128),
         4,
-        "other answers on this machine",
+        "different answers on this machine",
     ),
     "model cut": (cut("model.*"), 7, "is missing, altered or truncated"),
     "no model": (garble, 7, "cannot be used"),
@@ -235,7 +235,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "other weights": (
         rewrite("manifest.json", '"4567"', '"89"'),
         7,
-        "other weights",
+        "weights that the manifest does not describe",
     ),
     "other profile": (
         rewrite("manifest.json", '"profile": "robot"', '"profile": "isaac"'),

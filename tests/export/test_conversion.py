@@ -109,8 +109,7 @@ def test_a_bit_of_a_weight_is_seen_in_files_that_are_not_opened(
     copy.write_bytes(content)
     found = problem(copy, made, kind)
     assert (
-        found
-        == f"{copy.name} is not what the checkpoint converts to: its bytes are others"
+        found == f"{copy.name} is not what the checkpoint converts to: its bytes differ"
     )
 
 

@@ -131,7 +131,7 @@ def test_the_manifest_explains_a_lone_file(exported: publish.ExportReport) -> No
     )
     card = (exported.folder / "model_card.md").read_text()
     assert "Status: VERIFIED_FEW_IMAGES" in card
-    assert "compared on 4 real images, verified needs 16" in card
+    assert "compared on 4 real images; verified needs 16" in card
     assert manifest["gates"]["model.onnx"]["G2 logits"]["max_sigma"] <= 1e-3
 
 
@@ -578,7 +578,7 @@ def test_command_line(
     assert segpipe(["export", *arguments]) == 0
     report = (tmp_path / "export" / "verify_report.md").read_text()
     assert report.splitlines()[0].endswith(
-        ": VERIFIED_FEW_IMAGES, compared on 2 real images, verified needs 16"
+        ": VERIFIED_FEW_IMAGES, compared on 2 real images; verified needs 16"
     )
     assert "| model.torchscript.pt | " in report.partition("## Latency")[2]
     captured = capsys.readouterr().out

@@ -267,7 +267,7 @@ def test_quality_gate_sees_one_class_among_many() -> None:
     result = gate_quality(before, now, names)
     assert (
         result.message
-        == "G5 quality: IoU of class_3 moves by -0.080 points, limit 0.05"
+        == "G5 quality: IoU of class_3 changes by -0.080 points, limit 0.05"
     )
     assert gate_quality(before, now, names, Limits(class_points=0.1)).passed, (
         "the control: mIoU alone is within limits"
@@ -305,7 +305,7 @@ def test_quality_gate_of_a_critical_class() -> None:
     result = gate_quality(before, now, names, LIMITS["int8"], ["class_3", "road"])
     assert (
         result.message
-        == "G5 quality: IoU of critical class road falls by more than 2.0 points"
+        == "G5 quality: IoU of critical class road drops by more than 2.0 points"
     )
 
 
@@ -336,7 +336,7 @@ def test_quality_needs_labels_and_known_ids() -> None:
     assert counted.invalid_pixels == 2
     assert counted.counts.sum() == 4
     result = gate_quality(counted, counted, ("a", "b"))
-    assert "2 pixels have an id that is no class" in result.message
+    assert "2 pixels have an id that is not a class" in result.message
 
 
 class Split:
@@ -485,7 +485,9 @@ def test_an_effect_of_a_hundredth_must_be_noticed(
         (["bgr"], []) if unseen else ([], ["bgr"])
     )
     assert (
-        "bgr, so the gates are inconclusive" if unseen else "too flat to show bgr"
+        "bgr, so the gates are inconclusive"
+        if unseen
+        else "no effect on this network: bgr"
     ) in result.message
 
 
@@ -505,7 +507,7 @@ def test_a_control_without_effect_says_nothing_of_the_gates(
     )
     assert (
         result.message
-        == "the network is too flat to show nothing; the other controls are refused"
+        == "no effect on this network: nothing; the other controls are refused"
     )
     report = ExportReport(Path("export"), {}, gates={"eager": [result]}, real_images=16)
     assert (report.status, report.passed) == ("UNVERIFIED_FLAT_NETWORK", True)
@@ -545,7 +547,7 @@ def test_a_network_is_not_flat_because_it_cannot_have_a_fault(name: str) -> None
     assert set(result.figures["refused_by"]) == set(CONTROLS) - {name}
     assert (
         result.message
-        == f"all 6 negative controls are refused; {name} is no fault of this network"
+        == f"all 6 negative controls are refused; {name} does not apply to this network"
     )
     report = ExportReport(Path("export"), {}, gates={"eager": [result]}, real_images=16)
     assert report.status == "verified"

@@ -368,7 +368,7 @@ def test_quality_figures_and_limits_are_in_points_of_100(
         "class_points": pytest.approx(-10),
         "images": 3,
     }
-    assert f"mIoU 100.00 % moves by {points:+.4f} points on 3 images" in found.message
+    assert f"mIoU 100.00 % changes by {points:+.4f} points on 3 images" in found.message
     fall, class_fall = -found.figures["points"], -found.figures["class_points"]
     for setting, value, critical in (
         ("miou_points", fall, []), ("class_points", class_fall, []), ("critical_points", class_fall, ["car", "road"]),
@@ -509,4 +509,4 @@ def test_latency_at_its_limits() -> None:
         {"p50_ms": 0.1, "cpu_ms": 4.01}, budget_ms=9.0, fp32=fp32, limits=int8
     )
     assert not slower.passed
-    assert "processor time is 0.501 > 0.5" in slower.message
+    assert "CPU time 0.501 > 0.5" in slower.message

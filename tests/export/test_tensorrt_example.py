@@ -197,7 +197,7 @@ def test_rules_of_uint8_and_quantisation(
     assert example.rule_problems(onnx.load(isaac / "model.onnx")) == []
     robot = " ".join(example.rule_problems(onnx.load(artifact / "model.onnx")))
     assert "Transpose" in robot
-    assert "writes uint8 from another type than float" in robot, (
+    assert "writes uint8 from a type other than float" in robot, (
         "class ids are integers before they are bytes"
     )
     make = helper.make_node

@@ -193,13 +193,13 @@ def retold_as_trivial(manifest: dict[str, Any]) -> None:
         (
             lambda manifest: manifest.update(real_images=0, **unknown_frames()),
             2,
-            "made from 0 check images, 4 labelled images and 0 none images, here are 2",
+            "made from 0 check images, 4 labelled images and 0 none images, but this data has 2",
         ),
         (retold_as_trivial, 2, "made from 0 check images, 0 labelled images"),
         (
             lambda manifest: manifest["frame_statistics"].update(source="check"),
             2,
-            "and 4 check images, here are 2 check images",
+            "and 4 check images, but this data has 2 check images",
         ),
         (
             lambda manifest: manifest["calibration"].update(images=9),
@@ -407,7 +407,7 @@ def test_int8_is_held_to_its_own_limits(
     with monkeypatch.context() as patch:
         int8_takes(patch, 0.91)
         assert export(run, folder, *wanted) == 0
-    told = "latency as processor time is 0.91 > 0.9 of the fp32 file's, so the file is no gain"
+    told = "latency CPU time 0.91 > 0.9 of the fp32 file's, so the file gains nothing"
     line = last_line(capsys)
     assert line.startswith(
         f"EXPORT verified: model.onnx, model.fp16.onnx in {folder}; "
@@ -579,13 +579,13 @@ def test_a_size_that_no_image_has_is_compared_on_generated_images_alone(
     assert export(run, folder, *wanted) == 2
     assert "has no image of 32x64 pixels" in (line := last_line(capsys))
     assert line.endswith(
-        "export.allow_unverified=true compares on generated images alone."
+        "export.allow_unverified=true compares on generated images only."
     )
     assert export(run, folder, *wanted, "export.allow_unverified=true") == 0
     capsys.readouterr()
     assert verify(run, folder) == 2
     assert last_line(capsys).endswith(
-        "export.allow_unverified=true compares on generated images alone."
+        "export.allow_unverified=true compares on generated images only."
     )
     assert verify(run, folder, "export.allow_unverified=true") == 0
     assert last_line(capsys).startswith("ARTIFACT UNVERIFIED_REAL_DATA: model.onnx")

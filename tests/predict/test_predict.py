@@ -111,7 +111,7 @@ def test_every_image_of_a_folder_gets_a_mask_and_an_overlay(
     )  # inside the source: a second run must not predict its own overlays
     assert start(out, f"run={run}", f"source={folder}") == 0
     told = capsys.readouterr()
-    assert told.err == "files of other types were left out: 1 .txt.\n", (
+    assert told.err == "skipped files of other types: 1 .txt.\n", (
         "neither the hidden one nor outputs"
     )
     line = json.loads(told.out)
@@ -188,7 +188,7 @@ def test_bad_files_are_named_and_the_rest_is_predicted(
         if name not in told.err
     ] == []
     *problems, left_out = told.err.splitlines()
-    assert left_out.startswith("files of other types")
+    assert left_out.startswith("skipped files of other types")
     assert json.loads(told.out)["problems"] == 4
     assert json.loads(told.out)["images"] == 5
     assert len(record(out)["predictions"]) == 5
@@ -269,8 +269,8 @@ def test_photos_are_turned_upright(run: Path, tmp_path: Path) -> None:
         (("source={folder}",), "set one of them"),
         (("run={run}", "artifact=x", "source={folder}"), "set one of them"),
         (("run={run}", "source={folder}/nothing.png"), "does not exist"),
-        (("run={run}", "source={folder}/*.gif"), "holds no image and no video"),
-        (("run={run}", "source={folder}/notes.txt"), "notes.txt holds no image"),
+        (("run={run}", "source={folder}/*.gif"), "has no images or videos"),
+        (("run={run}", "source={folder}/notes.txt"), "notes.txt has no images"),
         (
             ("run={run}", "source={folder}", "provider=Quantum"),
             "provider = Quantum, but run is set",
@@ -279,7 +279,7 @@ def test_photos_are_turned_upright(run: Path, tmp_path: Path) -> None:
             ("artifact=x", "source={folder}", "tta=[flip]"),
             "tta = ['flip'], but artifact is set",
         ),
-        (("artifact=x", "source={folder}"), "x is no exported folder"),
+        (("artifact=x", "source={folder}"), "x is not an exported folder"),
         (("run={run}", "source={folder}", "precision=int8"), "precision = int8"),
         (
             ("run={run}", "source={folder}", "out={folder}/one.png"),
@@ -287,16 +287,16 @@ def test_photos_are_turned_upright(run: Path, tmp_path: Path) -> None:
         ),
         (
             ("run={run}", "source={folder}", "out={folder}"),
-            "or lies above it, so results and sources would be mixed",
+            "or contains it, so results and sources would be mixed",
         ),
         (
             ("run={run}", "source={folder}/one.png", "out={folder}/.."),
-            "or lies above it",
+            "or contains it",
         ),
-        (("run={run}", "source={folder}/*.png", "out={folder}"), "or lies above it"),
+        (("run={run}", "source={folder}/*.png", "out={folder}"), "or contains it"),
         (
             ("artifact={run}", "source={folder}"),
-            "is no exported folder",
+            "is not an exported folder",
         ),
         (
             ("run={run}", "source={folder}", "out={folder}/one.png/x"),
@@ -354,7 +354,7 @@ def test_files_folders_and_patterns(folder: Path, tmp_path: Path) -> None:
     assert places(str(bracket)) == ["x[1].png"]
     (folder / "loop").symlink_to(folder)
     assert len(places(str(folder))) == 6
-    with pytest.raises(DataError, match="holds no image"):
+    with pytest.raises(DataError, match="has no images"):
         places(str(out.parent / "empty*"))
 
 

@@ -140,7 +140,7 @@ def test_a_video_that_breaks_off_is_named(tmp_path: Path) -> None:
     (problem,) = run(path, made)
     whole = len(list((tmp_path / "out" / "masks" / "cut.avi").iterdir()))
     assert 0 < whole < FRAMES - 2
-    assert f"breaks off: {whole} of {FRAMES} frames could be decoded" in problem
+    assert f"is truncated: {whole} of {FRAMES} frames could be decoded" in problem
     assert list((tmp_path / "out" / "overlays").iterdir()) == []
     assert json.loads((made.out / "predictions.json").read_text())["predictions"] == []
 
@@ -198,7 +198,7 @@ def test_a_stream_is_read_to_its_end_its_time_or_ctrl_c(
     assert (camera.live, camera.name) == ("0", "camera0")
     (tmp_path / "0").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match="no image and no video"):  # a folder, then
+    with pytest.raises(DataError, match="no images or videos"):  # a folder, then
         find("0", tmp_path / "out")
 
 

@@ -278,7 +278,7 @@ def test_a_killed_rank_ends_with_9_and_the_text_of_the_rank_that_spoke_is_kept(
 
     monkeypatch.setattr("torch.multiprocessing.start_processes", Spawned(join))
     assert launch.launch_apart(config) == 9
-    told = "rank 1 was ended by signal 9 (Killed). The machine's memory may have run out: see dmesg."
+    told = "rank 1 was killed by signal 9 (Killed). The machine's memory may have run out: see dmesg."
     assert capsys.readouterr().err.strip() == told
     kept = " rank 1 was lost after call 95, which was all_reduce." if spoke else ""
     assert failure(config.run_dir)[:2] == (9, told + kept)

@@ -35,7 +35,7 @@ def test_errors_have_the_color_of_the_prediction_and_no_label_is_hatched() -> No
     assert max(green, blue) < 70
     assert set(np.unique(shown[:, 16:])) == {24, 96}
     taken = Picture("a", 0.5, image, target, pred).taken(("road", "sky"))
-    assert taken == "road taken for sky 50.0%"
+    assert taken == "road predicted as sky 50.0%"
     assert Picture("a", 1.0, image, target, target).taken(("road", "sky")) == ""
 
 

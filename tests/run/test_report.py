@@ -204,10 +204,10 @@ def test_absent_classes_are_said_and_left_out() -> None:
     text = Page(render(make())).text
     assert "mean over 2 of 4 classes" in text
     assert (
-        "absent from the validation images, left out of the mean; never predicted"
+        "absent from the validation images, excluded from the mean; never predicted"
         in text
     )
-    assert "left out of the mean; wrongly predicted in 7 pixels" in text
+    assert "excluded from the mean; wrongly predicted in 7 pixels" in text
     everywhere = Page(render(make(confusion=np.full((4, 4), 9)))).text
     assert "absent" not in everywhere
     assert "mean over 4 classes" in everywhere
@@ -390,21 +390,21 @@ def test_a_weak_class_gets_one_sentence_with_evidence() -> None:
     sentences = advice(counts, ("road", "lane", "pole"))
     assert list(sentences) == ["lane", "pole"]
     assert sentences["lane"].startswith(
-        "70% of its pixels are missed, 60% become road; it is 9.43% of the labelled "
+        "70% of its pixels are missed, 60% are predicted as road; it is 9.43% of the labelled "
         "pixels. Check"
     )
     assert sentences["pole"].startswith(
-        "59% of what is predicted as this class is not, 59% is lane; it is 0.94%"
+        "59% of the pixels predicted as this class are wrong, 59% are lane; it is 0.94%"
     )
     assert "Try augment.rare_crop=0.5 or data.balance=0.5 or" in sentences["pole"]
     tried = ["augment.rare_crop", "loss.class_weights"]
     others = advice(counts, ("road", "lane", "pole"), tried)
     assert others["pole"].endswith("Try data.balance=0.5.")
     others = advice(counts, ("road", "lane", "pole"), [*tried, "data.balance"])
-    assert others["pole"].endswith("tell the two apart.")
+    assert others["pole"].endswith("separate the two classes.")
     assert advice(np.diag([5, 5, 0]), ("a", "b", "c")) == {}
     assert (
-        "60% become road"
+        "60% are predicted as road"
         in Page(
             render(
                 make(confusion=counts, names=("road", "lane", "pole"), palette=PALETTE)

@@ -424,7 +424,7 @@ def test_a_search_in_the_wrong_direction_is_refused(
     HillClimber.direction = "minimize"
     code, said = sweeps()
     assert (code, sweeps.started) == (2, [])
-    assert "hydra.sweeper.direction = minimize, but jobs return their mIoU" in said
+    assert "hydra.sweeper.direction = minimize, but jobs return mIoU" in said
 
 
 def test_an_error_of_a_search_is_told_and_one_of_ours_is_a_traceback(

@@ -408,7 +408,9 @@ def test_a_tracker_of_your_own_is_a_class_with_four_methods(
     ]
     with pytest.raises(ConfigError, match=r"mine has no Line\. Did you mean Lines"):
         check_tracking(tracked(config, "mine:Line"))
-    with pytest.raises(ConfigError, match="mine:Typo, but it has none of the methods"):
+    with pytest.raises(
+        ConfigError, match="mine:Typo, but the class has none of the methods"
+    ):
         check_tracking(tracked(config, "mine:Typo"))
 
 

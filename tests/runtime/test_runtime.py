@@ -767,7 +767,7 @@ def test_folders_that_are_whole_but_wrong(name: str, folder: Path) -> None:
     [
         (
             None,
-            "is no exported folder: it has no SHA256SUMS. Give the folder that segpipe export wrote",
+            "is not an exported folder: it has no SHA256SUMS. Give the folder that segpipe export wrote",
         ),
         ("", "does not list manifest.json"),
         (f"{'0' * 64}  ../secret\n", "has the line"),
@@ -1053,7 +1053,7 @@ sys.exit(str(rest) if rest else 0)
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "only .npy is read without Pillow" in done.stderr
+    assert "without Pillow, only .npy is supported" in done.stderr
     assert np.array_equal(
         np.load(tmp_path / "out" / "frame_mask.npy"), answer(frame(4))[0]
     )

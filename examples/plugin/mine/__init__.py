@@ -1,1 +1,1 @@
-"""Code of a user: nothing of segpipe is edited."""
+"""A user's code; segpipe itself is not edited."""

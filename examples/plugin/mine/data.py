@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class CsvPairs:
-    """A split. Masks hold the class ids as grey values, 255 where a pixel has no label."""
+    """A split. Masks hold class ids as gray values, 255 for pixels without a label."""
 
     classes = ("floor", "crate", "person")
     palette = ((128, 64, 128), (250, 170, 30), (220, 20, 60))
@@ -28,7 +28,7 @@ class CsvPairs:
         return Path(self.rows[index]["image"]).stem
 
     def files(self, index: int) -> list[Path]:
-        """Optional: files whose SHA-256 goes into inputs.json, so that an audit finds a changed one."""
+        """Optional: files whose SHA-256 goes into inputs.json, so that an audit detects changes."""
         row = self.rows[index]
         return [
             self.table,

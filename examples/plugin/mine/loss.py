@@ -27,5 +27,5 @@ def focal(
         return focus * losses
     weights = class_weights[
         target.clamp_max(len(class_weights) - 1)
-    ]  # of ignored pixels any will do: their loss is 0
+    ]  # any weight will do for ignored pixels: their loss is 0
     return weights * focus * losses

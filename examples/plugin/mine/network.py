@@ -30,7 +30,7 @@ class LrAspp(nn.Module):
 
 
 def tiny(num_classes: int, width: int = 8) -> nn.Module:
-    """A function that returns a module will do. This one is for trying things out: it trains in a second."""
+    """A function that returns a module also works. This network is for quick tests: it trains in a second."""
     return nn.Sequential(
         nn.Conv2d(3, width, 3, stride=2, padding=1),
         nn.BatchNorm2d(width),

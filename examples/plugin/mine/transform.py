@@ -1,4 +1,4 @@
-"""A lamp that flickers: rows of the image get darker and brighter, as under a rolling shutter."""
+"""A flickering lamp: rows of the image get darker and brighter, as with a rolling shutter."""
 
 from __future__ import annotations
 

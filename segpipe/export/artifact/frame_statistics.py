@@ -1,4 +1,4 @@
-"""What training images look like, and the limits outside which the robot refuses a frame."""
+"""Statistics of training images, and the limits outside which the robot refuses a frame."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -9,17 +9,17 @@ from numpy.typing import NDArray
 from segpipe.export.graph.network import Image
 from segpipe.runtime.frames import QUANTITIES, look_at
 
-_QUANTILES = (0.05, 0.5, 0.95)  # images beyond the outer ones do not move a limit
+_QUANTILES = (0.05, 0.5, 0.95)  # images beyond the outer ones do not affect the limits
 _CALIBRATION_IMAGES = 32  # for the activation ranges of int8
-_NEARLY_ALL = 0.99  # a completely dark, bright or flat frame is refused whatever the training images were
-_ENOUGH = 16  # images to learn up from down
-_CLEARLY = 0.25  # share of the median score that the least upright image must have
+_NEARLY_ALL = 0.99  # completely dark, bright or flat frames are refused regardless of the training images
+_ENOUGH = 16  # images needed to learn which way is up
+_CLEARLY = 0.25  # share of the median score that the least upright image must reach
 _OPEN = [-1000.0, 1000.0]  # no limit
 _SHARES = ("dark_share", "bright_share", "flat_share")
 
 
 def frame_entries(images: Iterable[Image], source: str) -> dict[str, Any]:
-    """`frame_statistics` and `frame_limits` of the manifest. `source`: which images, such as train."""
+    """Entries `frame_statistics` and `frame_limits` of the manifest. `source`: kind of the images, such as train."""
     found, profiles = zip(*map(look_at, images), strict=True)
     weights = _upright_weights(np.stack(profiles))
     values = {name: [entry[name] for entry in found] for name in found[0]}
@@ -50,7 +50,7 @@ def frames_of(
     train_images: Iterable[Image] | None,
     shape: tuple[int, ...],
 ) -> tuple[dict[str, Any], list[Image]]:
-    """Entries of the manifest about frames, and the frames of this shape for the calibration of int8.
+    """Frame entries of the manifest, and frames of this shape to calibrate int8 on.
 
     Both come from the training images; without them, from the check images.
     """
@@ -60,7 +60,7 @@ def frames_of(
     kept: list[Image] = []
 
     def watched() -> Iterator[Image]:
-        """The training images, of which the first that fit are kept."""
+        """Yields the training images and keeps the first ones that fit."""
         for image in train_images:
             if image.shape == shape and len(kept) < _CALIBRATION_IMAGES:
                 kept.append(image)
@@ -71,11 +71,11 @@ def frames_of(
 
 
 def _limits(quantiles: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Limits around what was seen, by quantity.
+    """Limits around the observed values, by quantity.
 
     A mean level may move three quarters of the way to black or white, and half of the pixels that are usually not dark
-    (bright, flat) must stay so. A quarter of the rows may be lost, structure may fall to a quarter, and a band may be
-    greener by a quarter of what is left. A frame must look more like the images than like them turned upside down.
+    (bright, flat) must stay so. A quarter of the rows may be lost, structure may drop to a quarter, and green may rise
+    by a quarter of its headroom. A frame must look more like the images than like their upside-down versions.
     """
     lowest = {name: low for name, (low, _, _) in quantiles.items()}
     highest = {name: high for name, (_, _, high) in quantiles.items()}
@@ -96,10 +96,10 @@ def _limits(quantiles: dict[str, list[float]]) -> dict[str, list[float]]:
 
 
 def _upright_weights(profiles: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Weights (12,) whose product with a profile is about 1, and -1 when its image is upside down.
+    """Weights (12,) whose product with a profile is about 1, and about -1 when its image is upside down.
 
-    Zeros where images do not tell up from down, or are too few to learn it: a linear discriminant between the profiles
-    and their negatives, with a ridge.
+    A linear discriminant with a ridge between the profiles and their negatives. Zeros when the images do not separate
+    up from down, or are too few.
     """
     none = np.zeros(profiles.shape[1])
     if len(profiles) < _ENOUGH:

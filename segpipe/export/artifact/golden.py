@@ -1,4 +1,4 @@
-"""Golden frames: images with the trained network's answers, so that any machine and language can check itself."""
+"""Golden frames: images with the trained network's answers, to check any machine and any language against."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,13 +13,13 @@ from segpipe.native import one_thread
 
 GOLDEN = "golden"  # the folder
 _IMAGES = 2
-_LOGITS = 64  # values, enough to tell a wrong resize or order of classes
+_LOGITS = 64  # values, enough to detect a wrong resize or class order
 _PATCH = 16  # rows and columns of the preprocessing example
 _DECODERS = 3  # levels by which two JPEG decoders may differ
 
 
 def golden_entry(checks: Sequence[Check]) -> dict[str, Any]:
-    """`golden` of the manifest: names of the frames, and how far another machine's fp32 answers may be from these."""
+    """Entry `golden` of the manifest: names of the frames, and how far fp32 answers of another machine may differ."""
     return {
         "images": [check.name for check in golden_checks(checks)],
         "image_agreement": FP32.image_agreement,
@@ -28,7 +28,7 @@ def golden_entry(checks: Sequence[Check]) -> dict[str, Any]:
 
 
 def golden_checks(checks: Sequence[Check]) -> list[Check]:
-    """The golden frames: real ones, or without any, generated ones that are not constant."""
+    """The golden frames: real ones; if there are none, generated ones that are not constant."""
     real = [check for check in checks if check.is_real]
     varied = [check for check in checks if not check.name.startswith("constant")]
     return (real or varied)[:_IMAGES]
@@ -43,9 +43,9 @@ def write_golden(model: DeployModel, checks: Sequence[Check], folder: Path) -> N
 
 
 def golden_arrays(model: DeployModel, images: Array) -> dict[str, Array]:
-    """Arrays by name for frames uint8 (n, H, W, 3), the same frames in every profile.
+    """Arrays by name for frames uint8 (n, H, W, 3), which are the same in every profile.
 
-    image (n, H, W, 3), mask (n, H, W) and, where the profile has it, confidence (n, h, w) uint8; logits float32 (64,)
+    image (n, H, W, 3), mask (n, H, W) and, if the profile has it, confidence (n, h, w) uint8; logits float32 (64,)
     at logits_index int64 (64, 4), rows of (image, class, row, column); preprocess_input uint8 (1, 16, 16, 3) from the
     middle of the first image, and preprocess_output float32 (1, 3, 16, 16).
     """
@@ -60,7 +60,7 @@ def golden_arrays(model: DeployModel, images: Array) -> dict[str, Array]:
         normalised = model.preprocess(torch.from_numpy(patch)).numpy()
 
     logits = np.stack([np.asarray(answer.logits) for answer in answers])
-    # The same 64 places for every network of this shape
+    # The same 64 positions for all logits of this shape
     generator = np.random.Generator(np.random.Philox(key=1))
     places = [generator.integers(0, size, _LOGITS) for size in logits.shape]
     masks = np.stack([answer.mask for answer in answers])
@@ -82,9 +82,9 @@ def golden_arrays(model: DeployModel, images: Array) -> dict[str, Array]:
 def golden_problems(
     model: DeployModel, folder: Path, checks: Sequence[Check]
 ) -> Iterator[str]:
-    """What in golden/ differs from the golden frames of the check set, or from the trained network's answers to them.
+    """Differences of golden/ from the golden frames of the check set and the trained network's answers to them.
 
-    Answers may differ as far as those of an fp32 file on another machine.
+    The tolerance is that of an fp32 file on another machine.
     """
     try:
         found = {
@@ -98,8 +98,8 @@ def golden_problems(
         yield f"{GOLDEN}/ cannot be compared ({reason}). Copy the whole folder again, or export again"
         return
     expected["image"] = np.stack([check.image for check in golden_checks(checks)])
-    # One pixel in a thousand of each mask may differ. Arrays without a limit, such as the places of the logits, must
-    # be equal.
+    # One pixel in a thousand of each mask may differ. Arrays without a limit, such as the logit positions, must be
+    # equal.
     limits = {
         "image": _DECODERS,
         "confidence": FP32.confidence_levels,
@@ -121,7 +121,7 @@ def golden_problems(
 def golden_figures(
     checks: Sequence[Check], comparisons: Sequence[ImageComparison], precision: str
 ) -> dict[str, Any]:
-    """How far a file of reduced precision is from the golden answers here; another machine may be little further."""
+    """How far a file of reduced precision is from the golden answers here; other machines may add a small tolerance."""
     names = {check.name for check in golden_checks(checks)}
     golden = [entry for entry in comparisons if entry.name in names]
     share = LIMITS[precision].confidence_share

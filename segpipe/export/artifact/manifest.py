@@ -1,4 +1,4 @@
-"""The manifest: where a trained network comes from, what its files take and give, and what a schema says of that."""
+"""The manifest: origin of a trained network, inputs and outputs of its files, and a schema that checks it."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _METRICS = ("miou", "pixel_accuracy", "iou", "absent", "pixels")
 
 @dataclass(frozen=True)
 class Origin:
-    """Manifest entries that the weights do not tell; None where unknown."""
+    """Manifest entries that do not follow from the weights; None if unknown."""
 
     git: dict[str, Any] | None = None  # commit, dirty, known_at: train or export
     checkpoint: dict[str, str] | None = None  # file, sha256
     metrics: dict[str, Any] | None = None  # of the run's last validation, in fp32
-    warnings: tuple[str, ...] = ()  # sentences that a reader of the scores must know
+    warnings: tuple[str, ...] = ()  # sentences that qualify the scores
 
 
 NO_ORIGIN = Origin()
@@ -59,7 +59,7 @@ NO_ORIGIN = Origin()
 def origin_of(trained: TrainedNetwork) -> Origin:
     """Origin of a network that was read from a checkpoint.
 
-    Metrics come from result.json if it is about the same weights. Raises DataError when that file is not valid JSON.
+    Metrics come from result.json if it describes the same weights. Raises DataError when that file is not valid JSON.
     """
     path = trained.path
     assert path is not None
@@ -90,7 +90,7 @@ def origin_of(trained: TrainedNetwork) -> Origin:
 
 
 SCHEMA = Path(__file__).with_name("manifest.schema.json")
-# Entries that are not compared, since they describe the time and the place of the export: the weights have a digest.
+# Entries that are not compared: they describe the time and place of the export. The weights have a digest.
 _NOT_REPEATED = (
     "format",
     "precision",
@@ -100,7 +100,7 @@ _NOT_REPEATED = (
     "source.git",
     "source.checkpoint",
 )
-# How far numbers may be from those computed again by another processor or image decoder, of 1 or of a larger value
+# Tolerance of values recomputed with another processor or image decoder, relative to max(1, value)
 _TOLERANCE = {"calibration": 1e-3, "frame_statistics": 1e-2, "frame_limits": 1e-2}
 _PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime")
 _QUOTED = 60  # characters of a value in a message
@@ -118,7 +118,7 @@ def described(
 ) -> tuple[DeployModel, Manifest, list[Image]]:
     """The model to export, with the fitted temperature; its manifest without figures; frames to calibrate int8 on.
 
-    Call it inside `one_thread`.
+    Call inside `one_thread`.
     """
     size = inputs.size
     frame_entries, frames = frames_of(inputs.real_images, train_images, (*size, 3))
@@ -144,7 +144,7 @@ def describe(
 ) -> Manifest:
     """The manifest without gate figures and time stamps, so that equal exports have equal files.
 
-    extra: further entries: calibration, frames, golden answers.
+    extra: entries calibration, frames and golden answers.
     """
     named = zip(trained.classes.names, trained.classes.palette, strict=True)
     classes = [
@@ -185,12 +185,12 @@ def describe(
 
 
 def converters() -> dict[str, str]:
-    """Versions of what decides the bytes of a model file."""
+    """Versions of the packages that determine the bytes of a model file."""
     return {"segpipe": __version__, **{name: version(name) for name in _PACKAGES}}
 
 
 def schema_problems(manifest: Any) -> list[str]:
-    """Places where `manifest` breaks manifest.schema.json, each as `manifest.path: what was needed`."""
+    """Violations of manifest.schema.json, each as `manifest.path: what was needed`."""
     errors = Draft202012Validator(read_json(SCHEMA)).iter_errors(manifest)
     found = sorted(
         (error.json_path.replace("$", "manifest", 1), error.message) for error in errors
@@ -199,14 +199,14 @@ def schema_problems(manifest: Any) -> list[str]:
 
 
 def require_schema(manifest: Manifest) -> None:
-    """Raises IntegrityError (G1) with the first places at which the manifest breaks its schema."""
+    """Raises IntegrityError (G1) with the first violations of the schema."""
     found = schema_problems(manifest)
     if found:
         raise integrity_refusal(NOT_EXPORTED, found, "docs/manifest.md")
 
 
 def differences(claimed: Any, computed: Any, where: str = "") -> Iterator[str]:
-    """Entries of a manifest that differ from those computed again by more than another machine explains.
+    """Manifest entries that differ from recomputed ones by more than another machine explains.
 
     where: name of the entry, such as `classes[1].color`; empty for the whole manifest.
     """
@@ -257,7 +257,7 @@ def _io(model: DeployModel, size: Size) -> dict[str, Any]:
             "name": name,
             "dtype": output.numpy().dtype.name,
             "shape": list(output.shape),
-            # Sides are rounded up: their quotient need not be the stride.
+            # Sizes are rounded up, so their ratio may differ from the stride.
             "stride": 1 if output.shape[-2] == size[0] else stride,
             **meanings[name],
         }

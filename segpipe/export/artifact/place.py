@@ -14,7 +14,7 @@ from segpipe.runtime.artifact import MANIFEST, SUMS, ArtifactError, read_file, r
 
 
 def beside(out_dir: Path, suffix: str) -> Path:
-    """Path next to `out_dir`, on the same file system, so that a rename is atomic."""
+    """Sibling path of `out_dir`, on the same file system, so that a rename is atomic."""
     return out_dir.with_name(f"{out_dir.name}.{suffix}")
 
 
@@ -31,7 +31,7 @@ def writing(out_dir: Path) -> Iterator[None]:
 
 
 def check_place(out_dir: Path) -> None:
-    """Raises ConfigError when `out_dir` cannot be written, or holds files that are no export."""
+    """Raises ConfigError when `out_dir` cannot be written, or holds files other than an export."""
     with writing(out_dir):
         nearest = next(path for path in out_dir.absolute().parents if path.exists())
         tempfile.TemporaryFile(dir=nearest).close()
@@ -50,12 +50,12 @@ def write_sums(folder: Path) -> None:
 
 
 def sums_line(folder: Path) -> str:
-    """The digest of SHA256SUMS, and with it of every file: two folders of one digest are equal."""
+    """A line with the digest of SHA256SUMS, which covers every file: folders with the same digest are equal."""
     return f"{SUMS} has sha256 {sha256(folder / SUMS)}"
 
 
 def sums_problems(folder: Path) -> list[str]:
-    """Differences between the files below `folder` and SHA256SUMS: missing, unlisted and altered ones."""
+    """Differences between the files below `folder` and SHA256SUMS: missing, unlisted and altered files."""
     try:
         sums = read_sums(folder)
     except ArtifactError as error:

@@ -30,7 +30,7 @@ GATES: dict[str, tuple[str, type[ExportMismatch]]] = {
 class Check:
     """An image of the check set: `is_real` when it comes from the data set.
 
-    is_scene: it shows what a camera may see, on which a network has something to say; degraded copies do, too.
+    is_scene: a real image or a degraded copy of one, which a camera may see.
     """
 
     name: str
@@ -43,9 +43,9 @@ class Check:
 class Sigma:
     """Standard deviation of the reference logits over the whole check set, and over its real images.
 
-    It is the unit for differences of logits, since absolute limits do not carry over from one network to the next.
-    Real images use their own where it is smaller: untrained weights gave noise and checkerboard 30 times the logits of
-    photographs, which would have hidden faults on photographs.
+    The unit for logit differences, since absolute limits do not carry over between networks. Real images use the
+    smaller of the two: with untrained weights, the logits of noise and checkerboard were 30 times those of photographs,
+    which would have hidden faults on photographs.
     """
 
     everything: float
@@ -58,24 +58,24 @@ class Sigma:
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a file may be from the reference. An infinite limit: measured, not judged."""
+    """How far a file may be from the reference. An infinite limit is measured, not judged."""
 
     logits_sigma: float = 1e-3  # largest difference of a logit
     agreement: float = 0.9999  # equal pixels over the whole check set
     image_agreement: float = 0.999  # equal pixels of each image
     # A pixel may differ where the reference's top two classes are this close.
     margin_sigma: float = 2e-3
-    confidence_levels: int = 1  # difference within which `confidence_share` lie
+    confidence_levels: int = 1  # allowed difference for `confidence_share` of the cells
     confidence_share: float = CONFIDENCE_SHARE["fp32"]  # of the cells of each image
     normalised: float = 1e-5  # largest difference of the normalised image
-    # Fall of mIoU, and of each class, in points of 100; with `both_ways` also a rise
+    # Drop of mIoU, and of each class's IoU, in percentage points; with `both_ways` also a rise
     miou_points: float = 0.01
     class_points: float = 0.05
-    critical_points: float = math.inf  # fall of a class of export.critical_classes
+    critical_points: float = math.inf  # drop of a class in export.critical_classes
     both_ways: bool = True
-    # Whether masks of generated images are judged, on which a network may say anything
+    # Whether masks of generated images are judged, where any answer of a network is arbitrary
     made_images: bool = True
-    relative_latency: float = math.inf  # processor time over that of the fp32 file
+    relative_latency: float = math.inf  # CPU time divided by that of the fp32 file
 
 
 FP32 = Limits()
@@ -97,7 +97,7 @@ LIMITS = {
         confidence_share=CONFIDENCE_SHARE["fp16"],
         miou_points=0.1,
     ),
-    # Of an engine. It has three bits fewer than fp16: eight times its limits. fast_scnn after 195 steps on street
+    # For an engine. bf16 has three bits fewer than fp16: eight times its limits. fast_scnn after 195 steps on street
     # scenes, in OpenVINO 2026.4: 0.08 sigma, 99.80 % equal, 14 levels
     "bf16": replace(
         _REDUCED,
@@ -125,7 +125,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class GateResult:
-    """Verdict of a gate, a key of GATES, which failed for the reason `failure`, or passed without one."""
+    """Verdict of a gate (a key of GATES): failed for the reason `failure`, or passed if that is empty."""
 
     gate: str
     failure: str
@@ -134,12 +134,12 @@ class GateResult:
 
     @property
     def passed(self) -> bool:
-        """Whether there is no failure."""
+        """Whether the gate passed."""
         return not self.failure
 
     @property
     def message(self) -> str:
-        """One line: the finding, or what failed, with its limit."""
+        """One line: the finding, or the failure with its limit."""
         return f"{self.gate} {self.failure}" if self.failure else self.finding
 
     @property
@@ -150,7 +150,7 @@ class GateResult:
 
 
 def gate_integrity(problems: Sequence[str]) -> GateResult:
-    """G1: the file is whole, loadable, and what the manifest says."""
+    """G1: the file is intact, loads, and matches the manifest."""
     failure = f"integrity: {'; '.join(problems)}" if problems else ""
     finding = "checker, loader and manifest agree"
     return GateResult("G1", failure, {"problems": problems}, finding)
@@ -158,19 +158,19 @@ def gate_integrity(problems: Sequence[str]) -> GateResult:
 
 @dataclass(frozen=True)
 class ImageComparison:
-    """One image through reference and file. `margins`: reference top-1 minus top-2 logit at the differing pixels."""
+    """Reference and file on one image. `margins`: reference top-1 minus top-2 logit at the differing pixels."""
 
     name: str
     is_real: bool  # from the data set, or a degraded copy
-    logits_difference: float  # largest; infinite when either side holds NaN or infinity
+    logits_difference: float  # largest; infinite when either side is not finite
     margins: NDArray[np.float32]
     pixels: int
-    # Number of cells by the difference of their confidence in levels; empty where the file has no confidence
+    # Histogram of the confidence differences of cells, by level; empty when the file has no confidence
     confidence: NDArray[np.int64]
     normalised_difference: float = 0.0  # largest; infinite as above
 
     def confidence_levels(self, share: float) -> int:
-        """Levels within which this share of the cells differs."""
+        """Largest difference in levels among this share of the cells."""
         needed = share * self.confidence.sum()
         return int(np.searchsorted(np.cumsum(self.confidence), needed))
 
@@ -194,7 +194,7 @@ class ImageComparison:
 
 @dataclass
 class Candidate:
-    """An opened file and its probe, with the comparisons so far. After an error (`broken`) nothing more is compared."""
+    """An opened file and its probe, with the comparisons so far. An error (`broken`) ends the comparison."""
 
     probe: Run
     shipped: Run
@@ -203,7 +203,7 @@ class Candidate:
 
 
 def as_trained(reference: Run, preprocess: nn.Module) -> Run:
-    """`reference`, with the normalised image taken from the training module rather than from its own graph."""
+    """`reference`, with the normalised image taken from the training module instead of its own graph."""
 
     def run(image: Image) -> Answer:
         with torch.no_grad():
@@ -216,7 +216,7 @@ def as_trained(reference: Run, preprocess: nn.Module) -> Run:
 def compare(
     reference: Run, candidates: Sequence[Candidate], checks: Sequence[Check]
 ) -> Sigma:
-    """Sigma of these images, after adding their comparisons to all candidates."""
+    """Compares all candidates on these images, adds the results to them, and returns sigma."""
     moments = []
     for check in checks:
         expected = reference(check.image)
@@ -250,7 +250,7 @@ def compare_answers(
 ) -> ImageComparison:
     """ImageComparison of one image: logits and normalised image of the probe, mask and confidence of the shipped file.
 
-    Raises ValueError when an answer has another shape than the reference's.
+    Raises ValueError when the shape of an answer differs from the reference's.
     """
     for found in (probe, shipped):
         for name, one, other in zip(Answer._fields, expected, found, strict=True):
@@ -311,7 +311,7 @@ def gate_logits(
 def gate_mask(
     comparisons: Sequence[ImageComparison], sigma: Sigma, limits: Limits = FP32
 ) -> GateResult:
-    """G3: masks agree except where the reference itself is close to a tie, and confidence agrees to a level."""
+    """G3: masks agree except where the reference is close to a tie, and confidence agrees within its limit."""
     if not limits.made_images:
         scenes = [entry for entry in comparisons if entry.is_real]
         comparisons = scenes or comparisons
@@ -357,7 +357,7 @@ def _percent(share: float, limit: float) -> str:
 def gate_preprocessing(
     comparisons: Sequence[ImageComparison], limits: Limits = FP32
 ) -> GateResult:
-    """G4: the normalised image inside the graph is the one that training makes of the decoded image."""
+    """G4: the graph normalises the decoded image as training does."""
     worst = max(comparisons, key=lambda entry: entry.normalised_difference)
     found, limit = worst.normalised_difference, limits.normalised
     failure = ""

@@ -1,7 +1,7 @@
 """G6: faults planted on purpose. Gates that do not refuse all of them prove nothing about the files they pass.
 
-A fault that hardly changes the answers of this network is no test of the gates. After a few updates a network can be so
-flat that some faults have no effect; then the gates were not shown to work, which is a status and not a refusal.
+A fault that hardly changes the answers of this network does not test the gates. After few updates, some faults may have
+no effect; then the gates are not shown to work, which is a status, not a refusal.
 """
 
 import copy
@@ -23,10 +23,10 @@ from segpipe.export.gates.comparison import (
 from segpipe.export.graph.network import ROBOT, Answer, DeployModel, Run, run_eager
 from segpipe.models.preprocess import Preprocess
 
-_MAX_CHECKS = 3  # check images on which a control is tried
-# Smallest effect of a control that the gates must notice: ten times G2's limit, in standard deviations of the logits.
+_MAX_CHECKS = 3  # check images that a control runs on
+# Smallest effect that the gates must detect: ten times G2's limit, in standard deviations of the logits.
 _EFFECT = 1e-2
-_NOISE = (1, 3, 96, 96)  # image on which the influence of weights is measured
+_NOISE = (1, 3, 96, 96)  # image used to measure the influence of weights
 
 
 def _bgr(model: DeployModel) -> None:
@@ -46,15 +46,15 @@ def _align_corners_flipped(model: DeployModel) -> None:
 
 
 def _one_weight_scaled(model: DeployModel) -> None:
-    # The tensor that matters most: one chosen by position or size may lie in a branch that the network hardly uses yet.
+    # The most influential tensor: one chosen by position or size may lie in a branch that is hardly used yet.
     with torch.no_grad():
         _most_influential(model.network).mul_(1.01)
 
 
 def _most_influential(network: nn.Module) -> Tensor:
-    """Weights of the convolution that move the logits of a noise image most when they grow by 1 %.
+    """Convolution weights whose increase by 1 % moves the logits of a noise image most.
 
-    Of a network without convolutions, any parameter.
+    In a network without convolutions, all parameters are candidates.
     """
     convolutions = [
         module.weight for module in network.modules() if isinstance(module, nn.Conv2d)
@@ -78,7 +78,7 @@ def _classes_permuted(model: DeployModel) -> None:
 
 
 def _batchnorm_in_training_mode(model: DeployModel) -> None:
-    # Only the first: one after a global pooling has a single value per channel and would raise.
+    # Only the first: one after global pooling has a single value per channel and would raise.
     for module in model.network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.train()
@@ -101,9 +101,9 @@ def gate_power(
 ) -> GateResult:
     """G6: every control that has an effect fails G2, G3 or G4 of fp32. `reference` is `as_trained` of this model.
 
-    Controls run in eager mode in the profile robot, image by image until a gate refuses. The figures list the `unseen`
-    ones, for which the gates are blind, those `without_effect` on this network, and those that change nothing at all
-    (`impossible`): a network without BatchNorm or upsampling, or one that normalises as the control does.
+    Controls run in eager mode in the profile robot, image by image until a gate refuses. The figures list controls that
+    the gates miss (`unseen`), those `without_effect` on this network, and those that change nothing (`impossible`): the
+    network has no BatchNorm or upsampling, or normalises as the control does.
     """
     refused_by: dict[str, str] = {}
     effects = dict.fromkeys(CONTROLS, 0.0)
@@ -127,9 +127,9 @@ def gate_power(
     }
     finding = f"all {len(CONTROLS) - len(impossible)} negative controls are refused"
     if impossible:
-        finding += f"; {', '.join(impossible)} is no fault of this network"
+        finding += f"; {', '.join(impossible)} does not apply to this network"
     if without_effect:
-        finding = f"the network is too flat to show {', '.join(without_effect)}; the other controls are refused"
+        finding = f"no effect on this network: {', '.join(without_effect)}; the other controls are refused"
     failure = ""
     if unseen:
         failure = f"power: negative controls pass: {', '.join(unseen)}, so the gates are inconclusive"
@@ -137,7 +137,7 @@ def gate_power(
 
 
 def _effect(expected: Answer, answer: Answer) -> float:
-    """Largest change of a logit in standard deviations, or of a normalised pixel. Measured without the gates' code."""
+    """Largest change of a logit in standard deviations, or of a normalised pixel; independent of the gates' code."""
     logits, normalised = (
         np.abs(np.subtract(getattr(answer, name), getattr(expected, name))).max()
         for name in ("logits", "normalised")
@@ -157,7 +157,7 @@ def _chosen(checks: Sequence[Check]) -> list[Check]:
 
 
 def _faulty(model: DeployModel, name: str) -> DeployModel:
-    """A copy of the model, in the profile robot, with the fault."""
+    """A copy of the model with the fault, in the profile robot."""
     faulty = copy.deepcopy(model)
     faulty.profile = ROBOT
     CONTROLS[name](faulty)

@@ -1,4 +1,4 @@
-"""The sequence of gates that publish, verify and audit run, and the last of them, latency on one CPU thread."""
+"""The sequence of gates that publish, verify and audit run, and its last one, latency on one CPU thread."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ _MIN_RUNS, _MAX_RUNS, _WARMUP = 10, 50, 2
 
 
 def measure(runs: Mapping[str, Run], image: Image) -> dict[str, dict[str, float]]:
-    """By name: p50_ms, p90_ms and p99_ms of n single runs, and cpu_ms, the least processor time of one.
+    """By name: p50_ms, p90_ms and p99_ms of n single runs, and cpu_ms, the lowest CPU time of a run.
 
-    The runs take turns, so a change of the machine's load affects all of them alike.
+    The runs alternate, so a change in the machine's load affects all of them alike.
     """
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     begin = time.perf_counter()
@@ -82,20 +82,20 @@ def gate_latency(
     fp32: Mapping[str, float] | None = None,
     limits: Limits = FP32,
 ) -> GateResult:
-    """Latency: p50 within `budget_ms` (0: no budget); processor time within `limits.relative_latency` of fp32's.
+    """Latency: p50 within `budget_ms` (0: no budget); CPU time within `limits.relative_latency` of fp32's.
 
-    measured, fp32: `measure` of the file and of the fp32 file. Files are compared by their least processor time, which
-    other processes hardly move. The figures are the limits only, so that equal exports have equal reports except for
-    `latency`.
+    measured, fp32: results of `measure` for the file and the fp32 file. Files are compared by their lowest CPU time,
+    which other processes hardly affect. The figures hold only the limits, so that equal exports have equal reports
+    except for `latency`.
     """
-    # Without an fp32 file there is nothing to be faster than.
+    # Without an fp32 file there is nothing to compare with.
     share = limits.relative_latency if fp32 is not None else math.inf
     part = measured["cpu_ms"] / max(fp32["cpu_ms"], 1e-3) if fp32 is not None else 0.0
     failure = ""
     if 0 < budget_ms < measured["p50_ms"]:
         failure = f"p50 {measured['p50_ms']:.1f} ms > {budget_ms:g} ms of export.latency_budget_ms, 1 thread"
     elif not part <= share:
-        failure = f"as processor time is {part:.3g} > {share:g} of the fp32 file's, so the file is no gain"
+        failure = f"CPU time {part:.3g} > {share:g} of the fp32 file's, so the file gains nothing"
     finding = f"within {budget_ms:g} ms" if budget_ms else "no budget"
     if math.isfinite(share):
         finding += f", at most {share:g} of fp32"
@@ -105,7 +105,7 @@ def gate_latency(
 
 @dataclass
 class _Case:
-    """What is judged, by what, and where the verdicts go."""
+    """Files, their reference and inputs, and the report that collects the verdicts."""
 
     result: ExportReport
     model: DeployModel
@@ -115,7 +115,7 @@ class _Case:
     candidates: dict[str, Candidate] = field(default_factory=dict)
 
     def still_judged(self) -> dict[str, Run]:
-        """Runs of the reference and of the files that passed so far; none when nothing can be published."""
+        """Runs of the reference and of the files that have passed so far; empty when an fp32 file failed."""
         failed = {name for name, _ in self.result.failed}
         reduced = {
             name for name, file in self.files.items() if file.precision != "fp32"
@@ -139,10 +139,10 @@ def judge(
     *,
     timed: bool = True,
 ) -> dict[str, list[ImageComparison]]:
-    """Comparisons by file name, after filling gates, sigma, images and latency of `result`.
+    """Fills gates, sigma, images and latency of `result`; returns the comparisons by file name.
 
-    Call it inside `one_thread`. `model` is the reference, `preprocess` what training applies to a decoded image. A file
-    that fails a gate is not judged by those after it, and none is when an fp32 file fails. timed: also by latency.
+    Call it inside `one_thread`. model: the reference. preprocess: what training applies to a decoded image. timed: with
+    latency. G5 and latency skip files that failed an earlier gate, and all files when an fp32 file failed.
     """
     engines = [
         replace(file, engine=engine)
@@ -166,7 +166,7 @@ def judge(
 
 
 def _integrity(case: _Case) -> None:
-    """G1 of all files; those that pass become candidates."""
+    """G1 for all files; those that pass become candidates."""
     for name, file in case.files.items():
         problems = file.problems()
         if not problems:
@@ -180,7 +180,7 @@ def _integrity(case: _Case) -> None:
 
 
 def _answers(case: _Case) -> None:
-    """G2 to G4; G1 again for a file that could not be run."""
+    """G2 to G4; a file that could not be run fails G1."""
     candidates = list(case.candidates.values())
     sigma = compare(case.reference, candidates, case.inputs.checks)
     case.result.sigma = sigma
@@ -197,7 +197,7 @@ def _answers(case: _Case) -> None:
 
 
 def _quality(case: _Case) -> None:
-    """G5 where there are labels."""
+    """G5, if there are labels."""
     runs = case.still_judged()
     if not runs or case.inputs.labelled is None:
         return
@@ -218,7 +218,7 @@ def _latency(case: _Case) -> None:
     case.result.latency = measured
     for name in runs.keys() - {EAGER}:
         file = case.files[name]
-        # In the same engine: what another one gains is no gain of int8.
+        # In the same engine: a faster engine is no gain of int8.
         whole = replace(file, path=file.path.with_name(FORMATS["onnx"].file_name()))
         gate = gate_latency(
             measured[name],
@@ -242,9 +242,9 @@ def require_engines(settings: ExportConfig) -> None:
 
 
 def load_as_robot(result: ExportReport, folder: Path) -> None:
-    """Loads every ONNX file of the folder with segpipe.runtime, including its self-test; a failure is one of G1.
+    """Loads every ONNX file of the folder with segpipe.runtime, including its self-test; failures count as G1.
 
-    The runtime is for the profile robot; files of other profiles are skipped.
+    The runtime only supports the profile robot; files of other profiles are skipped.
     """
     if result.manifest["profile"] != ROBOT.name:
         return
@@ -253,7 +253,7 @@ def load_as_robot(result: ExportReport, folder: Path) -> None:
             continue
         try:
             with warnings.catch_warnings():
-                # The export reports its status itself.
+                # The export itself reports its status.
                 warnings.simplefilter("ignore", UserWarning)
                 Segmenter.load(folder, precision=entry["precision"])
         except Exception as error:  # ArtifactError, or one of onnxruntime's many types

@@ -1,6 +1,6 @@
-"""G5: a file segments the labelled images as well as the trained network, and its confidence is as accurate.
+"""G5: a file segments labelled images as well as the trained network. And the calibration of its confidence.
 
-Temperature scaling makes the confidence, softmax of logits / temperature, as accurate as it claims to be.
+Temperature scaling makes the confidence, softmax of logits / temperature, match the accuracy.
 Source: Guo et al., On Calibration of Modern Neural Networks, arXiv:1706.04599.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PIXELS = 2048  # per image, so that a large data set fits into memory
 BINS = 15
-TIED = 3  # pixels on the line between two classes, which G3 lets fall to either side
+TIED = 3  # pixels between two classes, which G3 allows on either side
 LOWEST, HIGHEST = 0.02, 50.0  # temperature
 _EXACT = 1e-9  # relative error of the fit
 
@@ -43,7 +43,7 @@ Target = NDArray[np.uint8]  # class ids (H, W)
 def calibration_entry(
     trained: TrainedNetwork, labelled: Iterable[tuple[Image, Target]] | None
 ) -> dict[str, Any]:
-    """`calibration` of the manifest; without labels, temperature 1. Call it inside `one_thread`."""
+    """Entry `calibration` of the manifest; without labels, temperature 1. Call inside `one_thread`."""
     if labelled is None:
         return {"method": "none", "temperature": 1.0}
     return fit_temperature(_logits(trained, labelled))
@@ -52,13 +52,13 @@ def calibration_entry(
 def fit_temperature(
     logits_and_targets: Iterable[tuple[Logits, Target]],
 ) -> dict[str, Any]:
-    """Temperature in 0.02..50 with the least negative log-likelihood of the targets, as an entry of the manifest.
+    """Temperature in 0.02..50 that minimises the negative log-likelihood of the targets, as a manifest entry.
 
-    With it, the expected calibration error (0 to 1) at temperature 1 and at the fitted one.
+    The entry also has the expected calibration error (0 to 1) at temperature 1 and at the fitted one.
 
     Shapes: logits float32 (C, h, w) at the output stride, where the exported file computes its confidence; target
-    uint8 (H, W), read at the pixel in the center of each cell. At most 2048 labelled pixels per image are used, drawn
-    by the index of the image only. Raises DataError when no pixel is labelled, a target is no class, or logits are not
+    uint8 (H, W), read at the center pixel of each cell. Uses at most 2048 labelled pixels per image; the draw depends
+    only on the image's index. Raises DataError when no pixel is labelled, a target is not a class id, or logits are not
     finite.
     """
     found = [
@@ -96,7 +96,7 @@ def calibration_error(score: NDArray[np.float64], label: NDArray[np.int64]) -> f
 def _logits(
     trained: TrainedNetwork, labelled: Iterable[tuple[Image, Target]]
 ) -> Iterator[tuple[Logits, Target]]:
-    """Logits of the trained network in fp32 on the CPU, with the target, image by image."""
+    """Yields the trained network's fp32 logits on the CPU with the target, image by image."""
     for image, target in labelled:
         batch = torch.from_numpy(image.copy())[None]
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -109,12 +109,12 @@ def _pixels(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Logits (n, C) and classes (n,) of the labelled pixels of an image."""
     classes, height, width = logits.shape
-    # The pixel in the center of each cell
+    # The center pixel of each cell
     nearest = cv2.INTER_NEAREST_EXACT
     cells = cv2.resize(target, (width, height), interpolation=nearest)
     label = cells.astype(np.int64).ravel()
 
-    # Drawn by the place of the image alone, so that the same images give the same temperature
+    # The draw depends only on the index, so that the same images give the same temperature
     place = np.flatnonzero(label != IGNORE_INDEX)
     if len(place) > PIXELS:
         random = generator(sample_key(0, 0, index, "calibration"))
@@ -131,7 +131,7 @@ def _pixels(
 
 
 def _most_likely(score: NDArray[np.float64], label: NDArray[np.int64]) -> float:
-    """The zero of the loss's slope in 1 / temperature, in which the loss is convex; an end of the scale without one."""
+    """Temperature with a zero slope of the loss, which is convex in 1 / temperature; else the nearest bound."""
     own = score[np.arange(len(label)), label].mean()
 
     def slope(temperature: float) -> float:
@@ -149,7 +149,7 @@ def _most_likely(score: NDArray[np.float64], label: NDArray[np.int64]) -> float:
 
 @dataclass
 class Score:
-    """Confusion over the labelled images, int64 (C, C), and the number of pixels with an id outside 0..C-1."""
+    """Confusion matrix over the labelled images, int64 (C, C), and number of pixels with an id outside 0..C-1."""
 
     counts: torch.Tensor
     images: int = 0
@@ -171,7 +171,7 @@ def scores(
     labelled: Iterable[tuple[Image, Target]],
     num_classes: int,
 ) -> dict[str, Score]:
-    """Score of each run, all on the same images."""
+    """Score of each run, on the same images."""
     found = {
         name: Score(torch.zeros(num_classes, num_classes, dtype=torch.int64))
         for name in runs
@@ -189,10 +189,10 @@ def gate_quality(
     limits: Limits = FP32,
     critical: Sequence[str] = (),
 ) -> GateResult:
-    """G5: mIoU and the IoU of each class against the reference's on the same labels, in points of 100.
+    """G5: mIoU and the IoU of each class against the reference on the same labels, in percentage points.
 
-    fp32 may move by the limits in either direction; fp16 and int8 may only not fall by more. A move that TIED pixels
-    can make is none: where few pixels are labelled, one that lies between two classes is more than the limits.
+    fp32 may change by the limits in either direction; fp16 and int8 may rise freely but only drop by the limits. A
+    change that TIED pixels can cause does not count: with few labelled pixels, one of them can exceed the limits.
     """
     before, now = (iou_per_class(each.counts) for each in (reference, found))
     moves = {
@@ -215,10 +215,10 @@ def gate_quality(
 
     counts = reference.counts
     union = counts.sum(0) + counts.sum(1) - counts.diagonal()
-    # Points by which the IoU of each class may move by TIED pixels.
+    # Points by which TIED pixels can change the IoU of each class.
     ties = dict(zip(names, (100 * TIED / union.clamp(min=1)).tolist(), strict=True))
     room = {name: max(limits.class_points, ties[name]) for name in moves}
-    # A class with few pixels lends its room to no other.
+    # The tolerance of a class with few pixels does not apply to others.
     beyond = gain - fmean(
         max(-ties[name], min(move, ties[name])) for name, move in moves.items()
     )
@@ -239,23 +239,25 @@ def gate_quality(
 
     failure = ""
     if found.invalid_pixels:
-        failure = f"quality: {found.invalid_pixels} pixels have an id that is no class"
+        failure = (
+            f"quality: {found.invalid_pixels} pixels have an id that is not a class"
+        )
     elif not min(size(gain), size(beyond)) <= limits.miou_points:
         failure = (
-            f"quality: mIoU {old_miou:.3f} -> {new_miou:.3f} % moves by {gain:+.3f} points, limit "
+            f"quality: mIoU {old_miou:.3f} -> {new_miou:.3f} % changes by {gain:+.3f} points, limit "
             f"{limits.miou_points:g}"
         )
     elif over:
-        failure = f"quality: IoU of {worst} moves by {moves[worst]:+.3f} points, limit {room[worst]:.3g}"
+        failure = f"quality: IoU of {worst} changes by {moves[worst]:+.3f} points, limit {room[worst]:.3g}"
     elif falling:
         failure = (
-            f"quality: IoU of critical class {', '.join(falling)} falls by more than {limits.critical_points} "
+            f"quality: IoU of critical class {', '.join(falling)} drops by more than {limits.critical_points} "
             "points"
         )
     elif unlabelled and math.isfinite(limits.critical_points):
         failure = (
             f"quality: critical class {unlabelled[0]} has no pixel in the {images} labelled images; raise "
-            "export.quality_images, or take it out of export.critical_classes"
+            "export.quality_images, or remove it from export.critical_classes"
         )
-    finding = f"mIoU {old_miou:.2f} % moves by {gain:+.4f} points on {images} images"
+    finding = f"mIoU {old_miou:.2f} % changes by {gain:+.4f} points on {images} images"
     return GateResult("G5", failure, figures, finding)

@@ -1,7 +1,7 @@
-"""Table of file formats, and TorchScript: how each is converted, opened, checked, and compared with what it came from.
+"""Table of file formats, and TorchScript: how each is converted, opened, checked, and compared with the checkpoint.
 
-Conversion is deterministic. With the same versions TorchScript files are equal byte for byte; of an ONNX file
-everything is equal but the values of its tensors, which may differ by the rounding of another processor.
+Conversion is deterministic. With the same versions, TorchScript files are equal byte for byte; ONNX files are equal
+except for their tensor values, which may differ by the rounding of another processor.
 """
 
 import contextlib
@@ -48,9 +48,9 @@ from segpipe.runtime.engines import BF16
 jit: Any = torch.jit  # has no annotations
 _C: Any = torch._C
 
-# What another processor may change: share of a tensor's largest value
+# Differences that another processor may cause, as a share of a tensor's largest value
 _ROUNDING = {"fp32": 1e-5, "fp16": 1e-3, "int8": 1e-5}
-_SCALES = 0.05  # share of each value that an int8 file takes from its calibration
+_SCALES = 0.05  # share of each value that comes from the int8 calibration
 _MOVED = 0.01  # share of the int8 weights of a tensor that may move by 1
 
 _MANGLED = re.compile(rb"___torch_mangle_\d+")
@@ -62,19 +62,19 @@ _REWRITTEN = ("version", ".data/version", ".data/serialization_id")
 def to_torchscript(
     model: DeployModel, manifest: Manifest, shipped: Path, probe: Path
 ) -> None:
-    """Writes shipped file and probe, with the manifest as extra file.
+    """Writes the shipped file and its probe, with the manifest as extra file.
 
-    Not frozen: freezing folds BatchNorm, and the stored weights would no longer be the trained ones.
+    Not frozen: freezing folds BatchNorm, so the stored weights would no longer be the trained ones.
     """
     extra = {MANIFEST: manifest_text(manifest)}
     example = example_of(manifest)
-    # Every traced convolution records these switches, and obeys them on a GPU ever after.
+    # Every traced convolution records these switches and later obeys them on a GPU.
     switches = torch.backends.cudnn.flags(
         enabled=True, benchmark=False, deterministic=True, allow_tf32=False
     )
     with torch.no_grad(), switches:
-        # torch numbers repeated class names per process. Tracing the probe first uses up the plain names, so the
-        # shipped file gets the same numbers whatever was traced before.
+        # torch numbers repeated class names per process. Tracing the probe first uses up the plain names, so earlier
+        # traces do not change the numbers in the shipped file.
         for variant, path in ((model.probe(), probe), (model, shipped)):
             # check_trace would run the example again; the gates run real images.
             traced = jit.trace(variant, (example,), check_trace=False)
@@ -82,10 +82,10 @@ def to_torchscript(
 
 
 def write_archive(module: Any, path: Path, extra: Mapping[str, str]) -> None:
-    """Writes a ScriptModule as `torch.jit.save` does, but with the same bytes every time and no paths.
+    """Writes a ScriptModule like `torch.jit.save`, but with the same bytes every time and without paths.
 
-    Leaves out debug records, which hold source paths, and the example of the trace. Repeated class names carry a
-    number that torch counts over the whole process; here they count from 0 in the order of the records.
+    Leaves out debug records, which hold source paths, and the example of the trace. torch numbers repeated class names
+    over the whole process; here the numbers start at 0, in the order of the records.
     """
     content = module.save_to_buffer(_extra_files=dict(extra))
     reader = _C.PyTorchFileReader(io.BytesIO(content))
@@ -107,7 +107,7 @@ def write_archive(module: Any, path: Path, extra: Mapping[str, str]) -> None:
         if name.endswith(_DEBUG) or name.startswith(_EXAMPLE) or name in _REWRITTEN:
             continue
         record = reader.get_record(name)
-        # Class names occur in code and in pickles of modules, as lines whose length may change.
+        # Class names occur in code and in pickled modules, on lines whose length may change.
         if name.startswith("code/") or name in ("data.pkl", "constants.pkl"):
             record = renumber(record)
         writer.write_record(renumber(name.encode()).decode(), record, len(record))
@@ -115,7 +115,7 @@ def write_archive(module: Any, path: Path, extra: Mapping[str, str]) -> None:
 
 
 def _loaded(path: Path) -> tuple[Any, str]:
-    """The module of a TorchScript file on the CPU, and the manifest inside. Raises what torch.jit raises."""
+    """The module of a TorchScript file on the CPU, and its embedded manifest. Raises what torch.jit raises."""
     files: dict[str, Any] = {MANIFEST: ""}
     with quiet_torch():
         module = jit.load(str(path), map_location="cpu", _extra_files=files)
@@ -148,10 +148,10 @@ def problems_of_torchscript(path: Path, manifest: Manifest) -> list[str]:
 
 @contextlib.contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Hides deprecation warnings of torch and its converters, on which the user cannot act; docs/export.md tells of
+    """Hides deprecation warnings of torch and its converters, which the user cannot fix; docs/export.md explains
     torch.jit's."""
     with warnings.catch_warnings():
-        # Sizes become constants of the trace. That is intended: a trace never has a free height or width.
+        # Sizes become constants of the trace, as intended: height and width are always fixed.
         for category in (FutureWarning, DeprecationWarning, jit.TracerWarning):
             warnings.simplefilter("ignore", category)
         yield
@@ -161,8 +161,7 @@ def quiet_torch() -> Iterator[None]:
 class Format:
     """A file format. `convert` writes the shipped file and its probe, `open` runs either, `problems` is G1.
 
-    A probe is the same graph with `logits` and `normalised` as further outputs; the gates compare it, it is not
-    shipped.
+    A probe is the same graph with `logits` and `normalised` as extra outputs, for the gates only; it is not shipped.
     """
 
     name: str
@@ -178,7 +177,7 @@ class Format:
         return f"{self.stem}{marked}{self.suffix}"
 
     def write(self, *given: Any) -> None:
-        """What `convert` does, without its warnings. Raises ExportError when torch cannot convert the network."""
+        """Runs `convert` without warnings. Raises ExportError when torch cannot convert the network."""
         with quiet_torch():
             try:
                 self.convert(*given)
@@ -211,7 +210,7 @@ FORMATS: dict[str, Format] = {
 class ModelFile:
     """A file to check: the shipped file, its probe, and the manifest that it must contain.
 
-    engine: what runs an ONNX file in place of onnxruntime; "" for the format's own.
+    engine: runs an ONNX file in place of onnxruntime; "" for the default of the format.
     """
 
     format: str
@@ -228,7 +227,7 @@ class ModelFile:
 
     @property
     def arithmetic(self) -> str:
-        """What its answers are as exact as: a key of LIMITS."""
+        """Arithmetic that sets its limits: a key of LIMITS."""
         in_bf16 = self.engine == BF16 and self.precision != "int8"
         return "bf16" if in_bf16 else self.precision
 
@@ -237,12 +236,12 @@ class ModelFile:
         if self.engine:
             return open_onnx(path, profile, engine=self.engine)
         if path == self.probe and self.precision == "int8":
-            # onnxruntime 1.31 moves quantisation across a transpose, and `normalised` is then off by 0.05.
+            # onnxruntime 1.31 moves quantisation across a transpose, which shifts `normalised` by 0.05.
             return open_onnx(path, profile, optimize=False)
         return FORMATS[self.format].open(path, profile)
 
     def problems(self) -> list[str]:
-        """G1 findings; empty when the file is whole and what its manifest says."""
+        """G1 findings; empty when the file is intact and matches its manifest."""
         try:
             return FORMATS[self.format].problems(self.path, self.manifest)
         except Exception as error:  # checkers and loaders raise many types; an unreadable file is refused
@@ -256,11 +255,11 @@ def convert(
     kinds: Sequence[tuple[str, str]],
     frames: Sequence[Image],
 ) -> list[ModelFile]:
-    """The files to judge, after describing them in `result.files`.
+    """Converts the model; returns the files for the gates and describes them in `result.files`.
 
-    folders: for the shipped files and for the probes. kinds: (format, precision) of each file, fp32 before what is made
-    from it. frames: (H, W, 3), for the calibration of int8. A reduced precision that cannot be converted is
-    noted in `result.dropped`. Raises ExportError when torch cannot convert the network.
+    folders: for the shipped files and for the probes. kinds: (format, precision) of each file, fp32 before the files
+    made from it. frames: (H, W, 3), to calibrate int8. A reduced precision that cannot be converted is recorded in
+    `result.dropped`. Raises ExportError when torch cannot convert the network.
     """
     files = []
     for name, precision in kinds:
@@ -298,7 +297,7 @@ def convert(
 
 
 def conversion_problem(shipped: Path, converted: ModelFile) -> str:
-    """How `shipped` differs from the file that the same versions made from the checkpoint; empty when it does not.
+    """How `shipped` differs from the file that the same versions convert the checkpoint to; empty if equal.
 
     Nothing of the shipped file is executed.
     """
@@ -308,15 +307,15 @@ def conversion_problem(shipped: Path, converted: ModelFile) -> str:
             problem = _onnx_difference(shipped, converted.path, converted.precision)
         except Exception as error:  # parsers of an altered file raise many types
             problem = f"it cannot be compared ({type(error).__name__}: {error})"
-    # An archive of code, which torch writes the same every time
+    # An archive of code, which `write_archive` makes byte-identical
     elif shipped.read_bytes() != converted.path.read_bytes():
-        problem = "its bytes are others"
+        problem = "its bytes differ"
     told = f"{shipped.name} is not what the checkpoint converts to: {problem}"
     return told if problem else ""
 
 
 def _onnx_difference(shipped: Path, converted: Path, precision: str) -> str:
-    """The first difference between two ONNX files; empty when they differ in rounding and in their manifest at most."""
+    """First difference between two ONNX files; empty when they differ only in rounding and manifest."""
     model = onnx.load(shipped, load_external_data=False)
     other = onnx.load(converted)
     values, expected = _take_values(model), _take_values(other)
@@ -325,12 +324,12 @@ def _onnx_difference(shipped: Path, converted: Path, precision: str) -> str:
         return f"{_other_fields(model.graph, other.graph) or _other_fields(model, other)} differ"
     for name, array in values.items():
         if not _is_rounding(name, array, expected[name], precision):
-            return f"tensor {name} has other values"
+            return f"tensor {name} has different values"
     return ""
 
 
 def _take_values(model: onnx.ModelProto) -> dict[str, Array]:
-    """Values of the tensors, which are taken out of the model, as is the manifest."""
+    """Values of the tensors; removes them and the manifest from the model."""
     values = {}
     for tensor in model.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
@@ -353,7 +352,7 @@ def _other_fields(one: Any, other: Any) -> str:
 
 
 def _is_rounding(name: str, values: Array, expected: Array, precision: str) -> bool:
-    """Whether the values of a tensor differ by no more than another processor explains; NaN does not count as equal."""
+    """Whether the values differ by no more than another processor explains; NaN does not count as equal."""
     wanted = expected.astype(np.float64)
     moved = np.abs(values.astype(np.float64) - wanted)
 
@@ -362,8 +361,8 @@ def _is_rounding(name: str, values: Array, expected: Array, precision: str) -> b
         few = np.count_nonzero(moved) <= max(1, _MOVED * moved.size)
         return bool((moved <= 1).all() and few)
 
-    # Scales and biases, which are int32: of each value, since a channel of small weights has a scale far below that of
-    # its layer
+    # Scales and int32 biases: relative to each value, since a channel of small weights has a scale far below its
+    # layer's
     is_bias = values.dtype == np.int32
     if precision == "int8" and (is_bias or name.endswith("_scale")):
         return bool((moved <= _SCALES * np.abs(wanted) + is_bias).all())

@@ -1,10 +1,10 @@
-"""Rewrites of an ONNX graph before quantisation: the same function in a form that quantises well.
+"""Conversion of an ONNX file to fp16 and int8, with graph rewrites that keep the function but quantise well.
 
-torch.onnx folds a BatchNorm behind a convolution into it. Another one, behind a ReLU, stays in fp32: as a convolution
-it would save ddrnet23_slim 7 % of its time and the other networks nothing.
+torch.onnx folds a BatchNorm into the convolution before it. One behind a ReLU stays in fp32: as a convolution it would
+save ddrnet23_slim 7 % of its time and the other networks nothing.
 
-Only the network, the part between the first and the last convolution, leaves fp32. Preprocessing lies before it, and
-upsampling, softmax and argmax after it: they are cheap, and there a rounding error goes straight into the answer.
+Only the network leaves fp32: the part from the first to the last convolution. Preprocessing before it, and upsampling,
+softmax and argmax after it stay: they are cheap, and their rounding errors go straight into the answer.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ CONV = "Conv"
 
 
 def placed_nodes(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, bool]]:
-    """Each node, in topological order, and whether it is a convolution or lies on a path between two."""
+    """Each node in topological order, and whether it is a convolution or lies on a path between two."""
     after, before = convolution_sides(graph)
     for node in graph.node:
         outside = after.isdisjoint(node.input) or before.isdisjoint(node.output)
@@ -43,7 +43,7 @@ def placed_nodes(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, bool]
 
 
 def convolution_sides(graph: onnx.GraphProto) -> tuple[set[str], set[str]]:
-    """Names of the tensors that depend on a convolution, and of those on which one depends, its inputs included."""
+    """Names of the tensors that depend on a convolution, and of those that a convolution depends on."""
     after: set[str] = set()
     before: set[str] = set()
     for node in graph.node:
@@ -58,8 +58,8 @@ def convolution_sides(graph: onnx.GraphProto) -> tuple[set[str], set[str]]:
 def widen_constants(graph: onnx.GraphProto) -> None:
     """Repeats the per-channel constants of the normalisation along the width; needs inferred shapes.
 
-    onnxruntime runs the normalisation with the channels last, as the int8 convolutions want it. There a constant of 3
-    values per pixel took 1.9 ms at 360x480, a row of them 0.1 ms.
+    onnxruntime runs the normalisation in channels-last layout for the int8 convolutions. There, broadcasting 3 values
+    per pixel took 1.9 ms at 360x480; a full row of them took 0.1 ms.
     """
     weights = _weights(graph)
     for node, is_inside in placed_nodes(graph):
@@ -73,13 +73,13 @@ def widen_constants(graph: onnx.GraphProto) -> None:
 
 
 def gather_stem(graph: onnx.GraphProto) -> bool:
-    """Whether the first convolution was rewritten to read 2x2 blocks of pixels; needs inferred shapes.
+    """Rewrites the first convolution to read 2x2 blocks of pixels; returns whether it did. Needs inferred shapes.
 
-    onnxruntime's fast int8 convolution wants a multiple of four channels, and an image has three. SpaceToDepth makes
-    blocks of twelve, which a convolution with stride 1 reads. Processor time of int8 files at 360x480 without it: 12.7,
-    23.6 and 26.7 ms instead of 10.8, 22.5 and 24.2 (fast_scnn, ddrnet23_slim, pidnet_s on a CPU with VNNI).
+    onnxruntime's fast int8 convolution needs a multiple of four channels, and an image has three. SpaceToDepth makes
+    twelve channels, which a convolution with stride 1 reads. CPU time of int8 files at 360x480 without it: 12.7, 23.6
+    and 26.7 ms instead of 10.8, 22.5 and 24.2 (fast_scnn, ddrnet23_slim, pidnet_s on a CPU with VNNI).
 
-    Applies to a convolution of 3x3 with stride 2 and one row of padding that reads an image with even sides.
+    Applies to a 3x3 convolution with stride 2 and padding 1 on an image with even height and width.
     """
     weights = _weights(graph)
     conv = next((node for node in graph.node if node.op_type == CONV), None)
@@ -94,7 +94,7 @@ def gather_stem(graph: onnx.GraphProto) -> bool:
     if {**plain, **given} != wanted or kernel.shape[1:] != (3, 3, 3) or not is_even:
         return False
 
-    # Taps -1, 0 and 1 lie in the second half of the block before and in the block itself; a fourth one is zero.
+    # Tap -1 lies in the second half of the previous block, taps 0 and 1 in this block; the fourth tap is zero.
     padded = np.pad(kernel, ((0, 0), (0, 0), (1, 0), (1, 0)))
     # (M, 3, 2 blocks, 2, 2 blocks, 2) -> (M, 2, 2, 3, 2 blocks, 2 blocks), the order of SpaceToDepth
     blocks = padded.reshape(-1, 3, 2, 2, 2, 2).transpose(0, 3, 5, 1, 2, 4)
@@ -109,7 +109,7 @@ def gather_stem(graph: onnx.GraphProto) -> bool:
 
 
 def _shape(graph: onnx.GraphProto, name: str) -> list[int]:
-    """Four lengths, 0 where one is unknown."""
+    """Shape with four dimensions; 0 for an unknown one."""
     for entry in (*graph.value_info, *graph.input):
         lengths = entry.type.tensor_type.shape.dim
         if entry.name == name and len(lengths) == 4:
@@ -133,7 +133,7 @@ _LARGEST = float(np.finfo(np.float16).max)
 def to_fp16(source: Path, out: Path) -> None:
     """Writes `out`: the fp32 file `source` with the network in fp16.
 
-    Inputs, outputs, opset and metadata are those of `source`. Raises ExportError for a weight beyond 65504.
+    Inputs, outputs, opset and metadata stay the same. Raises ExportError for a weight beyond 65504.
     """
     model = onnx.load(source)
     graph = model.graph
@@ -148,7 +148,7 @@ def to_fp16(source: Path, out: Path) -> None:
     after, _ = convolution_sides(graph)
     early = [node for node in outer if after.isdisjoint(node.input)]
     late = [node for node in outer if not after.isdisjoint(node.input)]
-    # What both read stays in fp32 as well.
+    # Weights that both parts read stay in fp32.
     kept = [weight for weight in graph.initializer if weight.name in read]
     rounded = [weight for weight in half.initializer if weight.name not in read]
     result = onnx.GraphProto(
@@ -165,13 +165,13 @@ def to_fp16(source: Path, out: Path) -> None:
 def _cut_out(
     model: onnx.ModelProto, inner: list[onnx.NodeProto], read: set[str]
 ) -> onnx.ModelProto:
-    """The nodes `inner` as a model of their own; `read`: what the other nodes read."""
+    """The nodes `inner` as a separate model; `read`: names of the tensors that the other nodes read."""
     weights = _weights(model.graph).keys()
     needed = {name for node in inner for name in node.input if name}
     made = {name for node in inner for name in node.output}
     outputs = {entry.name for entry in model.graph.output}
 
-    # The extractor takes types of inputs and outputs from the graph.
+    # The extractor needs the inferred types of inputs and outputs.
     typed = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
     network: onnx.ModelProto = onnx.utils.Extractor(typed).extract_model(
         sorted(needed - made - weights), sorted(made & (read | outputs))
@@ -197,20 +197,22 @@ def _in_half(network: onnx.ModelProto) -> onnx.GraphProto:
     return graph
 
 
-_BINS, _PERCENTILE = 2048, 99.99  # of each activation; docs/log.md compares others
-# Between two convolutions these stay in int8, so that nothing is converted back and forth.
+_BINS, _PERCENTILE = (
+    2048,
+    99.99,
+)  # of each activation; docs/log.md compares alternatives
+# These stay in int8 between two convolutions, to avoid conversions back and forth.
 _ALONG = ("Relu", "Add", "Concat", "Resize", "SpaceToDepth")
-# Number of inputs that are activations; others: all
+# Number of inputs that are activations; all for other operators
 _DATA_INPUTS = {CONV: 1, "Resize": 1}
-_INFERRED = "onnx.infer"  # metadata key by which onnxruntime.quantization knows that types were inferred
+_INFERRED = "onnx.infer"  # metadata key that tells onnxruntime.quantization that types were inferred
 
 
 def to_int8(source: Path, out: Path, images: Sequence[Image]) -> None:
     """Writes `out`, the int8 form of the fp32 file `source`.
 
-    images: real frames uint8 (H, W, 3) RGB of the size of the graph. Inputs, outputs and opset are those of `source`;
-    the same images give the same bytes. Raises ConfigError without images, ExportError when an activation is not
-    finite.
+    images: real frames uint8 (H, W, 3) RGB of the graph's input size. Inputs, outputs and opset stay the same; the same
+    images give the same bytes. Raises ConfigError without images, ExportError when an activation is not finite.
     """
     if not images:
         raise ConfigError(
@@ -228,10 +230,10 @@ def to_int8(source: Path, out: Path, images: Sequence[Image]) -> None:
 def activation_ranges(
     model: onnx.ModelProto, names: Sequence[str], images: Sequence[Image]
 ) -> dict[str, tuple[float, float]]:
-    """Bounds of each tensor in `names` over all images, by onnxruntime, without the outermost 0.01 % of its values.
+    """Bounds of each tensor in `names` over all images in onnxruntime, without the outermost 0.01 % of its values.
 
-    One frame at a time on one thread, so the result does not depend on the machine's cores, nor the memory on the
-    number of frames. Raises ExportError for a tensor that is not finite.
+    Runs one frame at a time on one thread, so the result does not depend on the number of cores, and memory does not
+    grow with the number of frames. Raises ExportError for a tensor that is not finite.
     """
     watched = copy.deepcopy(model)
     del watched.graph.output[:]
@@ -291,7 +293,7 @@ def _activations(graph: onnx.GraphProto, nodes: Sequence[str]) -> list[str]:
 
 
 def _data(node: onnx.NodeProto) -> list[str]:
-    """The inputs that are activations."""
+    """Inputs of the node that are activations."""
     return list(node.input[: _DATA_INPUTS.get(node.op_type)])
 
 
@@ -300,8 +302,8 @@ def _quantized(
     nodes: Sequence[str],
     ranges: dict[str, tuple[float, float]],
 ) -> onnx.ModelProto:
-    """The model with these nodes in int8, without metadata. The quantizer works on `model` itself."""
-    # Otherwise it would infer types again, through temporary files.
+    """The model with these nodes in int8, without metadata. Modifies `model`."""
+    # Otherwise the quantizer infers types again, through temporary files.
     helper.set_model_props(model, {_INFERRED: "onnxruntime.quant"})
     data = {
         name: TensorData(lowest=np.float32(low), highest=np.float32(high))
@@ -311,8 +313,8 @@ def _quantized(
         quantizer = QDQQuantizer(
             model,
             per_channel=True,
-            # 7 bits: a CPU with AVX2 only adds products in 16 bits, where 8-bit weights overflow, and a small network
-            # kept 90 % of its mask. They cost fast_scnn 0.1 % of the pixels elsewhere.
+            # 7 bits: a CPU with only AVX2 adds products in 16 bits, where 8-bit weights overflow: a small network kept
+            # 90 % of its mask. On other CPUs 7 bits cost fast_scnn 0.1 % of the pixels.
             reduce_range=True,
             weight_qType=QuantType.QInt8,
             activation_qType=QuantType.QUInt8,
@@ -331,7 +333,7 @@ def _quantized(
 
 @contextlib.contextmanager
 def _silent_logging() -> Iterator[None]:
-    """The quantizer logs through the root logger, which would install a handler and print."""
+    """Silences the quantizer, which logs through the root logger; that would install a handler and print."""
     root = logging.getLogger()
     handlers, before = list(root.handlers), root.manager.disable
     logging.disable(logging.CRITICAL)

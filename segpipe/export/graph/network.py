@@ -1,4 +1,4 @@
-"""Inputs and outputs of an exported file: its profile, and the answer to one image."""
+"""The exported network: the profile of its inputs and outputs, and its answer to one image."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Manifest = dict[str, Any]
 
 INPUT = "image"
 MASK, CONFIDENCE, LOGITS, NORMALISED = "mask", "confidence", "logits", "normalised"
-# Tensors inside the graph that the gates compare; a probe has them as outputs.
+# Tensors inside the graph that the gates compare; a probe outputs them.
 PROBES = (LOGITS, NORMALISED)
 
 
-# Entries that exist only once there are files.
+# Manifest entries that exist only after the files are written.
 FIGURES = (
     "status",
     "created",
@@ -44,7 +44,7 @@ FIGURES = (
 
 
 class Answer(NamedTuple):
-    """Outputs for one image; None where the file has no such output.
+    """Outputs for one image; None for an output that the file does not have.
 
     mask (H, W) integers, confidence (h, w) uint8, logits float32 (C, H, W), normalised float32 (3, H, W).
     """
@@ -101,7 +101,7 @@ def answer_of(names: Sequence[str], outputs: Sequence[Array]) -> Answer:
 
 
 def torch_run(module: Any, profile: Profile) -> Run:
-    """A torch module with the inputs and outputs of `profile`, or of its probe."""
+    """Function that runs a torch module with the inputs and outputs of `profile`, or of its probe."""
 
     def run(image: Image) -> Answer:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -127,12 +127,12 @@ def io_problems(kind: str, got: list[Any], expected: list[Manifest]) -> list[str
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The manifest as JSON text, the same in every file: equal content gives equal text."""
+    """The manifest as JSON text; equal content gives equal text."""
     return json.dumps(manifest, sort_keys=True, indent=1, allow_nan=False)
 
 
 def in_file(manifest: Manifest, precision: str) -> Manifest:
-    """The part of manifest.json that is inside a file of this precision: all but the figures."""
+    """The part of manifest.json that a file of this precision embeds: all but the figures."""
     inside = {name: value for name, value in manifest.items() if name not in FIGURES}
     return {**inside, "precision": precision}
 
@@ -140,11 +140,11 @@ def in_file(manifest: Manifest, precision: str) -> Manifest:
 class DeployModel(nn.Module):
     """Camera image in, class ids and confidence out: preprocessing, network, upsampling and argmax in one graph.
 
-    `preprocess` is the training module itself, so the graph cannot normalise differently from training. That module
+    `preprocess` is a copy of the training module, so the graph cannot normalise differently from training. That module
     takes bytes, so a planar profile applies its two buffers in the same two operations.
 
-    A copy of the trained network on the CPU, fp32, eval mode, without the training-only heads. SyncBatchNorm, which
-    neither CPUs nor export formats support, becomes BatchNorm: the same function in eval mode.
+    Holds a copy of the trained network on the CPU, in fp32 and eval mode, without the training-only heads.
+    SyncBatchNorm, which neither CPUs nor export formats support, becomes BatchNorm: the same function in eval mode.
     """
 
     def __init__(
@@ -173,9 +173,9 @@ class DeployModel(nn.Module):
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         """Outputs of the profile; a probe adds the tensors that the gates compare.
 
-        Shapes: image as the profile has it -> mask (B, H, W), class ids, never 255; confidence uint8 (B, h, w) at the
+        Shapes: image in the profile's format -> mask (B, H, W), class ids, never 255; confidence uint8 (B, h, w) at the
         output stride, 255 * largest probability of softmax(logits / temperature); logits float32 (B, C, H, W);
-        normalised float32 (B, 3, H, W). With a mask stride above 1, mask and logits are at the output stride, too.
+        normalised float32 (B, 3, H, W). With a mask stride above 1, mask and logits are also at the output stride.
         """
         planar = self.profile.planar
         normalise = self.preprocess.normalized if planar else self.preprocess
@@ -198,12 +198,12 @@ class DeployModel(nn.Module):
         return tuple(tensors[name] for name in names)
 
     def probe(self) -> DeployModel:
-        """Same modules and weights, with `logits` and `normalised` as further outputs."""
+        """Same modules and weights, with `logits` and `normalised` as extra outputs."""
         variant = copy.copy(self)
         variant.is_probe = True
         return variant
 
 
 def run_eager(model: DeployModel) -> Run:
-    """The reference: eager fp32 with all tensors that the gates compare. Call it inside `one_thread`."""
+    """The reference: eager fp32 with all tensors that the gates compare. Call inside `one_thread`."""
     return torch_run(model.probe(), model.profile)

@@ -1,4 +1,4 @@
-"""ONNX files: conversion, the probe that shows logits and the normalised image, loading, and integrity."""
+"""ONNX files: conversion, the probe that outputs logits and the normalised image, loading, and integrity."""
 
 import contextlib
 from pathlib import Path
@@ -24,7 +24,7 @@ from segpipe.runtime.engines import ENGINES, make_session
 
 OPSET = 18
 IR_VERSION = 8  # the lowest that opset 18 needs; torch writes 10, which onnxruntime reads from 1.18 on
-OLDEST_ONNXRUNTIME = "1.15"  # that repeats golden frames in all precisions (docs/robots.md); 1.14 crashes on fp16
+OLDEST_ONNXRUNTIME = "1.15"  # reproduces golden frames in all precisions (docs/robots.md); 1.14 crashes on fp16
 _NUMPY_NAMES = {
     "tensor(uint8)": "uint8",
     "tensor(float)": "float32",
@@ -33,8 +33,8 @@ _NUMPY_NAMES = {
 
 
 def to_onnx(model: DeployModel, manifest: Manifest, shipped: Path, probe: Path) -> None:
-    """Writes the shipped file, with weights and manifest inside, and its probe."""
-    # One conversion for both: the shipped graph is the probe's without the additional outputs, node for node.
+    """Writes the shipped file with embedded weights and manifest, and its probe."""
+    # One conversion for both: the shipped graph equals the probe's node for node, minus the extra outputs.
     with contextlib.redirect_stdout(None):
         torch.onnx.export(
             model.probe(),
@@ -57,7 +57,7 @@ def to_onnx(model: DeployModel, manifest: Manifest, shipped: Path, probe: Path) 
 
 
 def write_probe(shipped: Path, probe: Path) -> None:
-    """Writes the graph of `shipped` with its tensors `logits` and `normalised` as further outputs.
+    """Writes the graph of `shipped` with its tensors `logits` and `normalised` as extra outputs.
 
     Raises ValueError when the graph has no tensor of that name.
     """
@@ -81,7 +81,7 @@ def open_onnx(
     engine: str = "onnxruntime",
     **settings: bool,
 ) -> Run:
-    """An ONNX file in an engine of the runtime, on one CPU thread. Raises EngineError when the engine is not here.
+    """An ONNX file in an engine of the runtime, on one CPU thread. Raises EngineError when the engine is missing.
 
     settings: of the engine. onnxruntime with optimize=False runs the graph node by node as written.
     """
@@ -104,7 +104,7 @@ def problems_of_onnx(path: Path, manifest: Manifest) -> list[str]:
         )
     if model.ir_version != IR_VERSION:
         found.append(
-            f"IR version = {model.ir_version}, but {IR_VERSION} was needed: older readers refuse a later one"
+            f"IR version = {model.ir_version}, but {IR_VERSION} was needed: older readers reject later versions"
         )
     tensors = model.graph.initializer
     if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in tensors):
@@ -126,7 +126,7 @@ def problems_of_onnx(path: Path, manifest: Manifest) -> list[str]:
 
 
 def _drop_debug_info(model: onnx.ModelProto) -> None:
-    """Removes the exporter's stack traces: they hold paths of this machine and outweigh small graphs."""
+    """Removes the exporter's stack traces: they hold paths of this machine and are larger than small graphs."""
     graph = model.graph
     del model.metadata_props[:], graph.metadata_props[:]
     graph.ClearField("doc_string")

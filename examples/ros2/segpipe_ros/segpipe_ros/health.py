@@ -10,7 +10,7 @@ from segpipe_runtime import Result, Status
 
 OK, WARN, ERROR, STALE = range(4)  # of diagnostic_msgs/msg/DiagnosticStatus
 
-# WARN goes away by itself (a tunnel, the sun, a busy core); ERROR needs a person.
+# WARN clears by itself (a tunnel, the sun, a busy core); ERROR needs a person.
 LEVELS = {
     Status.OK: OK,
     Status.TOO_DARK: WARN,
@@ -34,7 +34,7 @@ class Diagnosis(NamedTuple):
 
 
 class Health:
-    """Counts statuses between two reports. `silent_after_s` without a frame is a fault, too."""
+    """Counts statuses between two reports. `silent_after_s` without a frame is also a fault."""
 
     def __init__(
         self, model_id: str, start_s: float, silent_after_s: float = 1.0
@@ -47,10 +47,10 @@ class Health:
         self._reason = ""
 
     def note(self, result: Result, reason: str, now_s: float) -> None:
-        """Count a result; `reason` is that of `answer`."""
+        """Count a result; `reason` comes from `answer`."""
         self._last_s = now_s
         self._total[result.status] += 1
-        # Drop the arrays: if nobody calls report, masks must not pile up.
+        # Drop the arrays: if nobody calls report, masks must not accumulate.
         self._recent.append(
             result._replace(mask=result.mask[:0], confidence=result.confidence[:0])
         )

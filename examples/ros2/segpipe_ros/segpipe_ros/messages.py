@@ -47,7 +47,7 @@ class Frame(NamedTuple):
 
 
 def read_frame(message: ImageMessage) -> Frame:
-    """Pixels of an rgb8 or bgr8 image without the padding of its rows; every other encoding is refused.
+    """Pixels of an rgb8 or bgr8 image without row padding; refuses every other encoding.
 
     A misread frame looks like a bad network, so nothing is guessed: no bit depth, no Bayer pattern, no encoding without
     a color order such as 8UC3.
@@ -89,12 +89,12 @@ def _refused(status: Status, reason: str) -> Frame:
 
 
 def to_seconds(stamp: Stamp) -> float:
-    """Seconds of a time stamp; NaN, which makes the frame STALE, for an invalid one."""
+    """Time stamp in seconds; NaN for an invalid one, which makes the frame STALE."""
     return stamp.sec + stamp.nanosec * 1e-9 if 0 <= stamp.nanosec < 10**9 else math.nan
 
 
 def answer(segmenter: Segmenter, message: ImageMessage) -> tuple[Result, str]:
-    """Result of a message, and the reason if there is no answer; the mask is 255 on every status but OK."""
+    """Result for a message, and a reason for status BAD_DTYPE, BAD_SHAPE, ERROR; the mask is 255 unless that is OK."""
     frame = read_frame(message)
     if frame.image is None:
         return segmenter.refuse(frame.status), frame.reason
@@ -112,7 +112,7 @@ def answer(segmenter: Segmenter, message: ImageMessage) -> tuple[Result, str]:
 def mono8(values: NDArray[np.uint8]) -> dict[str, Any]:
     """Fields of a sensor_msgs/msg/Image for uint8 (H, W), without the header."""
     height, width = values.shape
-    # rclpy copies an array in one go, but checks a list byte by byte.
+    # rclpy copies an array at once, but checks a list byte by byte.
     data = array("B", values.tobytes())
     return {
         "height": height,
@@ -125,7 +125,7 @@ def mono8(values: NDArray[np.uint8]) -> dict[str, Any]:
 
 
 def class_map(manifest: dict[str, Any]) -> list[tuple[int, str]]:
-    """(class_id, class_name) of a vision_msgs/msg/LabelInfo, the same as in ros/labels.yaml of the export."""
+    """(class_id, class_name) for a vision_msgs/msg/LabelInfo, as in ros/labels.yaml of the export."""
     return [
         *((entry["id"], entry["name"]) for entry in manifest["classes"]),
         (NO_ANSWER, "no_answer"),

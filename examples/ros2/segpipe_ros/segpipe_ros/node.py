@@ -27,7 +27,7 @@ PARAMETERS = {
 class SegmenterNode:
     """Publishers, subscription and timer of an rclpy node.
 
-    Raises ArtifactError for the exported folder and ValueError for a parameter.
+    Raises ArtifactError for a bad exported folder and ValueError for a bad parameter.
     """
 
     def __init__(self, node: Any) -> None:
@@ -66,7 +66,7 @@ class SegmenterNode:
         )
 
     def segment(self, message: Any) -> None:
-        """Publish the answer to an image, or 255 everywhere."""
+        """Publish the answer to an image, or 255 everywhere if there is none."""
         result, reason = answer(self._segmenter, message)
         self._health.note(result, reason, self._now_s())
         for publisher, values in (
@@ -106,7 +106,7 @@ class SegmenterNode:
 
 
 def main() -> int:
-    """Exit code: 0 when ended by the user, else that of the error that prevented the start."""
+    """Run the node. Exit code: 0 when the user ends it, else that of the error that prevented the start."""
     import rclpy
     from rclpy.executors import ExternalShutdownException
 
@@ -142,7 +142,7 @@ def _ros() -> SimpleNamespace:
         VisionClass=VisionClass,
         # A late subscriber still gets the labels.
         latched=QoSProfile(depth=1, durability=DurabilityPolicy.TRANSIENT_LOCAL),
-        # At most one frame waits: the next one is worth more than an old one.
+        # At most one frame waits: a new one is worth more than an old one.
         newest=QoSProfile(depth=1, reliability=ReliabilityPolicy.BEST_EFFORT),
     )
 
