@@ -753,7 +753,7 @@ def test_a_process_that_is_killed_is_named(outcome: Outcome) -> None:
         ),
         (
             "missing",
-            r"ranks \[1\] of WORLD_SIZE = 3 did not come to MASTER_ADDR:MASTER_PORT = localhost:\d+ within",
+            r"ranks \[1\] of WORLD_SIZE = 3 did not connect to MASTER_ADDR:MASTER_PORT = localhost:\d+ within",
         ),
         (
             "nobody",
