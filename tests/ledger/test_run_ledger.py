@@ -135,7 +135,7 @@ def test_what_is_missing_is_noted(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     row = read_file(path).sessions[0].rows.itemsize
     assert run.notes == (
-        f"rank01.bin: {2 * row - 150} bytes of a torn tail were ignored",
+        f"rank01.bin: ignored {2 * row - 150} bytes of a torn tail",
     )
     assert run.faults == (
         "shards are missing in step 4 (1 such steps)",
