@@ -96,9 +96,7 @@ class Agreement:
         ticket = group.contract.ticket()
         own = torch.tensor([*numbers, ticket, 0]).to(group.device, non_blocking=True)
         if self.state_digest is not None:
-            own[-1] = (
-                self.state_digest
-            )  # reading it as a number would synchronize with the GPU
+            own[-1] = self.state_digest  # as a number it would synchronize with a GPU
         total = group.sum_tensor(own.clone())
         if group.world_size > 1:
             self._unequal |= total[-1] != own[-1] * group.world_size

@@ -181,9 +181,7 @@ class RankSum:
         self._leaves = leaves
         self._heights = [node.height for nodes in held for node in nodes]
 
-        if (
-            len(self._levels) > 1
-        ):  # every rank holds one subtree, all of the same height
+        if len(self._levels) > 1:  # every rank holds one subtree, all equally high
             self._leaves = self._levels[0].size
             self._heights = [0] * self._leaves
         # Of each part: its running collective (a dist.Work), and the remaining ones.

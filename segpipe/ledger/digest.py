@@ -54,9 +54,7 @@ def gpu_kernels(device: torch.device) -> Any:
     """The module triton_digest, whose two launches replace about 30 and a copy of all words; None without Triton."""
     if device.type != "cuda" or not native.triton_builds():
         return None
-    from segpipe.ledger import (
-        triton_digest,
-    )  # takes seconds, and is not available everywhere
+    from segpipe.ledger import triton_digest  # takes seconds, not available everywhere
 
     return triton_digest
 

@@ -43,9 +43,7 @@ if TYPE_CHECKING:
     from segpipe.distributed.group import Group
     from segpipe.train.state import TrainState
 
-SETTLED = (
-    50  # updates, after which 0.9**50 = 0.5 % of BatchNorm's initial statistics is left
-)
+SETTLED = 50  # updates; then 0.9**50 = 0.5 % of BatchNorm's initial statistics is left
 
 
 class View(contextlib.AbstractContextManager[Any], Protocol):
@@ -304,7 +302,7 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
 def _interrupt(run: Run) -> NoReturn:
     _save(run, "last.pt")
     raise Interrupted(
-        f"stopped at step {run.state.step}; wrote {run.folder / 'last.pt'}. "
+        f"stopped at step {run.state.step}; {run.folder / 'last.pt'} is written. "
         f"Continue with run.exists=resume."
     )
 

@@ -29,9 +29,7 @@ class StepResult:
 
     loss: Tensor  # 0-d, over all shards
     parts: dict[str, Tensor]  # of each head, 0-d, over all shards
-    grad_norm: (
-        Tensor  # 0-d, of the trained parameters, after unscaling and before clipping
-    )
+    grad_norm: Tensor  # 0-d, of trained parameters, after unscaling and before clipping
     rate: float  # learning rate, before optim.lr_scale
     shard_losses: dict[int, Tensor]  # of this rank's shards
 
