@@ -32,7 +32,7 @@ NOT_OF_A_NETWORK = r"(^|\.)(\w*loss|criterion)\.|(^|\.)total_(ops|params)$"
 OPTIONAL = re.compile(r"^train_only\.|\.num_batches_tracked$")
 FORMAT = "segpipe-weights"  # of safetensors files that segpipe writes
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-PROBES = 8  # number of tensors used to find a file's prefix
+PROBES = 8  # tensors by which the prefix of a file is found
 
 
 @dataclass(frozen=True)
