@@ -1,9 +1,9 @@
-"""Pages of C, compiled for this processor at first use and kept in the user's cache; and whether Triton works here.
+"""Compiles small C files for this CPU at first use and keeps them in the user's cache; tells whether Triton works.
 
-Their loops are divided by OpenMP, among the threads that torch has: others would wait for a core where torch's still
-spin after its own loops. Where the compiler has no OpenMP they take one thread.
+OpenMP divides their loops among torch's threads: other threads would wait for cores on which torch's still spin after
+its own loops. If the compiler has no OpenMP, they use one thread.
 
-Without a compiler, or a cache that can be written, the caller does the same in numpy or torch.
+Without a compiler or a writable cache, the callers fall back to numpy or torch.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-# Without contraction, and without -ffast-math, the bits of floats do not depend on the instruction set: IEEE 754 gives
-# those of every sum and product, and the compiler may not change their order.
+# Without contraction and -ffast-math, float bits do not depend on the instruction set: IEEE 754 defines every sum and
+# product, and the compiler may not reorder them.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
 COMPILE_S = 300
 _PROCESS = os.getpid()
@@ -33,7 +33,7 @@ _PROCESS = os.getpid()
 
 @lru_cache(maxsize=8)
 def load(source: Path) -> ctypes.CDLL | None:
-    """The C file as a library, whose calls release the GIL; None where it cannot be compiled or loaded."""
+    """The C file as a library, whose calls release the GIL; None if it cannot be compiled or loaded."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     for threads, folder in itertools.product(
         (["-fopenmp"], []), _folders() if compiler else ()
@@ -47,10 +47,10 @@ def load(source: Path) -> ctypes.CDLL | None:
 
 @cache
 def triton_builds() -> bool:
-    """Whether Triton builds and starts kernels here; warns where it does not.
+    """Whether Triton can build and start kernels here; warns if not.
 
-    Loss, resizing and digests of a GPU all ask this. It does not say whether the results are right: gpu-check compares
-    them with those of a CPU.
+    Loss, resizing and digests on a GPU all depend on it. It does not check results: `segpipe gpu-check` compares them
+    with those of a CPU.
     """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
@@ -65,10 +65,10 @@ def triton_builds() -> bool:
             start_a_kernel(torch.device("cuda"))
         except Exception as error:
             fault = f"Triton failed to start a kernel ({error!r})"
-            advice = "segpipe gpu-check says what works."
+            advice = "Run segpipe gpu-check to see what works."
     if fault:
         warnings.warn(
-            f"{fault}: on a GPU the loss, resizing and digests are computed by torch, which takes more time and "
+            f"{fault}: on a GPU, torch computes the loss, resizing and digests instead, which takes more time and "
             f"memory. {advice}",
             stacklevel=2,
         )
@@ -76,7 +76,7 @@ def triton_builds() -> bool:
 
 
 def start_a_kernel(device: torch.device) -> None:
-    """Has Triton build and start a kernel that does nothing. Raises whatever Triton, the compiler or the driver do."""
+    """Build and start an empty Triton kernel. Passes on any error of Triton, the compiler or the driver."""
     import triton  # takes seconds, and is not installed everywhere
 
     def nothing(given):  # type: ignore[no-untyped-def] # Triton reads annotations
@@ -86,16 +86,16 @@ def start_a_kernel(device: torch.device) -> None:
 
 
 def threads() -> int:
-    """How many threads a call may take: those of torch, whose team of OpenMP it shares; one in a forked process.
+    """Number of threads that a call may use: as many as torch, whose OpenMP team it shares; one in a forked process.
 
-    The team does not survive a fork, and a call that needed it there would wait for ever.
+    The team does not survive a fork, and a call that needs it there would wait forever.
     """
     return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs torch on one CPU thread: their number changes sums. Around a block, or as the decorator of a function."""
+    """Runs torch on one CPU thread, because the number of threads changes sums. A context manager or decorator."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -105,7 +105,7 @@ def one_thread() -> Iterator[None]:
 
 
 def _folders() -> Iterator[Path]:
-    with contextlib.suppress(RuntimeError):  # no home
+    with contextlib.suppress(RuntimeError):  # no home folder
         yield (
             Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segpipe"
         )
@@ -113,7 +113,7 @@ def _folders() -> Iterator[Path]:
 
 
 def _library(source: Path, command: Sequence[str], folder: Path) -> Path:
-    """The compiled file; several processes may compile it at once. Raises OSError and SubprocessError."""
+    """Path of the compiled file; several processes may compile at once. Raises OSError or SubprocessError."""
     command = [
         *command,
         *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
@@ -142,7 +142,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _processor() -> str:
-    """What `-march=native` means here: machines of several kinds may share a home folder."""
+    """What `-march=native` means here; part of the cache key, because different machines may share a home folder."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):

@@ -1,1 +1,1 @@
-"""Checks that a finished run is what it claims to be: its files against each other, and replays of parts of it."""
+"""Checks that a finished run is what it claims to be: compares its files with each other, and replays parts of it."""

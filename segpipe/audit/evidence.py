@@ -1,4 +1,4 @@
-"""Checks the files of a run against each other, and its export against the gates, which are run again."""
+"""Checks the files of a run against each other, and runs the gates of its export again."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,12 +16,12 @@ from segpipe.train import checkpoint
 from segpipe.train.start import weights_file
 
 PASSED, FAILED, NOTED, UNCHECKED = "passed", "failed", "noted", "not checked"
-# The sentence on an exported folder whose gates all passed; raises SegpipeError.
+# Returns a sentence on an exported folder whose gates all pass; raises SegpipeError otherwise.
 Verify = Callable[[Config, Path], str]
 
 
 class Line(NamedTuple):
-    """The result of one check. `noted`: something changed that does not make the audit fail."""
+    """The result of one check. `noted`: a change that does not make the audit fail."""
 
     part: str
     status: str
@@ -29,7 +29,7 @@ class Line(NamedTuple):
 
 
 def differences(changed: Mapping[str, tuple[Any, Any]], here: str, there: str) -> str:
-    """Settings that differ, with both values."""
+    """A phrase on the entries that differ, with both values."""
     return _first(
         f"{name} is {one!r} in {here} and {two!r} in {there}"
         for name, (one, two) in changed.items()
@@ -41,7 +41,7 @@ def _first(faults: Iterable[str]) -> str:
 
 
 def check_inputs(run: Path, config: Config) -> list[Line]:
-    """Current data and sources against inputs.json."""
+    """Compares current data and sources with inputs.json."""
     path = run / INPUTS
     if not path.is_file():
         text = f"{path} does not exist: files and sources were not recorded"
@@ -52,16 +52,16 @@ def check_inputs(run: Path, config: Config) -> list[Line]:
         return [Line("data", FAILED, str(error))]
     data, code = content["data"], content["code"]
 
-    # Other sources are noted: the replayed bits decide.
+    # Changed sources are only noted: the replayed bits decide.
     now = inputs.source_hashes()
     status, text = PASSED, f"{len(now)} files are unchanged: {code['sha256']}"
     if changed := changes(code["files"], now):
-        status, text = NOTED, f"this segpipe is not that of the run: {_first(changed)}"
+        status, text = NOTED, f"this segpipe differs from the run's: {_first(changed)}"
     return [Line("data", *_check_data(config, data)), Line("code", status, text)]
 
 
 def _check_data(config: Config, recorded: Mapping[str, Any]) -> tuple[str, str]:
-    """Status and text."""
+    """Status and text of the data line."""
     if absent := absent_root(config.data):
         return UNCHECKED, f"data.root = {absent} does not exist here"
     try:
@@ -76,13 +76,13 @@ def _check_data(config: Config, recorded: Mapping[str, Any]) -> tuple[str, str]:
         text = f"{len(files)} files in {root} are unchanged: {recorded['sha256']}"
         return PASSED, text
     if recorded.get("hashed"):
-        return PASSED, "the samples are made from the seed, not from files"
+        return PASSED, "the samples are generated from the seed, not from files"
     text = "contents were not recorded (data.hash=false); names and sizes are unchanged"
     return UNCHECKED, text
 
 
 def check_weights(config: Config) -> list[Line]:
-    """The file of `model.weights` against its SHA-256 in config.json; nothing for a run from the seed."""
+    """Checks the file of `model.weights` against its SHA-256 in config.json; no line for a run from the seed."""
     if not config.model.weights:
         return []
     model = config.model
@@ -91,22 +91,20 @@ def check_weights(config: Config) -> list[Line]:
     if not path.is_file():
         text = "does not exist here. Set model.weights=FILE to replay from step 0"
     elif sha256(path) != expected:
-        text = (
-            f"is not the file that the run was started with: its SHA-256 was {expected}"
-        )
+        text = f"is not the file that the run started from: its SHA-256 was {expected}"
     else:
         status, text = PASSED, f"is unchanged: {expected}"
     return [Line("weights", status, f"{path} {text}")]
 
 
 def check_ledger(run: Path) -> tuple[RunLedger | None, list[Line]]:
-    """The run's ledger, None when it cannot be read, and what is wrong with it."""
+    """The run's ledger (None if it cannot be read), and its lines."""
     try:
         ledger = read_run(run)
     except CheckpointError as error:
         return None, [Line("ledger", FAILED, str(error))]
     found = [(FAILED, fault) for fault in ledger.faults]
-    text = f"{len(ledger.rows)} rows of {ledger.num_updates} updates are whole"
+    text = f"{len(ledger.rows)} rows of {ledger.num_updates} updates are intact"
     found = found or [(PASSED, text)]
     found += [(NOTED, note) for note in ledger.notes]
     return ledger, [Line("ledger", *each) for each in found]
@@ -117,7 +115,7 @@ class CheckedCheckpoint(NamedTuple):
 
     path: Path
     step: int
-    digests: Mapping[str, str]  # of model, ema and the rest
+    digests: Mapping[str, str]  # of model, ema and rest
 
 
 def check_checkpoints(
@@ -130,10 +128,10 @@ def check_checkpoints(
         try:
             saved = checkpoint.load(path)
             found = CheckedCheckpoint(path, int(saved["step"]), saved["digests"])
-            # All of them: a resume may set those anew that do not affect the numbers.
+            # Of any session: a resume may change settings that do not affect the numbers.
             if config_hash(saved["config"]) not in sessions:
-                raise ValueError("its settings are those of no session of the ledger")
-        # Of content that matches its own digests but is not what a run writes.
+                raise ValueError("its settings match no session of the ledger")
+        # The others: content that matches its own digests but is not what a run writes.
         except (SegpipeError, ValueError, TypeError, KeyError, AttributeError) as error:
             lines.append(Line(path.name, FAILED, str(error)))
             continue
@@ -148,7 +146,7 @@ def check_checkpoints(
 
 
 def check_config(config: Config, ledger: RunLedger) -> Line:
-    """config.json against the header of every session, in what affects the numbers."""
+    """Compares config.json with the header of every session, in settings that affect the numbers."""
     for header in ledger.headers:
         changed = mapping_differences(course(header.recipe), course(recipe(config)))
         if changed:
@@ -160,7 +158,7 @@ def check_config(config: Config, ledger: RunLedger) -> Line:
 def check_result(
     run: Path, ledger: RunLedger, checkpoints: Sequence[CheckedCheckpoint]
 ) -> Line:
-    """result.json against last.pt and the ledger."""
+    """Compares result.json with last.pt and the ledger."""
     path = run / "result.json"
     if not path.exists():
         text = f"{path} does not exist: the run did not finish"
@@ -183,7 +181,7 @@ def check_result(
             there = f"the other files have {value!r}"
             faults.append(f"{name} is {result.get(name)!r}, but {there}")
     if result.get("config_hash") not in {each.config_hash for each in ledger.headers}:
-        faults.append("config_hash belongs to no session of the ledger")
+        faults.append("config_hash matches no session of the ledger")
     if faults:
         return Line("result", FAILED, f"result.json: {_first(faults)}")
     if last is None:
@@ -193,7 +191,7 @@ def check_result(
 
 
 def check_export(run: Path, config: Config, verify: Verify | None) -> Line:
-    """The gates of the exported folder, run again."""
+    """Runs the gates of the exported folder again."""
     folder = Path(config.export.dir or run / "export")
     status = UNCHECKED
     if not folder.is_dir() or not any(folder.iterdir()):
@@ -206,6 +204,6 @@ def check_export(run: Path, config: Config, verify: Verify | None) -> Line:
             status, text = PASSED, verify(config, folder)
         except SegpipeError as error:
             text = str(error)
-            # Other versions or data than at the export are a ConfigError.
+            # ConfigError: versions or data differ from those at the export.
             status = UNCHECKED if isinstance(error, ConfigError) else FAILED
     return Line("export", status, text)

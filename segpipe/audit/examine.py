@@ -1,4 +1,4 @@
-"""Audits a run: checks its files against each other, and replays spans of it that are chosen at random."""
+"""Audits a run: checks its files against each other, and replays randomly chosen spans of it."""
 
 import os
 import random
@@ -39,20 +39,20 @@ EXIT_CODES = {
     "failed": 13,
     "cannot audit": 2,
 }
-# What is being done, updates done, updates in all.
+# Called with the current activity, updates done, and updates in total.
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class AuditRequest:
-    """What the auditor asks for."""
+    """What the auditor requests."""
 
     run: Path
-    seed: int  # of the choice of the spans
+    seed: int  # chooses the spans
     spans: int = 3
     span_steps: int = 100  # longest replay of a span; 0: up to the next checkpoint
-    any_environment: bool = False  # replay although versions or hardware differ
-    # By dotted name: those that do not affect the numbers. Keys without a dot are none.
+    any_environment: bool = False  # replay even if versions or hardware differ
+    # By dotted name; only those that do not affect the numbers. Keys without a dot are ignored.
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -70,13 +70,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Audit:
-    """All lines, from the images to the exported file, and how the replayed spans were chosen."""
+    """All lines, from the images to the exported files, and how the replayed spans were chosen."""
 
     run: str
     lines: tuple[Line, ...]
-    obstacle: str  # why nothing could be replayed; empty when spans were
-    seed: int  # of the choice of the spans
-    replayed: int  # updates
+    obstacle: str  # why nothing could be replayed; empty if something was
+    seed: int  # chose the spans
+    replayed: int  # number of updates
     updates: int  # of the run
     seconds: float
 
@@ -90,8 +90,8 @@ class Audit:
     def verdict(self) -> str:
         """Passed, passed in part, failed or cannot audit.
 
-        In part: nothing is wrong, but not every update was trained again. Failed: the run is not repeatable, or
-        something was altered.
+        In part: nothing is wrong, but not everything was checked or not every update was replayed. Failed: the run is
+        not repeatable, or something was altered.
         """
         if self._faults:
             return "failed"
@@ -110,7 +110,7 @@ class Audit:
     def sentence(self) -> str:
         """The verdict with its reason."""
         share = f"{self.replayed / max(self.updates, 1):.0%}"
-        told = f"{self.replayed} of {self.updates} updates ({share}) were trained again and gave the same bits"
+        told = f"{self.replayed} of {self.updates} updates ({share}) were replayed and gave the same bits"
         return f"{self.verdict}: {'; '.join(self._faults) or self.obstacle or told}"
 
     def to_json(self) -> dict[str, Any]:
@@ -129,10 +129,10 @@ def choose_spans(
     seed: int,
     always: Collection[int] = (),
 ) -> list[Span]:
-    """`count` of the spans between neighbouring starts (updates done -> checkpoint), by step; all when there are fewer.
+    """`count` spans between neighbouring starts, chosen by `seed`, in step order; all if there are fewer.
 
-    A span ends at the next start, or at `end`, or after `longest` updates (0: no limit). `seed` chooses. Spans that
-    end after a number of updates in `always` are taken besides.
+    starts: updates done -> checkpoint. A span ends at the next start, at `end`, or after `longest` updates (0: no
+    limit). Spans that end after a number of updates in `always` are added.
     """
     edges = [*sorted(step for step in starts if step < end), end]
     spans = [
@@ -146,20 +146,20 @@ def choose_spans(
 def examine(
     request: AuditRequest, progress: Progress, *, verify: Verify | None = None
 ) -> Audit:
-    """All lines of the report. Without `verify`, the exported files are not checked.
+    """The audit of a run. Without `verify`, the exported files are not checked.
 
     Raises CheckpointError when there is no run at all, and ConfigError for a request that cannot be met.
     """
     run, started = request.run, time.monotonic()
     recorded = ledger_files(run)
     if not (run / "config.json").exists() and not recorded:
-        text = f"{run} holds no run: neither config.json nor {FOLDER}."
+        text = f"{run} holds no run: it has neither config.json nor {FOLDER}."
         raise CheckpointError(f"{text} Set run=runs/NAME.")
     progress("checking the files", 0, 0)
     lines: list[Line] = []
     spans: list[Span] = []
     updates = 0
-    obstacle = f"{run} holds no ledger and config.json that can be read"
+    obstacle = f"{run} has no readable ledger and config.json"
     ledger, ledger_lines = evidence.check_ledger(run) if recorded else (None, [])
     try:
         original = read_config(run)
@@ -177,7 +177,7 @@ def examine(
         checkpoints, checkpoint_lines = evidence.check_checkpoints(run, ledger)
         lines += [line, *checkpoint_lines]
         if line.status == FAILED:
-            obstacle = obstacle or "config.json is not that of the ledger"
+            obstacle = obstacle or "config.json does not match the ledger"
         if not obstacle:
             spans = _chosen(request, ledger, checkpoints, lines)
             lines += _replay(request, config, spans, ledger, checkpoints, progress)
@@ -199,7 +199,7 @@ def examine(
 
 
 def _obstacle(config: Config, ledger: RunLedger, request: AuditRequest) -> str:
-    """Why nothing can be replayed; empty when it can, and torch then has the switches of the run."""
+    """Why nothing can be replayed; empty if it can, and then torch's switches are set as in the run."""
     if absent := absent_root(config.data):
         key = "data.mix" if config.data.mix else "data.root=FOLDER"
         return f"data.root = {absent} does not exist here. Set {key}"
@@ -217,10 +217,10 @@ def _obstacle(config: Config, ledger: RunLedger, request: AuditRequest) -> str:
             if changed := flags.differences(header.fingerprint, now):
                 named = evidence.differences(changed, "the ledger", "this environment")
                 return (
-                    f"equal bits are promised within one environment only: {named}. Audit where the run was trained, "
+                    f"equal bits are only promised within one environment: {named}. Audit where the run was trained, "
                     f"or set any_environment=true to try"
                 )
-        for key, path in config.import_paths:  # once its code was compared
+        for key, path in config.import_paths:  # only after its code was compared
             plugins.load(key, path)
     except ConfigError as error:
         return str(error).rstrip(".")
@@ -256,10 +256,10 @@ def _replay(
     checkpoints: Sequence[CheckedCheckpoint],
     progress: Progress,
 ) -> Iterator[Line]:
-    """The ledger of each replayed span against that of the run, and its last state against the checkpoints."""
+    """Compares the ledger of each replayed span with the run's, and its final state with the checkpoints."""
     total = sum(span.last - span.first for span in spans)
     before = 0
-    ends: dict[int, dict[str, str]] = {}  # digests by the updates after which they are
+    ends: dict[int, dict[str, str]] = {}  # number of updates -> digests after them
     for span in spans:
 
         def report(
@@ -281,7 +281,7 @@ def _replay(
             if not found.no_difference:
                 text = f"{found.sentence} (A: the ledger, B: the replay)"
             elif found.steps < span.last - span.first:
-                text = f"the ledger has {found.steps} of these updates"
+                text = f"the ledger has only {found.steps} of these updates"
             else:
                 status, text = PASSED, f"{len(again.rows)} rows are bitwise equal"
                 ends[span.last] = tensors
@@ -295,19 +295,19 @@ def _replay(
 def _check_states(
     checkpoints: Sequence[CheckedCheckpoint], ends: Mapping[int, Mapping[str, str]]
 ) -> Iterator[Line]:
-    """Checkpoints against the states in which replayed spans ended: updates done -> digests of its tensors."""
+    """Compares checkpoints with the final states of replayed spans. `ends`: updates done -> digests of the tensors."""
     equal, unknown = [], []
     for each in checkpoints:
         name = each.path.name
         if each.step not in ends:
             unknown.append(name)
         elif fault := first_difference(each.path, ends[each.step]):
-            text = f"{fault} is not what the replayed updates give"
+            text = f"{fault} differs from what the replayed updates give"
             yield Line(name, FAILED, text)
         else:
             equal.append(name)
     if equal:
-        text = f"every tensor is bitwise that of the replay: {', '.join(equal)}"
+        text = f"every tensor is bitwise equal to the replay: {', '.join(equal)}"
         yield Line("states", PASSED, text)
     if unknown:
         text = f"no replayed span ends at {', '.join(unknown)}. Set spans=N and span_steps=0 to replay up to them"
@@ -315,11 +315,11 @@ def _check_states(
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ConfigError when no report can be written to `folder`, before minutes are spent on the audit."""
+    """Raises ConfigError if no report can be written to `folder`, before minutes are spent on the audit."""
     existing = next(
         each for each in (folder, *folder.absolute().parents) if each.exists()
     )
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError(
-            f"out = {folder}, but nothing can be written to {existing}. Set out=FOLDER for the report."
+            f"out = {folder}, but {existing} is not a writable folder. Set out=FOLDER for the report."
         )

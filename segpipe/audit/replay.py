@@ -1,4 +1,4 @@
-"""Updates of a run, trained again from a checkpoint into a folder of their own: the same step, the same ledger."""
+"""Trains updates of a run again, from a checkpoint into a temporary folder: the same step, the same ledger."""
 
 import contextlib
 import tempfile
@@ -20,7 +20,7 @@ from segpipe.train.batches import counted, loss_weights, shard_stream
 from segpipe.train.recorder import Recorder
 from segpipe.train.step import TrainStep, train_step
 
-PARTS = ("model", "ema", "optimizer")  # of a checkpoint, whose tensors are compared
+PARTS = ("model", "ema", "optimizer")  # of a checkpoint; their tensors are compared
 
 
 def read_config(run: Path) -> Config:
@@ -41,10 +41,10 @@ def replay(
     *,
     any_environment: bool,
 ) -> tuple[RunLedger, dict[str, str]]:
-    """Train updates of a run again, from a checkpoint or the seed, in this process and a folder that is then deleted.
+    """Train updates of a run again, in this process; returns their ledger, and the digests of all tensors after them.
 
-    Returns their ledger, and the digests of all tensors of the state after them. Torch's switches are those of the run.
-    Nothing is validated, exported or saved. `report(done)` is called after each update.
+    Starts from the checkpoint `start`, or from the seed. Writes to a temporary folder. Torch's switches are those of
+    the run. Nothing is validated, exported or saved. `report(done)` is called after each update.
     Raises CheckpointError when the checkpoint is truncated, altered, or of another recipe or environment, and DataError
     when a sample cannot be read.
     """
@@ -62,7 +62,7 @@ def _train(
     updates: range,
     report: Callable[[int], None],
 ) -> dict[str, str]:
-    """Write the ledger of the updates; digests of the state after them."""
+    """Train the updates and write their ledger; returns the digests of the state after them."""
     group = Group(0, 0, 1, choose_device(config.compute.device, 0))
     samples = open_samples(config.data, "train", config.seed, packed=False)
     found = checkpoint.Found(start, checkpoint.load(start)) if start else None
@@ -82,7 +82,7 @@ def _train(
 
 
 def first_difference(path: Path, wanted: Mapping[str, str]) -> str:
-    """First tensor, or part of the class table, of a checkpoint that is not as in `wanted`; empty if there is none.
+    """First tensor, or part of the class table, of a checkpoint that differs from `wanted`; empty if there is none.
 
     Raises CheckpointError when the file cannot be read.
     """
@@ -91,7 +91,7 @@ def first_difference(path: Path, wanted: Mapping[str, str]) -> str:
 
 
 def _digests(saved: Mapping[str, Any]) -> dict[str, str]:
-    """Digests of a checkpoint's tensors, and its class table without the name, which may be that of the folder."""
+    """Digests of a checkpoint's tensors, and its class table without the name, which may come from the folder."""
     table = saved["classes"]
     texts = {
         f"classes.{part}": repr(table.get(part))

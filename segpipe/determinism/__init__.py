@@ -1,1 +1,1 @@
-"""Switches that make torch deterministic, and the gate that finds ops without a deterministic form on CUDA."""
+"""Switches that make torch deterministic, and a gate that finds ops without a deterministic CUDA kernel."""

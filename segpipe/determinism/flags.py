@@ -1,4 +1,4 @@
-"""Switches that make torch's kernels deterministic: set in one place, read back, and written into the run."""
+"""Switches that make torch's kernels deterministic: set in one place, read back, and recorded in the run."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ NEEDED = (
     | {  # values of variables that may be unset, but not set to something else
         "NVIDIA_TF32_OVERRIDE": "0",
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",
-        "OMP_DYNAMIC": "false",  # true chooses the number of threads by the load of the machine
+        "OMP_DYNAMIC": "false",  # true lets the machine's load choose the number of threads
     }
 )
 SELECTING = re.compile(  # variables by which libraries choose kernels
@@ -24,8 +24,8 @@ SELECTING = re.compile(  # variables by which libraries choose kernels
     r"|(NVIDIA_TF32_OVERRIDE|ATEN_CPU_CAPABILITY|OPENCV_CPU_DISABLE|OPENCV_IPP|OPENBLAS_CORETYPE|GLIBC_TUNABLES)$"
     r"|NPY_(DISABLE|ENABLE)_CPU_FEATURES$"
 )
-# Of those, the ones that launchers set, or that differ between machines, and that choose no kernel: threads (which
-# compute.threads sets), their places and waiting, memory, timeouts, connections, logs, labels of containers, folders.
+# Exceptions, which choose no kernel but are set by launchers or differ between machines: number of threads (set by
+# compute.threads), their placement and waiting, memory, timeouts, connections, logs, container labels, folders.
 NOT_SELECTING = re.compile(
     r"(OMP|MKL)_NUM_THREADS$|OMP_(WAIT_POLICY|PLACES|PROC_BIND|STACKSIZE)$|PYTORCH_(CUDA_)?ALLOC_CONF$"
     r"|GOMP_(CPU_AFFINITY|SPINCOUNT|STACKSIZE)$"
@@ -33,9 +33,9 @@ NOT_SELECTING = re.compile(
     r"|TORCH_(NCCL|ELASTIC|FR|SHOW|DISABLE_SHARE_RDZV)_|NCCL_(SOCKET|IB|NET)_|NCCL_(COMM_ID|HOSTID)$"
     r"|\w+_(DEBUG|DISPLAY|DUMP|LOG|VERBOSE)|\w+_(DIR|HOME|PATH|ROOT|TRACE|VERSION)$"
 )
-PLUGINS = "plugins"  # in a fingerprint: hashes of the user's own code, as plugins.sources has them
+PLUGINS = "plugins"  # in a fingerprint: hashes of user code, from plugins.sources
 LOSS = "loss"  # in a fingerprint: what computed the loss
-INSTRUCTIONS = (  # beyond `cpu_capability`; they select kernels, above all for bf16 and int8
+INSTRUCTIONS = (  # beyond `cpu_capability`; they select kernels, mainly for bf16 and int8
     "avx_vnni", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "amx_fp16", "bf16", "i8mm",
     "sve_bf16",
 )  # fmt: skip
@@ -44,11 +44,11 @@ INSTRUCTIONS = (  # beyond `cpu_capability`; they select kernels, above all for 
 def set_environment(threads: int = 1, mode: str = "elastic") -> None:
     """Set the variables that CUDA, NCCL and OpenMP read once at startup; call it before torch is imported.
 
-    `threads` counts those of all processes on this machine. When they outnumber the cores that are idle, waiting OpenMP
-    threads must sleep instead of spin, or an update takes 5 to 12 times as long. Neither changes a number.
+    `threads`: threads of all processes on this machine. If they outnumber the idle cores, waiting OpenMP threads must
+    sleep instead of spin, or an update takes 5 to 12 times as long. Neither changes a number.
 
-    NVLS lets the NVSwitch do the sums of an all-reduce in an order of its own. torch turns it off only when the
-    deterministic flag is set before the process group is made; here it is always off.
+    NVLS lets the NVSwitch compute the sums of an all-reduce in its own order. torch only turns it off if the
+    deterministic flag is set before the process group is created; here it is always off.
 
     Raises ConfigError when a variable already has another value, unless `mode` is off.
     """
@@ -62,7 +62,7 @@ def set_environment(threads: int = 1, mode: str = "elastic") -> None:
                 )
         torch = sys.modules.get("torch")  # not imported here
         for name, value in ENVIRONMENT.items():
-            late = f"CUDA has already started: {name} would come too late"
+            late = f"CUDA has already started: it is too late to set {name}"
             cuda_runs = torch is not None and torch.cuda.is_initialized()
             assert name in os.environ or not cuda_runs, late
             os.environ.setdefault(name, value)
@@ -71,9 +71,10 @@ def set_environment(threads: int = 1, mode: str = "elastic") -> None:
 
 
 def idle_cores() -> int:
-    """Cores for this process that no other one uses now.
+    """Number of cores for this process that no other process is using.
 
-    Busy are those of the last minute that still run: the minute alone would count a job of a sweep that has just ended.
+    The load of the last minute is capped by the tasks running now: otherwise a job of a sweep that has just ended would
+    still count.
     """
     mine, busy = len(os.sched_getaffinity(0)), 0.0
     for line in proc_lines("loadavg"):
@@ -83,7 +84,7 @@ def idle_cores() -> int:
 
 
 def apply(threads: int, mode: str = "elastic") -> None:
-    """Set torch's switches for `compute.mode`, and the number of intra-op threads; call it before the process group.
+    """Set torch's switches for `compute.mode`, and the number of intra-op threads; call it before the group is joined.
 
     `off` selects the fastest kernels: cuDNN may benchmark, TF32 is allowed. All other modes select deterministic ones.
     The number of threads changes sums on a CPU and is set in every mode.
@@ -97,7 +98,7 @@ def apply(threads: int, mode: str = "elastic") -> None:
     exact = mode != "off"
     cv2.setNumThreads(0)
     torch.set_num_threads(threads)
-    # What use_deterministic_algorithms sets, without importing torch's compiler: seconds in every process.
+    # Like use_deterministic_algorithms, but without importing torch's compiler, which takes seconds in every process.
     torch.set_deterministic_debug_mode("error" if exact else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs bandwidth
     at: Any = torch.backends
@@ -107,10 +108,10 @@ def apply(threads: int, mode: str = "elastic") -> None:
         at, at.cuda.matmul, at.cudnn, at.cudnn.conv, at.cudnn.rnn,
         at.mkldnn, at.mkldnn.matmul, at.mkldnn.conv, at.mkldnn.rnn,
     ):  # fmt: skip
-        place.fp32_precision = "ieee"  # which also ends a mix of torch's two interfaces
+        place.fp32_precision = "ieee"  # also ends any mix of torch's two interfaces
     at.cuda.matmul.allow_tf32 = not exact
     at.cudnn.allow_tf32 = not exact
-    # Gradients arrive in the thread that calls backward, on a GPU as on a CPU.
+    # Backward hooks run in the thread that calls backward, on GPU and CPU alike.
     torch.autograd.set_multithreading_enabled(False)
 
 
@@ -134,7 +135,7 @@ def switches() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Name of the CPU, or its architecture where the system does not report a name."""
+    """Name of the CPU, or its architecture if the system does not report a name."""
     for line in proc_lines("cpuinfo"):
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -151,12 +152,12 @@ def fingerprint() -> dict[str, Any]:
     from segpipe import native
 
     cuda = torch.cuda.is_available()
-    # Not every release of torch tells them.
+    # Not every release of torch reports them.
     found: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     machine = platform.processor() or platform.machine()
     driver = proc_lines("driver/nvidia/version")
     instructions = " ".join(name for name in INSTRUCTIONS if found.get(name))
-    variables = {  # without those that have the value set here in every run
+    variables = {  # except those with the value that every run sets
         name: value
         for name, value in sorted(os.environ.items())
         if SELECTING.match(name)
@@ -190,9 +191,9 @@ def fingerprint() -> dict[str, Any]:
 def differences(
     a: Mapping[str, Any], b: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Entries of two fingerprints that differ, as name -> (value in a, value in b); None stands for a missing one.
+    """Entries of two fingerprints that differ, as name -> (value in a, value in b); None if missing.
 
-    Environment variables are entries of their own, and so are the files of plug-ins.
+    Each environment variable is its own entry, and so is each plug-in file.
     """
     return mapping_differences(_flat(a), _flat(b))
 
@@ -200,7 +201,7 @@ def differences(
 def mapping_differences(
     a: Mapping[str, Any], b: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Entries that differ, as name -> (value in a, value in b); None stands for a missing one."""
+    """Entries that differ, as name -> (value in a, value in b); None if missing."""
     return {
         name: (a.get(name), b.get(name))
         for name in {**a, **b}

@@ -1,9 +1,9 @@
-"""Finds on a CPU the ops of a network or loss that would not give the same bits on CUDA, and the lines that call them.
+"""Finds, on a CPU, ops of a network or loss that are nondeterministic or slow on CUDA, and the lines that call them.
 
-A dispatch mode sees every aten op, also in the backward, and looks it up in `RULES`: the behavior of torch 2.11 to 2.14
-under `torch.use_deterministic_algorithms(True)`, the worst where releases differ, from torch's documentation and
-sources. `benchmarks/ops.py` measures the table on a GPU. Ops that a kernel calls internally are not seen. `segpipe
-check-plugin` runs networks and losses of the user through it.
+A dispatch mode sees every aten op, including the backward, and looks it up in `RULES`: the behavior of torch 2.11 to
+2.14 under `torch.use_deterministic_algorithms(True)`, or the worst one if releases differ, from torch's documentation
+and sources. `benchmarks/ops.py` checks the table on a GPU. Ops that a kernel calls internally are not seen. `segpipe
+check-plugin` runs the user's networks and losses through it.
 """
 
 import os
@@ -25,10 +25,10 @@ SILENT = "silently changes from run to run"
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FRAME = re.compile(
     r'  File "(.+?)", line (\d+), in '
-)  # of a traceback that torch keeps as text
+)  # a line of a traceback that torch keeps as text
 
 
-Arguments = Mapping[str, Any]  # of a call, by their names in the op's schema
+Arguments = Mapping[str, Any]  # of a call, by name in the op's schema
 
 
 class Rule(NamedTuple):
@@ -43,7 +43,7 @@ class Rule(NamedTuple):
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """The names one by one."""
+        """The names as a tuple."""
         return tuple(self.names.split())
 
 
@@ -64,7 +64,7 @@ _AVERAGE = "segpipe.models.resize.adaptive_avg_pool, or avg_pool2d with a fixed 
 _POOL = "avg_pool2d or max_pool2d with a fixed kernel"
 _PADDING = "zero padding, or torch.cat of slices"
 
-# What CUDA does not compute the same way twice, or only slowly, and what to use instead.
+# Ops that CUDA computes nondeterministically, or deterministically but slowly, and what to use instead.
 RULES = (
     Rule(
         "nll_loss2d_forward",
@@ -191,7 +191,7 @@ RULES = (
 
 
 class Violation(NamedTuple):
-    """A call that a rule forbids, with the line of the call, or for a backward of its forward."""
+    """A call that a rule forbids, with the line of the call; for an op of the backward, that of its forward."""
 
     op: str
     file: str
@@ -206,21 +206,21 @@ class Violation(NamedTuple):
 def check_ops(call: Callable[[], object]) -> list[Violation]:
     """Forbidden ops in `call()`, which runs forward, loss and backward on a CPU; once per op and line.
 
-    Inside, `segpipe.models.resize.bilinear` takes the path that it takes on CUDA. An op of the backward is named by the
-    line of its forward, or by that of `backward()` when the forward ran before. Errors of `call` are not caught. Costs
-    about half a millisecond per node of the autograd graph.
+    `segpipe.models.resize.bilinear` takes its CUDA path inside. An op of the backward is reported at the line of its
+    forward, or at that of `backward()` if the forward ran before `call`. Errors of `call` are not caught. Takes about
+    half a millisecond per node of the autograd graph.
     """
     watch = _Watch()
-    # Anomaly mode stores in each node of the graph where its forward was called.
+    # Anomaly mode stores in each graph node where its forward was called.
     with as_on_cuda(), torch.autograd.set_detect_anomaly(True, check_nan=False), watch:
         call()
     return list(watch.found)
 
 
 class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In the thread that enters it, ops that draw from torch's global generators raise RuntimeError.
+    """Makes ops that draw from torch's global generators raise RuntimeError, in the thread that enters it.
 
-    All threads of a process share these generators, and the training's dropout draws from them.
+    All threads of a process share these generators, and dropout in training draws from them.
     """
 
     def __torch_dispatch__(
@@ -229,11 +229,11 @@ class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """As in TorchDispatchMode."""
         kwargs = kwargs or {}
         own = any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values()))
-        # Attention bears the tag for its dropout, which networks do not use in eval mode.
+        # Attention has the tag because of its dropout, which is off in eval mode.
         draws = "scaled_dot_product" not in op.name() and not own
         if draws and torch.Tag.nondeterministic_seeded in op.tags:
             raise RuntimeError(
-                f"{op} would draw from the generator of the training; pass a torch.Generator"
+                f"{op} would draw from the generator used by training; pass a torch.Generator"
             )
         return op(*args, **kwargs)
 
@@ -244,7 +244,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rules = {op: rule for rule in RULES for op in rule.ops}
-        self.found: dict[Violation, None] = {}  # in the order of the calls
+        self.found: dict[Violation, None] = {}  # in call order
 
     def __torch_dispatch__(
         self,
@@ -268,13 +268,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _arguments(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments by name, with the defaults that the dispatcher leaves out."""
+    """Arguments by name, with the defaults that the dispatcher omits."""
     defaults = {each.name: each.default_value for each in op._schema.arguments}
     return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
 def _caller() -> tuple[str, int]:
-    """File and line of the innermost code outside torch that called the op, or, in a backward, the op's forward."""
+    """File and line of the innermost code outside torch that called the op or, in a backward, the op's forward."""
     for frame, _ in traceback.walk_stack(sys._getframe()):
         code = frame.f_code
         if code.co_name == "_engine_run_backward" and (
@@ -287,7 +287,7 @@ def _caller() -> tuple[str, int]:
 
 
 def _forward_of_current_node() -> tuple[str, int] | None:
-    """Where the forward of the running autograd node was called; None when it ran before the gate was entered."""
+    """Where the forward of the running autograd node was called; None if it ran before the gate was entered."""
     node = torch._C._current_autograd_node()
     metadata: dict[str, Any] = node.metadata if node is not None else {}  # type: ignore[assignment]
     for text in reversed(metadata.get("traceback_", [])):

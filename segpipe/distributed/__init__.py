@@ -1,1 +1,1 @@
-"""Processes and what they say to each other: the only room that reads RANK or calls torch.distributed."""
+"""Processes and the messages between them: the only package that reads RANK or calls torch.distributed."""

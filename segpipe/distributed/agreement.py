@@ -1,4 +1,4 @@
-"""Checks that ranks hold the same state: environment and checkpoint at the start, then a digest at every update."""
+"""Checks that all ranks hold the same state: environment and checkpoint at the start, a digest at every update."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 def common_fingerprint(
     config: Config, group: Group, loss: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Fingerprint of the environment on rank 0, and a phrase for each value that another rank has otherwise.
+    """Environment fingerprint of rank 0, and a phrase for each value that differs on another rank.
 
-    `loss`: what computes it here. Raises ConfigError on every rank when that differs, or the code of a plug-in.
+    `loss`: what computes the loss on this rank. Raises ConfigError on every rank when ranks differ in it, or in the
+    code of a plug-in.
     """
     own = own_fingerprint(config, loss)
     if config.compute.mode not in ("elastic", "audit"):
@@ -34,14 +35,14 @@ def common_fingerprint(
     for rank, other in enumerate(others, 1):
         if changed := flags.changed_plugins(first, other):
             raise ConfigError(
-                f"{', '.join(changed[:4])} on rank {rank} is not that of rank 0. Copy the code of the plug-ins to all "
-                f"machines, or start on a shared folder."
+                f"{', '.join(changed[:4])} on rank {rank} differs from rank 0. Copy the plug-in code to all machines, "
+                f"or start from a shared folder."
             )
         if config.compute.mode != "off" and first[flags.LOSS] != other[flags.LOSS]:
             raise ConfigError(
                 f"loss.backend = {config.loss.backend} is {other[flags.LOSS]} on rank {rank} and {first[flags.LOSS]} "
-                f"on rank 0, which gives other bits. Install a C compiler (CPU) or triton (CUDA) on all machines, or "
-                f"set loss.backend=plain."
+                f"on rank 0, which gives different bits. Install a C compiler (CPU) or triton (CUDA) on all machines, "
+                f"or set loss.backend=plain."
             )
         for name, (value, theirs) in flags.differences(first, other).items():
             phrases.append(f"rank {rank}: {name} {theirs}, rank 0: {value}")
@@ -49,7 +50,7 @@ def common_fingerprint(
 
 
 def own_fingerprint(config: Config, loss: str) -> dict[str, Any]:
-    """That of this process, with the code of plug-ins if there are any, and what computes the loss."""
+    """Fingerprint of this process: environment, plug-in code if there is any, and what computes the loss."""
     found = flags.fingerprint() | {flags.LOSS: loss}
     if code := plugins.sources(config.import_paths):
         found[flags.PLUGINS] = code
@@ -67,16 +68,16 @@ def agree_on_step(last: Path, step: int, group: Group) -> None:
 
 
 class Agreement:
-    """Compares the calls and the states of the ranks inside a sum that an update needs anyway.
+    """Compares the calls and states of the ranks inside a sum that an update needs anyway.
 
-    After the reduced gradient every rank does the same arithmetic. A rank with other bits therefore has a fault: a
-    flipped bit, a kernel that does not repeat itself, code that depends on the rank. Each rank adds the digest of its
-    state to the sum. If the sum is not the own digest times the number of ranks, all ranks see it in the same step.
-    (If one rank of R differs, the others always see it. That rank sees it unless the difference times R - 1 is a
-    multiple of 2^64: never for an even R, and for an odd one up to 17 with a probability of at most 2^-60.)
+    After the gradients are reduced, every rank does the same arithmetic. A rank with different bits therefore has a
+    fault: a flipped bit, a nondeterministic kernel, or code that depends on the rank. Each rank adds the digest of its
+    state to the sum. If the sum is not the rank's own digest times the number of ranks, the states differ, and all
+    ranks see it in the same step. (If one rank of R differs, the others always see it. That rank misses it only if the
+    difference times R - 1 is a multiple of 2^64: impossible for even R; for odd R up to 17, probability at most 2^-60.)
     """
 
-    # Of what the last update left behind; equal on all ranks. None: states are not compared.
+    # Digest of the state after the last update; equal on all ranks. None: states are not compared.
     state_digest: Tensor | None = None
 
     def __init__(self, group: Group, state: Any) -> None:
@@ -86,16 +87,16 @@ class Agreement:
         self._unequal = torch.zeros((), dtype=torch.bool, device=group.device)
 
     def sum(self, numbers: Sequence[int], *, wait: bool = True) -> Tensor:
-        """Sums over the ranks of these integers, int64 (n,), on the device. A collective.
+        """Sums of these integers over the ranks, int64 (n,), on the device. A collective.
 
-        Raises CollectiveError or DivergenceError on every rank when ranks differ: at once on a CPU and with `wait`,
-        else at the next call that waits, so that a GPU is not waited for.
+        Raises CollectiveError or DivergenceError on every rank when ranks differ: at once on a CPU or with `wait`,
+        otherwise at the next call that waits, so that the host need not synchronize with a GPU.
         """
         group = self.group
         ticket = group.contract.ticket()
         own = torch.tensor([*numbers, ticket, 0]).to(group.device, non_blocking=True)
         if self.state_digest is not None:
-            own[-1] = self.state_digest  # a GPU would wait for the copy of a number
+            own[-1] = self.state_digest  # as a number it would synchronize with a GPU
         total = group.sum_tensor(own.clone())
         if group.world_size > 1:
             self._unequal |= total[-1] != own[-1] * group.world_size
@@ -106,25 +107,25 @@ class Agreement:
         return total[:-2]
 
     def state_parts(self) -> dict[str, dict[str, int]]:
-        """Digests of the tensors of the state now, by kind and name, in the order in which a fault spreads."""
+        """Digests of the current state's tensors, by kind and name, in the order in which a fault spreads."""
         return {}
 
     def _stop(self) -> NoReturn:
-        """Name the tensor and the ranks."""
+        """Raise DivergenceError, which names the tensor and the ranks."""
         by_rank = self.group.gather(self.state_parts())
         verdict = first_disagreement(by_rank)
         raise DivergenceError(
-            f"step {self.state.step}: ranks that must hold the same bits do not. {verdict} No checkpoint was "
-            f"written since. If it is always the same rank, test its memory and its GPU; if not, look for code that "
+            f"step {self.state.step}: ranks that must hold the same bits differ. {verdict} No checkpoint has been "
+            f"written since. If it is always the same rank, test its memory and GPU; otherwise look for code that "
             f"depends on the rank. Continue with run.exists=resume."
         )
 
 
 def first_disagreement(by_rank: Sequence[dict[str, dict[str, int]]]) -> str:
-    """A sentence that names the first tensor on which ranks differ, and the ranks in the minority there.
+    """A sentence that names the first tensor on which ranks differ, and the ranks in the minority.
 
-    by_rank: digests of each rank by kind (weights, optimizer, ...) and name of the tensor. Kinds are in the order in
-    which a fault spreads.
+    by_rank: each rank's digests by kind (weights, optimizer, ...) and tensor name. Kinds are in the order in which a
+    fault spreads.
     """
     for kind, tensors in by_rank[0].items():
         for tensor in tensors:
@@ -141,4 +142,4 @@ def first_disagreement(by_rank: Sequence[dict[str, dict[str, int]]]) -> str:
             if 2 * votes <= len(digests):
                 sides += ", so no side has a majority"
             return f"The first tensor that differs is {tensor} ({kind}): {sides}."
-    return "No tensor differs now, so the sum itself was corrupted on its way."
+    return "No tensor differs now, so the sum itself was corrupted in transit."

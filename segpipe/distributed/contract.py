@@ -1,18 +1,18 @@
 """The contract between ranks: the same collectives, with the same shapes, in the same order, from the same lines.
 
-Backends do not check it. With shapes that differ, gloo reports success on some ranks and hangs on others; NCCL hangs.
-So every collective of segpipe is announced to a `Contract` just before it is called, which costs a few microseconds.
+Backends do not check this. If shapes differ, gloo reports success on some ranks and hangs on others; NCCL hangs. So
+segpipe announces every collective to a `Contract` just before the call, which costs a few microseconds.
 
-A difference is found in two ways, and each names both sides (op, dtype, shape, line):
+Differences are found in two ways, and each names both sides (op, dtype, shape, line):
 - `ticket` and `settle` compare a hash of all calls inside a collective that an update needs anyway, so that no update
   is applied or saved after a collective that went wrong;
-- the watching thread of every rank writes the hashes of its last calls to the store every 0.3 s, and rank 0 compares
-  them, also while a rank hangs. In case rank 0 is silent, the others take turns at comparing, too.
+- a watcher thread on every rank writes the hashes of its last calls to the store every 0.3 s, and rank 0 compares
+  them, even while a rank hangs. The other ranks also take turns at comparing, in case rank 0 is silent.
 
-On a difference, when some wait longer than `compute.timeout_s` for others, or when all ranks of a machine were silent
-for SILENT_S, all ranks report their calls and stacks. The lowest rank that answers writes the diagnosis to the store as
-the verdict, one rank of every machine prints it, and every rank raises it at its next collective. A rank that hangs
-inside one cannot, so its process is ended. A rank that loses the store names its machine in a verdict of its own.
+When calls differ, some ranks wait longer than `compute.timeout_s` for others, or all ranks of a machine are silent for
+SILENT_S, all ranks report their calls and stacks. The lowest rank that answers writes the diagnosis to the store as the
+verdict, one rank per machine prints it, and every rank raises it at its next collective. A rank that hangs inside a
+collective cannot, so its process is ended. A rank that loses the store names its machine in a verdict of its own.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ T = TypeVar("T")
 RING = 512  # calls that are remembered; the watcher looks every 0.3 s, and a step makes 4 to 40
 _MULTIPLIER = 6364136223846793005  # odd, so that every earlier call keeps its effect; Knuth's MMIX generator
 _WORD = 2**64 - 1
-# As code objects have them, without resolved links.
+# As in code objects: links are not resolved.
 _HERE = str(Path(__file__).parent)
 _PACKAGE = Path(__file__).parents[1]
 
-MARGIN_S = 15.0  # by which the backend's own timeout is longer than ours, whose message says more
+MARGIN_S = 15.0  # added to the backend's own timeout, so that ours, with the better message, fires first
 ANSWER_S = 10.0  # for the ranks to agree on what went wrong
 ANSWERS_S = 0.6  # for ranks to report their calls
 REPORT_S = 2.0  # for a rank that ended to say why
-TURN_S = 3.0  # for which one of the other ranks compares, beside rank 0
-SILENT_S = 20.0  # after which a machine counts as lost: without a word of its ranks, or an answer of its store
+TURN_S = 3.0  # how long one of the other ranks compares, in addition to rank 0
+SILENT_S = 20.0  # a machine counts as lost after this time without a sign of its ranks, or an answer from its store
 GRACE_S = 3.0  # for the training thread to notice a verdict
 CLOSING_S = 60.0  # for the training thread to end after that
-PARTING_S = 10.0  # for the others to close before rank 0
-LOST_S = 1.0  # the same after a verdict, when some may never close
+PARTING_S = 10.0  # how long rank 0 waits for the others to close first
+LOST_S = 1.0  # the same after a verdict, when some ranks may never close
 TICKET_BITS = 48  # so that the sum of the tickets of 32768 ranks is exact in int64
-POSTED = 64  # calls whose hashes are in the store: ranks that wait for each other are a few calls apart
+POSTED = 64  # calls whose hashes are in the store; ranks that wait for each other are only a few calls apart
 
 
 class Call(NamedTuple):
@@ -76,7 +76,7 @@ class Call(NamedTuple):
 
 
 class CallLog:
-    """The last RING calls of this rank, and a rolling 64-bit hash of all calls so far and their order."""
+    """The last RING calls of this rank, and a rolling 64-bit hash of all its calls so far, in order."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -84,7 +84,7 @@ class CallLog:
         self._calls: deque[Call] = deque(maxlen=RING)
 
     def add(self, op: str, tensor: Tensor | None = None, level: int = 0) -> None:
-        """Append a call; its line is the nearest one outside segpipe/distributed. 2 to 4 us."""
+        """Append a call, with the nearest line outside segpipe/distributed. Takes 2 to 4 us."""
         frame = _getframe(1)
         while frame.f_code.co_filename.startswith(_HERE) and frame.f_back is not None:
             frame = frame.f_back
@@ -96,19 +96,19 @@ class CallLog:
         self._calls.append(Call(self.count, self.rolling, text))
 
     def last(self) -> list[Call]:
-        """The calls, oldest first; may be called from another thread."""
-        return list(self._calls)  # in one go: no other thread runs meanwhile
+        """The remembered calls, oldest first. Safe from another thread."""
+        return list(self._calls)  # atomic: no other thread runs meanwhile
 
 
 @lru_cache(maxsize=1024)
 def _known(
     op: str, dtype: str, shape: tuple[int, ...], level: int, code: CodeType, line: int
 ) -> tuple[str, int]:
-    """A call as text, and 64 bits of its hash; the line is the same on every machine, wherever segpipe is installed."""
+    """A call as text, and 64 bits of its hash; both are the same on every machine, wherever segpipe is installed."""
     path = Path(code.co_filename)
     ours = path.is_relative_to(_PACKAGE)
     path = path.relative_to(_PACKAGE) if ours else Path(path.name)
-    # Objects have no dtype, and sizes that may differ.
+    # Python objects have no dtype, and their sizes may differ.
     tensor = f" {dtype.removeprefix('torch.')} {list(shape)}" if dtype else ""
     within = f" (level {level})" if level else ""
     text = f"{op}{tensor}{within} at {path}:{line} {code.co_name}"
@@ -124,22 +124,24 @@ def diagnose(
 ) -> str:
     """One paragraph that names the first difference between the ranks' calls, with both sides.
 
-    Without a difference, it names the ranks that are behind. `calls`: of each rank that answered, by number; `counts`:
-    how many every rank has made, as far as is known; `differ`: some were seen to differ, maybe longer ago; `hosts`: the
-    machine of every rank, which is named where there are several.
+    If there is no difference, it names the ranks that are behind.
+
+    calls: of each rank that answered, by call number. counts: calls that every rank has made, as far as known.
+    differ: a difference was seen, perhaps too long ago to locate. hosts: machine of every rank, named where there are
+    several.
     """
     if found := first_difference(calls):
         number, sides = found
         both = [f"{_listed(members)}: {call}" for call, members in sides.items()]
         verdict = (
             f"collective {number} is not the same on all ranks. {'; '.join(both)}. All ranks must make the same "
-            f"calls in the same order: look for a branch that only some of them take, or a size that depends on "
-            f"the rank."
+            f"calls in the same order: look for a branch that only some ranks take, or a size that depends on the "
+            f"rank."
         )
     elif differ or not (verdict := _behind(calls, counts)):
         verdict = (
-            f"the last {RING} collectives are the same on all ranks, up to {_named(max(counts), calls)}: they differ "
-            f"longer ago, data changed on the way, or a connection broke."
+            f"the last {RING} collectives are the same on all ranks, up to {_named(max(counts), calls)}: an earlier "
+            f"one differs, data was corrupted in transit, or a connection broke."
         )
 
     silent = [rank for rank in range(len(counts)) if rank not in calls]
@@ -154,10 +156,10 @@ def diagnose(
 def first_difference(
     calls: Mapping[int, Mapping[int, T]],
 ) -> tuple[int, dict[T, list[int]]] | None:
-    """The first number at which calls differ, and the ranks of each call; None also when that is too long ago to tell.
+    """The first number at which calls differ, and the ranks of each call; None when no remembered call differs.
 
-    `calls`: of each rank, its last calls, or the hash of all its calls up to each, by number. Every pair counts: a
-    third rank may be behind, because it died of what the two sent.
+    `calls`: each rank's last calls by number, or for each the hash of all calls up to it. Any two ranks that differ
+    are enough: a third may be behind, because it died of what the two sent.
     """
     for number in sorted({number for own in calls.values() for number in own}):
         sides: dict[T, list[int]] = {}
@@ -170,7 +172,7 @@ def first_difference(
 
 
 def _behind(calls: Mapping[int, Mapping[int, str]], counts: Sequence[int]) -> str:
-    """The ranks that did not come to the collective in which the others wait; empty if all made as many calls."""
+    """Names the ranks that did not reach the collective in which the others wait; empty if none is behind."""
     least = min(counts)
     behind = [rank for rank, count in enumerate(counts) if count == least]
     waiting = [rank for rank, count in enumerate(counts) if count > least]
@@ -178,12 +180,12 @@ def _behind(calls: Mapping[int, Mapping[int, str]], counts: Sequence[int]) -> st
         return ""
     return (
         f"collective {_named(least + 1, calls)}, was not reached by {_listed(behind)}, last seen after "
-        f"{_named(least, calls)}; {_listed(waiting)} waited. Where it only needs longer, raise compute.timeout_s."
+        f"{_named(least, calls)}; {_listed(waiting)} waited. If it only needs more time, raise compute.timeout_s."
     )
 
 
 def _named(number: int, calls: Mapping[int, Mapping[int, str]]) -> str:
-    """A call as some rank remembers it."""
+    """A call's number and text, from any rank that remembers it."""
     known = [own[number] for own in calls.values() if number in own]
     return f"{number}, {known[0] if known else 'which no rank remembers'}"
 
@@ -208,9 +210,9 @@ def say(text: str) -> None:
 
 
 class Contract:
-    """This rank's side of it. Without a store (one process, tests) calls are only recorded.
+    """This rank's side of the contract. Without a store (one process, tests) calls are only recorded.
 
-    Once `watch` was called, only the watching thread uses the store.
+    After `watch`, only the watcher thread uses the store.
     """
 
     def __init__(
@@ -226,43 +228,43 @@ class Contract:
         self._rank = rank
         self._world_size = world_size
         self._store = store
-        self.server = store  # kept: rank 0's may be the server, which would end with the process group
+        self.server = store  # a reference, because rank 0's may be the server and would end with the process group
         self._timeout_s = timeout_s
         self._hosts = hosts or [""] * world_size
-        # Of each rank, the number of its last look, and when this one was seen first; of "least", the calls of the rank
-        # that is behind.
+        # Number of each rank's last look, and when it was first seen; under "least", the call count of the slowest
+        # rank.
         self._since: dict[int | str, tuple[int, float]] = {}
         self._looked_at = 0.0
         self._looks = 0
         self._keys = [f"state/{other}" for other in range(world_size)]
         self._stacks: Stacks | None = None
         self._ticket = 0
-        self._posts: dict[str, str] = {}  # what this rank asks for or tells, by key
+        self._posts: dict[str, str] = {}  # what this rank asks or reports, by key
         self._verdict: CollectiveError | None = None
         self._decided = threading.Event()  # there is a verdict
         self._limit = 0.0  # for the training thread, after a verdict
-        # Called on the ranks that print the verdict, in a thread: a disk may hang.
+        # Called on the ranks that print the verdict; in a thread, because a disk may hang.
         self.on_verdict: Callable[[CollectiveError], None] = lambda error: None
         self._answered_at: float | None = None
 
     # The training thread's side.
 
     def enter(self, op: str, tensor: Tensor | None = None, *, level: int = 0) -> None:
-        """To be called just before each collective, on all of its ranks.
+        """Announce a collective. Call it just before each one, on all of its ranks.
 
-        Raises CollectiveError when a rank was found to break the contract.
+        Raises CollectiveError when a rank has broken the contract.
         """
         self.log.add(op, tensor, level)
         if verdict := self._wait(0.0):
             raise verdict
 
     def ticket(self) -> int:
-        """48 bits of the hash of all calls, to be summed over all ranks and passed to `settle`."""
+        """48 bits of the hash of all calls; sum it over all ranks and pass the sum to `settle`."""
         self._ticket = self.log.rolling >> (64 - TICKET_BITS)
         return self._ticket
 
     def settle(self, total: int) -> None:
-        """Raises CollectiveError unless the tickets of all ranks, whose sum is `total`, are the same."""
+        """Raises CollectiveError unless all ranks have the same ticket. `total`: the sum of their tickets."""
         if total == self._ticket * self._world_size:
             return
         last = self.log.last()[-1:]
@@ -274,9 +276,9 @@ class Contract:
     def fail(self, error: Exception, *, lost: bool = False) -> None:
         """Tell the other ranks that this one ends with `error`, so that they end with the same exit code.
 
-        Raises the verdict of the ranks instead, if there is one. With `lost`, when `error` only reports that another
-        rank is gone, waits a moment for that rank's own report, then asks all ranks, so that the silent one is named;
-        raises CollectiveError in any case.
+        If there is already a verdict, raises it instead. Set `lost` when `error` only says that another rank is gone:
+        then this waits a moment for that rank's own report, asks all ranks so that the silent one is named, and always
+        raises CollectiveError.
         """
         if self._store is None or isinstance(error, CollectiveError):
             return
@@ -295,11 +297,11 @@ class Contract:
         self._wait(REPORT_S)
 
     def keep_stacks(self, folder: Path) -> None:
-        """From now on `folder`/stacks/rankNN.txt receives the stacks of all threads: on SIGUSR1, and on a failure."""
+        """From now on, write the stacks of all threads to `folder`/stacks/rankNN.txt on SIGUSR1 and on a failure."""
         self._stacks = Stacks(folder / "stacks" / f"rank{self._rank:02d}.txt")
 
     def close(self) -> None:
-        """Watch no more. Call it after the process group was destroyed: should that hang, the process is ended."""
+        """Stop watching. Call it after the process group is destroyed: if that hangs, the watcher ends the process."""
         rounds.remove(self.look)
         store, self._store = self._store, None
         if store is not None:
@@ -308,7 +310,7 @@ class Contract:
             self._stacks.close()
 
     def _part(self, store: Store) -> None:
-        """Rank 0, whose process may hold the store, closes last: torch prints a stack when it loses the store."""
+        """Close rank 0 last, because its process may hold the store: torch prints a stack when it loses the store."""
         end = time.monotonic() + (PARTING_S if self._verdict is None else LOST_S)
         awaited = self._world_size if self._rank == 0 else 0
         with contextlib.suppress(RuntimeError):
@@ -318,14 +320,14 @@ class Contract:
                 gone = store.add("closed", 0)
 
     def _wait(self, seconds: float) -> CollectiveError | None:
-        """The verdict, if there is one or comes within `seconds`."""
+        """The verdict, if there is one now or within `seconds`."""
         self._decided.wait(seconds)
         if verdict := self._verdict:
             self._limit = time.monotonic() + CLOSING_S
         return verdict
 
     def _ask(self) -> CollectiveError | None:
-        """Have all ranks report their calls; the verdict, if they come to one."""
+        """Ask all ranks to report their calls; returns the verdict, if they reach one."""
         if self._store is None:
             return None
         self._post("alarm", "asked")
@@ -335,10 +337,10 @@ class Contract:
         self._posts[key] = text
         rounds.hurry()
 
-    # The watching thread's side.
+    # The watcher thread's side.
 
     def look(self) -> bool:
-        """One look at the other ranks; whether the next should be soon."""
+        """Look at the other ranks once; returns whether the next look should be soon."""
         if self._verdict is not None:
             if time.monotonic() > self._limit:
                 end_process(self._verdict.exit_code)
@@ -346,16 +348,14 @@ class Contract:
             try:
                 self.tick(self._store)
             except RuntimeError as error:  # its process ended, or does not answer
-                self._store = (
-                    None  # an answer that comes now would be taken for the next
-                )
+                self._store = None  # a late answer would be taken for the next one
                 self._accept(
                     self._without_store(error), CollectiveError.exit_code, told=False
                 )
         return self._answered_at is not None
 
     def tick(self, store: Store) -> None:
-        """Write this rank's state, and judge the others or answer them. Raises RuntimeError when the store is gone."""
+        """Write this rank's state, then judge or answer the others. Raises RuntimeError when the store is gone."""
         if self._stacks is not None:
             self._stacks.dump_unless_called_again(self._timeout_s / 2)
         hashes = [(call.number, call.rolling) for call in self.log.last()[-POSTED:]]
@@ -383,13 +383,13 @@ class Contract:
                 rounds.hurry()
 
     def _late(self, counts: Sequence[int]) -> bool:
-        """Whether some ranks have waited longer than the timeout for others, from the number of calls of each."""
+        """Whether some ranks have waited longer than the timeout for others. `counts`: calls of each rank."""
         least = min(counts) if len(set(counts)) > 1 else -1
         waited_s = self._unchanged_for("least", least)
         return least >= 0 and waited_s > self._timeout_s
 
     def _silent(self, beats: Sequence[int]) -> bool:
-        """Whether all ranks of another machine have not looked for SILENT_S, from the number of looks of each."""
+        """Whether all ranks of another machine have been silent for SILENT_S. `beats`: looks of each rank."""
         now = time.monotonic()
         if now - self._looked_at > SILENT_S / 4 and self._rank == 0:
             self._since.clear()  # this process itself was suspended
@@ -402,7 +402,7 @@ class Contract:
         return bool(set(self._hosts) - heard - {self._hosts[self._rank]})
 
     def _unchanged_for(self, name: int | str, value: int) -> float:
-        """Seconds since the value of this name was seen first."""
+        """Seconds since this name's current value was first seen."""
         now = time.monotonic()
         before, since = self._since.get(name, (None, now))
         if before != value:
@@ -411,7 +411,7 @@ class Contract:
         return now - since
 
     def _answer(self, store: Store) -> None:
-        """Report once what this rank has called and where it is; then decide, as the lowest rank that answers."""
+        """Report this rank's calls and stacks once; then, as the lowest rank that answers, decide."""
         now = time.monotonic()
         if self._answered_at is None:
             self._answered_at = now
@@ -447,7 +447,7 @@ class Contract:
         store.compare_set("verdict", "", self._as_json(text, code, sorted(answers)))
 
     def _as_json(self, text: str, exit_code: int, ranks: Sequence[int]) -> str:
-        """A verdict, which the first of `ranks` on every machine prints."""
+        """A verdict as JSON; the first of `ranks` on every machine prints it."""
         first = {self._hosts[rank]: rank for rank in reversed(ranks)}
         speakers = list(first.values())
         return json.dumps({"text": text, "exit_code": exit_code, "speakers": speakers})
@@ -458,7 +458,7 @@ class Contract:
         return [rank for rank, host in enumerate(self._hosts) if host != here]
 
     def _without_store(self, error: RuntimeError) -> str:
-        """What this rank can say when the store is gone."""
+        """What this rank knows when the store is gone."""
         away = self._elsewhere()
         others = f" of {_listed(away)}{_on(away, self._hosts)}" if away else ""
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -482,17 +482,17 @@ class Contract:
 
 
 def lost_rank(error: Exception, where: str) -> CollectiveError:
-    """The error of a rank, `where`, that only knows that a collective broke."""
+    """The error of a rank (`where`) that only knows that a collective failed."""
     return CollectiveError(
         f"{where}: a collective failed, because another rank ended or cannot be reached: {first_line(error)}."
     )
 
 
 class Stacks:
-    """The file of this rank; removed at the end when nothing was written.
+    """The stack file of this rank; removed at the end if it is empty.
 
-    `kill -USR1 PID` works without the interpreter, so also while a call blocks the main thread for good. A scheduler
-    that sends SIGUSR1 as a warning does not end the run.
+    `kill -USR1 PID` does not need the interpreter, so it works even while a call blocks the main thread forever. A
+    scheduler that sends SIGUSR1 as a warning does not end the run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -502,7 +502,7 @@ class Stacks:
         faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True)
 
     def dump_unless_called_again(self, seconds: float) -> None:
-        """Have a thread of C write the stacks after a time in which some call holds the interpreter."""
+        """Write the stacks from a C thread unless called again within `seconds`: some call holds the interpreter."""
         faulthandler.dump_traceback_later(seconds, file=self._file)
 
     def dump(self, why: str) -> None:
@@ -525,9 +525,9 @@ class Stacks:
 
 
 def _limit_waits(port: int) -> None:
-    """Let no call of this process to the store at `port` wait longer than SILENT_S.
+    """Limit every wait of this process for the store at `port` to SILENT_S.
 
-    Where a link is cut, or a machine lost its power, torch would wait for an answer for ever.
+    When a link is cut or a machine loses power, torch would wait for an answer forever.
     """
     limit = struct.pack("ll", int(SILENT_S), 0)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -549,7 +549,7 @@ def watch(
     timeout_s: float,
     hosts: Sequence[str] = (),
 ) -> Contract:
-    """This rank's contract, watched from now on through a connection and keys of its own.
+    """This rank's contract, watched from now on over a separate store connection with separate keys.
 
     `hosts`: the machine of every rank.
     """

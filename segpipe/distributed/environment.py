@@ -9,14 +9,14 @@ LOOPBACK = "127.0.0.1"
 LINGER_S = 5.0  # a launcher checks its processes every 0.1 s
 LAUNCHER = (
     "Start with torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, "
-    "or unset these to train without."
+    "or unset them to train without it."
 )
 
 
 def world_size() -> int | None:
-    """WORLD_SIZE when a launcher started this process, else None.
+    """WORLD_SIZE if a launcher started this process, else None.
 
-    Raises ConfigError for variables that no launcher sets so: a part of them, or no number.
+    Raises ConfigError when the launcher's variables are incomplete or not valid numbers.
     """
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return None
@@ -47,9 +47,9 @@ def under_launcher() -> bool:
 
 
 def check_tasks() -> None:
-    """Refuse to be one of several SLURM or MPI tasks without a launcher: each would train the whole run on its own.
+    """Raise ConfigError, with the command to use, in one of several SLURM or MPI tasks without a launcher.
 
-    Raises ConfigError with the command to use.
+    Each task would train the whole run on its own.
     """
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         tasks = os.environ.get(name, "")
@@ -74,13 +74,13 @@ def local_rank() -> int:
 
 
 def local_world_size() -> int:
-    """LOCAL_WORLD_SIZE, or 1: processes of this machine."""
+    """Number of processes on this machine: LOCAL_WORLD_SIZE, or 1."""
     size = world_size()
     return 1 if size is None else _number("LOCAL_WORLD_SIZE", size, low=1)
 
 
 def enter_rank(number: int, size: int, port: int) -> None:
-    """Be a rank of a run on this machine alone, whose parent holds the store."""
+    """Make this process a rank of a single-machine run whose parent process holds the store."""
     os.environ |= {
         "RANK": str(number),
         "LOCAL_RANK": str(number),
@@ -93,14 +93,14 @@ def enter_rank(number: int, size: int, port: int) -> None:
 
 
 def on_loopback() -> bool:
-    """Whether all ranks are on this machine, because their MASTER_ADDR is its loopback."""
+    """Whether all ranks must be on this machine, because MASTER_ADDR is its loopback."""
     return os.environ.get("MASTER_ADDR") in ("localhost", LOOPBACK)
 
 
 def job_attempt() -> tuple[str, list[int]]:
-    """The job of a scheduler or of torchrun that this process belongs to, and its attempt; a later one is greater.
+    """The scheduler's or torchrun's job id of this process, and its attempt; a later attempt compares greater.
 
-    The job is empty where neither gives an id.
+    The id is empty if neither gives one.
     """
     launcher = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     job = os.environ.get("SLURM_JOB_ID") or launcher.removeprefix("none")
@@ -108,5 +108,5 @@ def job_attempt() -> tuple[str, list[int]]:
 
 
 def wait_to_be_ended() -> None:
-    """Wait, so that the launcher reports the rank that failed first: it ends all processes when one has ended."""
+    """Wait, so that the launcher reports the rank that failed first: it ends all processes as soon as one ends."""
     time.sleep(LINGER_S)

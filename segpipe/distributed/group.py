@@ -1,6 +1,6 @@
-"""The process group of a run: how its ranks meet, this process's rank, and the few collectives that segpipe needs.
+"""The process group of a run: rendezvous, this process's rank, and the few collectives that segpipe needs.
 
-torch waits for `WORLD_SIZE` ranks until its timeout, even if two processes have the same RANK or another WORLD_SIZE.
+torch waits for `WORLD_SIZE` ranks until its timeout, even if two processes have the same RANK or differ in WORLD_SIZE.
 So every rank first leaves a card in the store, and a conflict is named within a second.
 """
 
@@ -33,12 +33,12 @@ from segpipe.settings.groups import ComputeConfig
 T = TypeVar("T")
 Card = Mapping[str, Any]
 POLL_S = 0.05
-SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"  # 1: NCCL takes several ranks on one GPU
-LINGER_S = 1.0  # for which the rank that holds the store stays after a failure, so that the others can read why
+SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"  # 1: NCCL allows several ranks on one GPU
+LINGER_S = 1.0  # how long the rank that holds the store stays after a failure, so that the others can read why
 
 
 class Level(NamedTuple):
-    """Ranks among which the reduction sums on its way up the tree; neighbours in the order of the shards."""
+    """Ranks that sum among each other on one level of the reduction tree; neighbours in shard order."""
 
     size: int
     ranks: Any  # a dist.ProcessGroup; None: all of them
@@ -52,13 +52,13 @@ class Group:
     local_rank: int
     world_size: int
     device: torch.device
-    # Of several machines: the ranks of one, then those of one local rank on all.
+    # With several machines: the ranks of this machine, then the ranks with this local rank on all machines.
     subgroups: tuple[Level, ...] = ()
-    # Every collective is announced to it.
+    # Told of every collective before the call.
     contract: Contract = field(default_factory=Contract, compare=False)
 
     def levels(self, leaves: int) -> tuple[Level, ...]:
-        """From the leaves to the root: one level, or two on several machines if each rank holds one subtree."""
+        """Levels from the leaves to the root: one, or two on several machines if each rank holds one subtree."""
         power_of_two = leaves & (leaves - 1) == 0
         whole = power_of_two and leaves % self.world_size == 0
         if self.subgroups and (whole or len(self.subgroups) == 1):
@@ -75,13 +75,13 @@ class Group:
         return self.runs(shards)[self.rank]
 
     def runs(self, shards: int) -> list[range]:
-        """The shards of every rank, `[rank*V/R, (rank+1)*V/R)` rounded down; their numbers differ by one at most."""
+        """The shards of every rank, `[rank*V/R, (rank+1)*V/R)` rounded down; their counts differ by at most one."""
         size = self.world_size
         bounds = [rank * shards // size for rank in range(size + 1)]
         return [range(*ends) for ends in pairwise(bounds)]
 
     def sum_tensor(self, counts: Tensor) -> Tensor:
-        """Sum over the ranks of an integer tensor; floats are refused because their sum depends on the order."""
+        """Sum of an integer tensor over the ranks; not for floats, whose sum depends on the order."""
         assert not counts.is_floating_point()
         if self.world_size > 1:
             counts = counts.to(self.device)
@@ -90,7 +90,7 @@ class Group:
         return counts
 
     def gather(self, item: T) -> list[T]:
-        """Every rank's `item`, in rank order, on every rank; for small picklable things."""
+        """Every rank's `item`, in rank order, on every rank; for small picklable objects."""
         if self.world_size == 1:
             return [item]
         items = [item] * self.world_size
@@ -99,10 +99,10 @@ class Group:
         return items
 
     def together(self, action: Callable[[], Any]) -> list[Any]:
-        """What `action` returns, done on every rank, by rank; it must be small.
+        """Run `action` on every rank; returns the results by rank, which must be small.
 
-        If it raises a SegpipeError on one, every rank raises the first such error. Rank 0 reports it: on the others the
-        error is marked as `told`.
+        If it raises a SegpipeError on any rank, every rank raises the first such error. Rank 0 reports it; on the
+        others the error is marked as `told`.
         """
         own: SegpipeError | None = None
         result = None
@@ -124,7 +124,7 @@ class Group:
             dist.barrier()
 
     def keep_stacks(self, folder: Path) -> None:
-        """Write every rank's stacks to `folder`/stacks on a failure; rank 0 must have made the folder."""
+        """Write every rank's stacks to `folder`/stacks on a failure; rank 0 must have created the folder."""
         self.barrier()
         self.contract.keep_stacks(folder)
 
@@ -132,7 +132,7 @@ class Group:
 def choose_device(name: str, local_rank: int) -> torch.device:
     """The device of this rank: its own GPU, or the CPU.
 
-    Raises ConfigError when a GPU is asked for and missing, or there, but torch cannot use it.
+    Raises ConfigError when a GPU is requested but missing, or present but unusable for torch.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -144,17 +144,17 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     found = f"there is a driver ({driver[0]})" if driver else "there is no driver"
     raise ConfigError(
-        f"compute.device = {name}, but torch {torch.__version__}, made for CUDA {torch.version.cuda}, sees no GPU; "
-        f"{found}. Install a driver for that CUDA release or a torch for this driver, show the container the GPU, or "
-        f"set compute.device=cpu."
+        f"compute.device = {name}, but torch {torch.__version__}, built for CUDA {torch.version.cuda}, sees no GPU; "
+        f"{found}. Install a driver for that CUDA release or a torch for this driver, give the container access to "
+        f"the GPU, or set compute.device=cpu."
     )
 
 
 def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
-    """Group of this process; meets the other ranks when a launcher set RANK and WORLD_SIZE.
+    """Group of this process; connects to the other ranks if a launcher set RANK and WORLD_SIZE.
 
-    `same`: further values that must be equal on all ranks, by name. Raises CollectiveError when they are not, or when
-    ranks are missing. NCCL is used where each rank has a GPU of its own; gloo on CPUs and where ranks share a GPU.
+    `same`: further values that must be equal on all ranks, by name. Raises CollectiveError when they differ, or when
+    ranks are missing. Uses NCCL if each rank has its own GPU; gloo on CPUs and when ranks share a GPU.
     """
     rank = environment.rank()
     local_rank = environment.local_rank()
@@ -164,22 +164,22 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
         torch.cuda.set_device(device)
     if world_size == 1:
         return Group(rank, local_rank, world_size, device)
-    gpu = ""  # a name that is its own on all machines
+    gpu = ""  # unique across all machines
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
-        # NCCL takes no instances of a GPU (MIG), whose uuid may be the whole GPU's or their own.
+        # NCCL does not support GPU instances (MIG), whose uuid may be the whole GPU's or their own.
         gpu = "MIG" if "MIG" in found.name else str(found.uuid)
     store, cards = meet({**same, "device": device.type}, config.timeout_s, gpu)
-    # Not by the number of visible GPUs: a launcher may show each rank its own alone.
+    # Not by the number of visible GPUs: a launcher may show each rank only its own.
     shared = [] if os.environ.get(SEVERAL) == "1" else sharing(cards)
     if shared and rank == 0:
         warnings.warn(
-            f"ranks {shared[:16]} share GPUs, or have instances (MIG): all ranks exchange gradients through the "
-            f"host (gloo), which is slow. Start one process for each GPU.",
+            f"ranks {shared[:16]} share GPUs or run on GPU instances (MIG), so all ranks exchange gradients through "
+            f"the host (gloo), which is slow. Start one process for each GPU.",
             stacklevel=2,
         )
     if environment.on_loopback():
-        for library in ("GLOO", "NCCL"):  # whose ranks listen for each other
+        for library in ("GLOO", "NCCL"):  # both open listening sockets
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     nccl = device.type == "cuda" and not shared
     timeout = timedelta(seconds=config.timeout_s + MARGIN_S)
@@ -199,21 +199,21 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
 
 
 def _subgroups(group: Group, local: int, timeout: timedelta) -> tuple[Level, ...]:
-    """The two levels of several machines; none on one, or where the machines have different numbers of ranks."""
+    """The two levels of several machines; none on one machine, or if machines have different numbers of ranks."""
     world = group.world_size
     if set(group.gather(local)) != {local} or local in (1, world):
         return ()
     ranks = range(world)
     machines = [list(ranks[first : first + local]) for first in range(0, world, local)]
     places = [list(ranks[place::local]) for place in range(local)]
-    # Without a timeout of their own, NCCL's is 600 s, and its watchdog would end the process before we name the cause.
+    # Without an explicit timeout NCCL uses 600 s, and its watchdog would end the process before we name the cause.
     within, _ = dist.new_subgroups_by_enumeration(machines, timeout=timeout)
     across, _ = dist.new_subgroups_by_enumeration(places, timeout=timeout)
     return (Level(local, within), Level(world // local, across))
 
 
 def leave(group: Group) -> None:
-    """Destroy the process group, if there is one, and watch no more."""
+    """Destroy the process group, if there is one, and stop watching."""
     if dist.is_initialized():
         dist.destroy_process_group()
     group.contract.close()
@@ -224,9 +224,9 @@ def meet(
 ) -> tuple[Store, list[Card]]:
     """The store of this run and the cards of all ranks, once WORLD_SIZE ranks have connected to it.
 
-    `same`: further values that must be equal on all ranks, by name; `gpu`: the name of this rank's GPU, which no other
-    has. Raises CollectiveError on every rank when values differ, when two processes have the same RANK, and after
-    `timeout_s` when ranks are missing.
+    `same`: further values that must be equal on all ranks, by name; `gpu`: a unique name of this rank's GPU. Raises
+    CollectiveError on every rank when values differ, when two processes have the same RANK, and after `timeout_s` when
+    ranks are missing.
     """
     world_size = environment.world_size() or 1
     rank = environment.rank()
@@ -253,7 +253,7 @@ def meet(
 
 
 def local_store() -> TCPStore:
-    """A store that no other machine reaches, held by this process."""
+    """A store held by this process that no other machine can reach."""
     listener = _listen(0)
     return TCPStore(
         environment.LOOPBACK,
@@ -265,7 +265,7 @@ def local_store() -> TCPStore:
 
 
 def _listen(port: int) -> socket.socket:
-    """A socket for a store. TCPStore itself would listen on all interfaces, and asks for no password."""
+    """A socket for a store. TCPStore itself would listen on all interfaces, without a password."""
     return socket.create_server((environment.LOOPBACK, port))
 
 
@@ -274,7 +274,7 @@ def _address() -> str:
 
 
 def _open(rank: int, timeout_s: float, *, keeps: bool) -> Store:
-    """The store, which a launcher's agent holds, or else rank 0: it `keeps` it."""
+    """The store, held by a launcher's agent, or else by rank 0 (`keeps`)."""
     try:
         port = int(os.environ["MASTER_PORT"])
         local = keeps and environment.on_loopback()
@@ -292,8 +292,8 @@ def _open(rank: int, timeout_s: float, *, keeps: bool) -> Store:
         raise CollectiveError(
             f"{_address()} on rank {rank}, but {place} was needed: {first_line(error)}. Give all ranks the same values."
         ) from error
-    # A launcher's agent keeps its store when it starts its ranks again. Where rank 0 keeps it, every start has its own,
-    # and machines that joined at different times may have restarted their ranks differently often.
+    # A launcher's agent keeps its store when it restarts its ranks. If rank 0 keeps it, every start has a new one, and
+    # machines that joined at different times may have different restart counts.
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = environment.job_attempt()[1][1] if agents else 0
     return PrefixStore(f"segpipe/{attempt}", store)
@@ -302,7 +302,7 @@ def _open(rank: int, timeout_s: float, *, keeps: bool) -> Store:
 def _exchange(
     store: Store, card: Card, world_size: int, timeout_s: float
 ) -> list[Card]:
-    """Publish `card`, and wait for those of all ranks."""
+    """Publish `card`; returns the cards of all ranks once they are there."""
     store.set(f"card/{store.add('cards', 1)}", json.dumps(card))
     end = time.monotonic() + timeout_s
     cards: list[Card] = []
@@ -319,7 +319,7 @@ def _exchange(
 
 
 def sharing(cards: Sequence[Card]) -> list[int]:
-    """Ranks whose GPU another rank has too; ranks without one share none."""
+    """Ranks whose GPU another rank also uses; ranks without a GPU share none."""
     gpus = [card["gpu"] for card in cards]
     return sorted(
         card["rank"] for card in cards if card["gpu"] and gpus.count(card["gpu"]) > 1
@@ -327,7 +327,7 @@ def sharing(cards: Sequence[Card]) -> list[int]:
 
 
 def conflict(cards: Sequence[Card]) -> str:
-    """Why these ranks cannot be one run, naming both sides; empty if they can."""
+    """Why these ranks cannot form one run, naming both sides; empty if they can."""
     by_rank: dict[int, Card] = {}
     for card in cards:
         first = cards[0]
@@ -340,8 +340,8 @@ def conflict(cards: Sequence[Card]) -> str:
         other = by_rank.setdefault(card["rank"], card)
         if other is not card:
             return (
-                f"RANK = {card['rank']} was given twice: to {_who(other)} and to {_who(card)}. Give every process a "
-                f"rank of its own, and every run a MASTER_PORT of its own."
+                f"RANK = {card['rank']} was given twice: to {_who(other)} and to {_who(card)}. Give every process its "
+                f"own rank, and every run its own MASTER_PORT."
             )
     return ""
 
@@ -353,7 +353,7 @@ def _who(card: Card) -> str:
 def _missing(cards: Sequence[Card], world_size: int, timeout_s: float) -> str:
     missing = sorted({*range(world_size)} - {card["rank"] for card in cards})
     return (
-        f"ranks {missing[:16]} of WORLD_SIZE = {world_size} did not come to {_address()} within {timeout_s:.0f} s; "
-        f"there were {', '.join(_who(card) for card in cards[:16])}. Check how they were started; if they only needed "
-        f"longer, raise compute.timeout_s."
+        f"ranks {missing[:16]} of WORLD_SIZE = {world_size} did not connect to {_address()} within {timeout_s:.0f} s; "
+        f"connected: {', '.join(_who(card) for card in cards[:16])}. Check how they were started; if they only need "
+        f"more time, raise compute.timeout_s."
     )

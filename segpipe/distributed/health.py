@@ -1,4 +1,4 @@
-"""Memory of this process: figures, and an explanation when it runs out."""
+"""Memory of this process: its figures, and an error that explains them when it runs out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALLOCATOR = {
     "fragmented_mib": "inactive_split_bytes.all.current",
 }
 
-# In the messages of torch and the system when memory runs out.
+# Fragments of the messages of torch and the system when memory runs out.
 SHORT_OF_MEMORY = (
     "DefaultCPUAllocator",
     "can't allocate memory",
@@ -30,13 +30,13 @@ SHORT_OF_MEMORY = (
 
 
 def sample(device: torch.device) -> dict[str, float]:
-    """This process's memory in MiB, and the allocator's retries; 0.1 ms on a CPU, and as much for each worker.
+    """This process's memory in MiB, and the allocator's retries. Takes 0.1 ms on a CPU, and as much per worker.
 
-    rss: host memory in use; workers_rss: that of its loader processes, where shared pages count for each; shm: the
-    part of rss in /dev/shm, mostly batches from the workers. On a GPU also allocated: in tensors now; peak: the most
-    since the last call; reserved: held by the allocator; fragmented: free parts of reserved blocks, too small for
-    larger tensors; retries: how often the allocator had to release all free blocks first, after which cuDNN may choose
-    other kernels.
+    rss: host memory in use; workers_rss: the sum over its loader processes, each with all shared pages; shm: the part
+    of rss in /dev/shm, mostly batches from the workers. On a GPU also allocated: in tensors now; peak: the most since
+    the last call; reserved: held by the allocator; fragmented: free parts of reserved blocks, too small for larger
+    tensors; retries: how often the allocator had to release all free blocks first, after which cuDNN may choose other
+    kernels.
     """
     workers = multiprocessing.active_children()
     figures = {
@@ -53,7 +53,7 @@ def sample(device: torch.device) -> dict[str, float]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this error says that the memory of a device or of the machine ran out."""
+    """Whether this error says that a device or the machine ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError | OSError)
         and any(sign in str(error) for sign in SHORT_OF_MEMORY)
@@ -64,23 +64,23 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory_named(
     rank: int, device: torch.device, step: Callable[[], int]
 ) -> Iterator[None]:
-    """Raises OutOfMemory in place of the error when memory runs out inside; `step()` is the update by then."""
+    """Replaces an error inside the block by OutOfMemory if memory ran out; `step()` is the current update."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         where = "the machine"
-        advice = "On a CPU, fewer data.workers, a lower data.prefetch and data.cache_mib help as well."
+        advice = "On a CPU, fewer data.workers and a lower data.prefetch or data.cache_mib also help."
         if device.type == "cuda":
             where = f"the GPU {device}"
             advice = (
-                "compute.cuda_graph=off gives back what a recording keeps between updates. When fragmented_mib or "
-                "retries are high, set PYTORCH_ALLOC_CONF=expandable_segments:True."
+                "compute.cuda_graph=off frees what a recording keeps between updates. If fragmented_mib or retries "
+                "are high, set PYTORCH_ALLOC_CONF=expandable_segments:True."
             )
         figures = [f"{name} {value:g}" for name, value in sample(device).items()]
         raise OutOfMemory(
             f"step {step()}: the memory of {where} ran out on rank {rank}. {first_line(error)}. Now: "
-            f"{'; '.join(figures)}. Take a smaller augment.crop_size, or a smaller compute.samples_per_shard with more "
-            f"compute.shards: the global batch stays, and one shard at a time is in memory. {advice}"
+            f"{'; '.join(figures)}. Use a smaller augment.crop_size, or a smaller compute.samples_per_shard with more "
+            f"compute.shards: the global batch stays the same, and only one shard at a time is in memory. {advice}"
         ) from error

@@ -1,12 +1,12 @@
-"""The sum over the logical shards as one fixed balanced binary tree, whatever the number of processes.
+"""The sum over the logical shards as one fixed balanced binary tree, for any number of processes.
 
 Floating-point addition is not associative, so the bits of a sum depend on its order. Here neighboring shards are
 added, then neighboring results, up to the root; a node whose right half lies beyond the last shard is its left half. A
-rank holds a run of shards: whole subtrees, one if the ranks divide a power-of-two number of shards, otherwise a few.
-They are cut into chunks, one per rank, and exchanged by an all-to-all. The owner of a chunk completes the tree, and an
-all-gather returns the root. With one subtree per rank that is the traffic of a ring all-reduce. Several machines then
-take two levels, within each and then across them: the same tree, with less traffic between machines. Collectives only
-move bytes, so algorithm, protocol and topology of the backend cannot change a number.
+rank holds consecutive shards, which form whole subtrees: one if the ranks divide a power-of-two number of shards,
+otherwise a few. They are cut into chunks, one per rank, and exchanged by an all-to-all. The owner of a chunk completes
+the tree, and an all-gather returns the root. With one subtree per rank, the traffic is that of a ring all-reduce. With
+several machines there are then two levels, first within and then across machines: the same tree, with less traffic
+between machines. Collectives only move bytes, so the backend's algorithm, protocol and topology cannot change a number.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 128  # elements between starts of tensors: 512 bytes, to which CUDA's allocator aligns every tensor
 
-# torch 2.14 warns at each use of the old name; torch 2.11 has only that.
+# torch 2.14 warns at each use of the old name; torch 2.11 has only the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class FlatLayout:
-    """Places for a list of tensors in one flat fp32 vector, in list order, each with its own strides.
+    """Layout of a list of tensors in one flat fp32 vector, in list order, each with its own strides.
 
-    Views have the tensors' memory format, so that a channels_last gradient is copied and used without a reorder.
-    `buckets` are the consecutive parts that are sent at once: each ends with the tensor that brings it to
-    `bucket_size` elements.
+    Views have the tensors' memory format, so that a channels_last gradient is copied and used without reordering.
+    `buckets` are consecutive parts, each sent in one go: a bucket ends with the tensor that brings it to `bucket_size`
+    elements.
 
-    Alignment selects kernels: `_foreach_norm` on CUDA adds in another order where a tensor does not start at a multiple
+    Alignment selects kernels: `_foreach_norm` on CUDA adds in another order if a tensor does not start at a multiple
     of 16 bytes. So every tensor, and with it every bucket, starts at a multiple of ALIGNMENT. The layout does not
     depend on the number of ranks.
     """
@@ -46,8 +46,8 @@ class FlatLayout:
     ) -> None:
         self._entries: list[tuple[torch.Size, tuple[int, ...], int]] = []
         self.buckets: list[slice] = []
-        self.members: list[range] = []  # of each bucket: its places in `like`
-        self.bucket_of: list[int] = []  # of each place
+        self.members: list[range] = []  # indices in `like` of each bucket's tensors
+        self.bucket_of: list[int] = []  # bucket of each index in `like`
         start = offset = first = 0
         for place, tensor in enumerate(like):
             self._entries.append(
@@ -66,7 +66,7 @@ class FlatLayout:
         self.device = like[0].device
 
     def new(self) -> Tensor:
-        """A fresh vector; the padding is zero."""
+        """A new zero vector."""
         return torch.zeros(self.size, dtype=torch.float32, device=self.device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -79,14 +79,14 @@ class FlatLayout:
 
 
 class Node(NamedTuple):
-    """A subtree over the leaves `[place << height, (place + 1) << height)`, or as many of them as there are."""
+    """A subtree over the leaves `[place << height, (place + 1) << height)` that exist."""
 
     height: int
     place: int
 
 
 def _grown(node: Node, held: Sequence[Node], leaves: int) -> tuple[Node, int]:
-    """The largest subtree that `node` completes together with the last of `held`, and how many of those it takes in."""
+    """The largest subtree that `node` completes with the last nodes of `held`, and how many of those it absorbs."""
     taken = 0
     while True:
         height, place = node
@@ -99,7 +99,7 @@ def _grown(node: Node, held: Sequence[Node], leaves: int) -> tuple[Node, int]:
 
 
 def subtrees(leaves: int, run: Iterable[int]) -> list[Node]:
-    """The fewest subtrees of the tree over `leaves` that make up a run of leaves: at most 2 log2(leaves)."""
+    """The fewest subtrees of the tree over `leaves` that cover a run of leaves: at most 2 log2(leaves)."""
     held: list[Node] = []
     for leaf in run:
         node, taken = _grown(Node(0, leaf), held, leaves)
@@ -108,9 +108,9 @@ def subtrees(leaves: int, run: Iterable[int]) -> list[Node]:
 
 
 class TreeSum:
-    """Sum of vectors over the balanced binary tree of `leaves`, pushed from left to right, from leaf `first` on.
+    """Sum of vectors over the balanced binary tree of `leaves`, pushed from left to right, starting at leaf `first`.
 
-    Holds the sums of the largest subtrees that are complete, as a binary counter does: few at a time.
+    Holds only the sums of the largest complete subtrees, like a binary counter.
     """
 
     def __init__(self, leaves: int, first: int = 0) -> None:
@@ -122,7 +122,7 @@ class TreeSum:
     def push(self, vector: Tensor, height: int = 0) -> list[Tensor]:
         """Add the next leaf, or the sum of the next subtree of this height. Consumes the vector.
 
-        Returns vectors that may be reused.
+        Returns the vectors that may be reused.
         """
         free = []
         node, taken = _grown(
@@ -140,15 +140,15 @@ class TreeSum:
         return free
 
     def take(self) -> Tensor:
-        """The sum over all leaves, every one of which must have been pushed."""
+        """The sum over all leaves, all of which must have been pushed."""
         (root,) = self._sums
         assert self._next == self._leaves
         return root
 
     def close(self, last: Tensor, part: slice) -> list[Tensor]:
-        """`part` of the sum of every subtree, with the leaf `last`, which is not pushed: parts become known one by one.
+        """`part` of the sum of every subtree, including the leaf `last`, which is not pushed.
 
-        Every part is closed once.
+        Its parts become known one by one; call this once for each.
         """
         taken = _grown(Node(0, self._next), self._nodes, self._leaves)[1]
         kept = len(self._sums) - taken
@@ -159,14 +159,14 @@ class TreeSum:
 
 
 class RankSum:
-    """Sums parts of vectors over the ranks by the tree over `leaves` continued above the ranks.
+    """Sums parts of vectors over the ranks: the part of the tree over `leaves` that lies above the ranks.
 
-    A part takes an all-to-all, which brings every rank the same chunk of all subtrees, and an all-gather of the sums;
-    two more between machines. Each part that is started moves those before it on by one collective, so data travel both
-    ways while the next part is computed. That order is a function of the number of parts alone, whatever arrives first:
-    every rank must start parts of the same lengths in the same order. A rank with several subtrees sends them as a
-    copy. So does one whose part has a length that is no multiple of the world size; buckets of a FlatLayout are
-    multiples of 128.
+    A part takes an all-to-all, which gives each rank its chunk of all subtrees, and an all-gather of the sums; with
+    several machines, two more between them. Starting a part advances each earlier one by one collective, so data
+    travels both ways while the next part is computed. This order depends only on the number of parts, not on arrival:
+    every rank must start parts of the same lengths in the same order. A rank with several subtrees sends a copy of
+    them. So does one whose part's length is not a multiple of the world size; buckets of a FlatLayout are multiples
+    of 128.
     """
 
     def __init__(self, group: Group, leaves: int) -> None:
@@ -181,16 +181,16 @@ class RankSum:
         self._leaves = leaves
         self._heights = [node.height for nodes in held for node in nodes]
 
-        if len(self._levels) > 1:  # every rank holds one, and all are of one height
+        if len(self._levels) > 1:  # every rank holds one subtree, all equally high
             self._leaves = self._levels[0].size
             self._heights = [0] * self._leaves
-        # Of each part: its collective (a dist.Work), and the rest.
+        # Of each part: its running collective (a dist.Work), and the remaining ones.
         self._under_way: list[tuple[Any, Iterator[Any]]] = []
 
     def start(self, parts: Sequence[Tensor], into: Tensor | None = None) -> None:
-        """Send the chunks of the same contiguous part of every own subtree; not to be changed until `finish`.
+        """Start summing a contiguous part of every own subtree. Do not change the tensors until `finish`.
 
-        By then the sum is in `into`, which is the last of them by default.
+        Then the sum is in `into`, by default the last of `parts`.
         """
         assert len(parts) == self._own
         collectives = self._sum(parts, parts[-1] if into is None else into)
@@ -199,12 +199,12 @@ class RankSum:
         self._under_way.append((first, collectives))
 
     def finish(self) -> None:
-        """Leave the sums of all parts that were started in their places; equal on every rank."""
+        """Wait until the sums of all started parts are in place; equal on every rank."""
         while self._under_way:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Wait for the collective of every part that is under way, and start its next one."""
+        """Wait for the running collective of every part, and start its next one."""
         going, self._under_way = self._under_way, []
         for work, collectives in going:
             work.wait()
@@ -212,7 +212,7 @@ class RankSum:
                 self._under_way.append((following, collectives))
 
     def _sum(self, parts: Sequence[Tensor], into: Tensor) -> Iterator[Any]:
-        """Start one collective after the other; each must be complete before the next is asked for."""
+        """Yields one collective after the other, started; each must be complete before the next is requested."""
         ranks = self._levels[0].size
 
         missing = -parts[0].numel() % self._world_size
@@ -233,7 +233,7 @@ class RankSum:
         if max(self._counts) > 1:
             arriving = [count * chunk for count in self._counts]
             leaving = [len(parts) * chunk] * ranks
-        self._contract.enter("all_to_all", received)  # what is sent differs
+        self._contract.enter("all_to_all", received)  # `sent` may differ in size
 
         everyone = self._levels[0].ranks
         yield dist.all_to_all_single(
@@ -252,7 +252,7 @@ class RankSum:
         leaves: int,
         level: int = 0,
     ) -> Iterator[Any]:
-        """Sum the chunks of subtrees of these heights, received on this level; continue above; gather the roots."""
+        """Sum the chunks received on this level, of subtrees of these heights; continue above; gather the roots."""
         tree = TreeSum(leaves)
         chunks = received.view(len(heights), -1).unbind()
         for chunk, height in zip(chunks, heights, strict=True):
@@ -272,7 +272,7 @@ class RankSum:
 
 
 def tree_over_ranks(vector: Tensor, group: Group) -> Tensor:
-    """`vector`, overwritten by the sum of every rank's vector of this length; equal on every rank."""
+    """`vector`, overwritten by the sum of all ranks' vectors of this length; equal on every rank."""
     if group.world_size > 1:
         across = RankSum(group, group.world_size)
         across.start([vector])

@@ -1,1 +1,1 @@
-"""What a run recorded: digests of every step, in files that compare row by row."""
+"""The record of a run: digests of every step, in files that can be compared row by row."""

@@ -2,12 +2,12 @@
 
     H = sum over i of mix64(bits_i xor mix64(i * phi)) mod 2^64
 
-Integer addition wraps and commutes, so chunks, ranks and parallel reductions cannot change the sum. The index inside
-makes it depend on position; the raw bits make it depend on sign, -0.0 and one ulp. mix64 is the finalizer of
-SplitMix64. Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+Integer addition wraps and commutes, so chunks, ranks and parallel reductions cannot change the sum. The index makes it
+sensitive to position; the raw bits make it sensitive to sign, -0.0 and one ulp. mix64 is the finalizer of SplitMix64.
+Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 
-`digest` is H of a tensor's elements. The others run in every training step: they read words of 8 bytes, take H of each
-block of BLOCK words, and H of these block sums.
+`digest` is H of a tensor's elements. The other functions run in every training step: they read words of 8 bytes, take
+H of each block of BLOCK words, then H of these block sums.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ SOURCE = Path(__file__).with_name("digest.c")
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift, factor
 _PHI = 0x9E3779B97F4A7C15
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Words; part of the definition. On a CPU three buffers of 256 KiB fit its L2 cache.
+# Words; part of the definition. On a CPU, three buffers of 256 KiB fit into the L2 cache.
 BLOCK = 1 << 15
-THREAD_BLOCKS = 4  # blocks that are worth a thread: 1 MiB
+THREAD_BLOCKS = 4  # least work of a thread, in blocks: 1 MiB
 _CPU = torch.device("cpu")
 _ARRAY, _NUMBER = ctypes.c_void_p, ctypes.c_int64
-# Of digest.c.
+# Argument types of digest.c.
 ARGUMENTS: list[Any] = [*[_ARRAY] * 3, *[_NUMBER] * 3, _ARRAY, _NUMBER, _ARRAY]
 
 
 def kernels() -> Any:
-    """digest.c, 15 times as fast as numpy, as a ctypes library; None where it cannot be compiled."""
+    """digest.c as a ctypes library, 15 times as fast as numpy; None if it cannot be compiled."""
     library = native.load(SOURCE)
     if library:
         library.segpipe_digests.argtypes = ARGUMENTS
@@ -51,16 +51,16 @@ def kernels() -> Any:
 
 
 def gpu_kernels(device: torch.device) -> Any:
-    """triton_digest.py, whose two launches replace some 30 and a copy of all words; None where torch has to do it."""
+    """The module triton_digest, whose two launches replace about 30 and a copy of all words; None without Triton."""
     if device.type != "cuda" or not native.triton_builds():
         return None
-    from segpipe.ledger import triton_digest  # seconds, and not installed everywhere
+    from segpipe.ledger import triton_digest  # takes seconds, not available everywhere
 
     return triton_digest
 
 
 def _mix64_(x: Tensor) -> Tensor:
-    """mix64 in place, on the CPU: by numpy, which has unsigned shifts and multiplies three times as fast as torch."""
+    """mix64 in place, on the CPU; by numpy, which has unsigned shifts and multiplies three times as fast as torch."""
     words = x.numpy().view(np.uint64)
     shifted = np.empty_like(words)
     for places, factor in _ROUNDS:
@@ -92,7 +92,7 @@ def _block_indices() -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Bytes of a tensor as int64 (n,), padded with zero bytes; a view where its memory allows one."""
+    """Bytes of a tensor as int64 (n,), padded with zero bytes; a view if the memory layout allows it."""
     tensor = tensor.detach()
     if tensor.ndim == 4:
         tensor = tensor.permute(0, 2, 3, 1)
@@ -108,8 +108,8 @@ def digest_many(tensors: Sequence[Tensor]) -> Tensor:
     """One digest of several tensors in their order, 0-d int64 on their device; never synchronizes.
 
     Each tensor starts a new word, and its last word is padded with zero bytes. 4-D tensors are read in the order N, H,
-    W, C, which avoids a copy of those in that memory format. CPU tensors beside GPU tensors (AdamW's step
-    counters) are copied to the GPU.
+    W, C, which saves a copy of channels_last tensors. CPU tensors among GPU tensors (AdamW's step counters) are copied
+    to the GPU.
     """
     return digest_groups([tensors])[0]
 
@@ -136,13 +136,13 @@ def digest_groups(groups: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 def as_tensors(*arrays: NDArray[Any]) -> list[Tensor]:
-    """The arrays; a copy of a cached frame, which may not be written, since torch would warn."""
+    """The arrays as tensors; read-only ones (cached frames) are copied, because torch would warn."""
     owned = (np.require(array, requirements=("C", "W")) for array in arrays)
     return [*map(torch.from_numpy, owned)]
 
 
 def _in_words(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Each tensor if its memory holds whole words in the order of the digest, or a copy that does."""
+    """Each tensor, or a copy of it, whose memory holds whole words in digest order."""
     parts = []
     for tensor in tensors:
         order = torch.contiguous_format
@@ -168,7 +168,7 @@ def _joined(tensors: Iterable[Tensor]) -> Tensor:
 def _by_c(
     parts: Sequence[Tensor], lengths: tuple[int, ...], ends: tuple[int, ...]
 ) -> Tensor:
-    """Digests of groups of CPU tensors by digest.c, on as many threads as torch has."""
+    """Digests of groups of CPU tensors by digest.c, with at most as many threads as torch has."""
     words, until, longest = _tables(lengths, ends)
     addresses = np.array([part.data_ptr() for part in parts], np.uint64)
 
@@ -193,7 +193,7 @@ def _by_c(
 def _tables(
     lengths: tuple[int, ...], ends: tuple[int, ...]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Both as arrays, and the words of the longest group."""
+    """Both as arrays, and the number of words of the longest group."""
     words, until = np.array(lengths, np.int64), np.array(ends, np.int64)
     before = np.append(0, np.cumsum(words))  # words before each tensor
     of_groups = np.diff(before[until], prepend=0)
@@ -206,7 +206,7 @@ def _by_triton(
     ends: tuple[int, ...],
     device: torch.device,
 ) -> Tensor:
-    """Digests of groups of tensors, of which those of the CPU are copied to the GPU at once."""
+    """Digests of groups of tensors; those on the CPU are copied to the GPU together."""
     away = [index for index, part in enumerate(parts) if part.is_cpu]
     if away:
         words = [parts[index].view(-1).view(torch.int64) for index in away]
@@ -228,7 +228,7 @@ def _digest_words(words: Tensor) -> Tensor:
 
 
 def float_bits(value: float | Tensor) -> Tensor:
-    """Bits of a number or 0-d tensor as float64 (exact for every narrower type), int64 on its device."""
+    """Bits of a number or 0-d tensor as float64 (exact for every narrower type); int64, on its device."""
     return torch.as_tensor(value, dtype=torch.float64).detach().view(torch.int64)
 
 
@@ -244,7 +244,7 @@ def state_digest(state: Mapping[str, Tensor]) -> str:
 
 
 def tensor_digests(content: Mapping[str, Any]) -> dict[str, str]:
-    """`state_digest` of every tensor in nested dictionaries and lists by itself, by path such as ema/net.bias."""
+    """`state_digest` of each single tensor in nested dictionaries and lists, by path such as ema/net.bias."""
     found = {}
     for path, value in leaves(content):
         if isinstance(value, Tensor):

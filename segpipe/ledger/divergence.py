@@ -1,4 +1,4 @@
-"""Whether two runs have the same bits, and if not, where they diverge: step, stage, shard, sample and layer."""
+"""Tells whether two runs have the same bits and, if not, where they diverge: step, stage, shard, sample and layer."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from segpipe.ledger.rows import (
 from segpipe.settings.config import deciding
 
 EXIT_CODES = {"identical": 0, "identical_up_to": 2, "diverged": 5, "not_comparable": 2}
-# Stage of runs whose updates are equal, and whose validations or final digests are not.
+# Stage of runs whose updates are equal, but whose validations or final digests are not.
 RESULT = "result"
 
 
 RESULT_FILE = "result.json"
-# Of result.json: how, where and how fast it was trained. All else must be equal, above all `weights_digest`, which
-# covers every buffer of the network, also those that no ledger row holds.
+# Entries of result.json on how, where and how fast the run was trained. All others must be equal, above all
+# `weights_digest`, which covers every buffer of the network, including those in no ledger row.
 NO_RESULT = (
     "name", "images_per_second", "wall_images_per_second", "train_seconds", "world_size", "config_hash", "segpipe",
     "mode", "versions", "switches", "git", "weights",
 )  # fmt: skip
-LONGEST_VALUE = 200  # characters in a phrase
+LONGEST_VALUE = 200  # characters of a value in a message
 
 
 class Field(NamedTuple):
-    """One recorded result of a step, and its name in messages."""
+    """One recorded field of a step, and its name in messages."""
 
     stage: str
     kind: int
@@ -58,7 +58,7 @@ class Field(NamedTuple):
     verb: str = "differs"
 
 
-# In causal order: two runs diverge at the first field that differs.
+# In causal order: runs diverge at the first field that differs.
 FIELDS = (
     Field("order", SHARD, "order", "samples", "differ"),
     Field("decode", SHARD, "decoded_image", "decoded image"),
@@ -82,11 +82,11 @@ FIELDS = (
     Field("bn_ema", STEP, "ema", "averaged weights", "differ"),
 )
 STAGES = tuple(dict.fromkeys(entry.stage for entry in FIELDS))
-SAMPLE_STAGES = ("order", "decode", "augment")  # with a digest for each sample
+SAMPLE_STAGES = ("order", "decode", "augment")  # with one digest per sample
 # Fields that are numbers.
 DTYPES = {"valid": np.int64, "loss": np.float64, "lr": np.float64, "scale": np.float64}
 
-LOW = (1 << 32) - 1  # of a number for epoch and sample
+LOW = (1 << 32) - 1  # the sample's bits in a number of epoch and sample
 Pair: TypeAlias = tuple[Rows, Rows]  # rows of equal keys
 
 
@@ -100,13 +100,13 @@ class Comparison:
     step: int | None = None  # the first that differs; -1: the state before step 0
     stage: str | None = None  # one of STAGES, or RESULT
     shard: int | None = None
-    shards: list[int] = field(default_factory=list)  # all that differ at this stage
+    shards: list[int] = field(default_factory=list)  # all that differ in this field
     sample: int | None = None  # its index in A
     file: str | None = None  # its name
     layer: str | None = None
-    # Stage, field, state: at `step`, or at the last one.
+    # Stage, field and state, at `step` or at the last common one.
     fields: list[dict[str, str]] = field(default_factory=list)
-    steps: int = 0  # that both runs have
+    steps: int = 0  # in both runs
     # Entries and settings that differ.
     fingerprint: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     recipe: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -117,12 +117,12 @@ class Comparison:
 
     @property
     def exit_code(self) -> int:
-        """0 identical, 5 diverged, 2 not comparable, also in the steps that one of the two lacks."""
+        """0 identical, 5 diverged, 2 not comparable or identical only up to what one run lacks."""
         return EXIT_CODES[self.verdict]
 
     @property
     def no_difference(self) -> bool:
-        """Whether all that both recorded is equal."""
+        """Whether everything that both runs recorded is equal."""
         return self.verdict in ("identical", "identical_up_to")
 
     def to_json(self) -> dict[str, Any]:
@@ -136,9 +136,9 @@ def not_comparable(reason: str, **facts: Any) -> Comparison:
 
 
 def compare(a: RunLedger, b: RunLedger) -> Comparison:
-    """Where run `b` first differs from run `a`, by their ledgers; where these are equal, by their results.
+    """Where run `b` first differs from run `a`, by their ledgers or, if these are equal, by their results.
 
-    Raises CheckpointError when a file with results cannot be read.
+    Raises CheckpointError when result.json or inputs.json cannot be read.
     """
     pair = common_rows(a.rows, b.rows)
     limits = _limits(a, b)
@@ -165,7 +165,7 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
 
 
 def _facts(a: RunLedger, b: RunLedger, pair: Pair, limits: list[str]) -> dict[str, Any]:
-    """What every verdict reports."""
+    """The entries that every verdict reports."""
     one, two = a.first, b.first
     recipes = [deciding(header.recipe) for header in (one, two)]
     notes = [*limits, *missing_files(a.folder, b.folder)]
@@ -181,7 +181,7 @@ def _facts(a: RunLedger, b: RunLedger, pair: Pair, limits: list[str]) -> dict[st
 
 
 def _processes(run: RunLedger) -> int | str:
-    """Number of processes, or those of the sessions of a run that was continued with another number: 2, then 1."""
+    """Number of processes; of a run resumed with another number, that of each session: "2, then 1"."""
     by_session = {each.session: each.world_size for each in run.headers}
     sizes = list(by_session.values())
     return sizes[0] if len(set(sizes)) == 1 else ", then ".join(map(str, sizes))
@@ -200,7 +200,7 @@ def _span(run: RunLedger) -> str:
 
 
 def _different_work(a: RunLedger, b: RunLedger) -> str:
-    """Why equal keys do not mean equal work in the two runs; empty when they do."""
+    """Why equal keys do not mean equal work in both runs; empty when they do."""
     reasons = []
     for name in ("seed", "compute.shards", "compute.samples_per_shard", "data.name"):
         here, there = a.first.recipe[name], b.first.recipe[name]
@@ -218,7 +218,7 @@ def _different_work(a: RunLedger, b: RunLedger) -> str:
 
 
 def _at(step: int, pair: Pair) -> tuple[Values, Values]:
-    """What both runs recorded of a step."""
+    """What each run recorded for a step."""
     a, b = pair
     return recorded(a[a["step"] == step]), recorded(b[b["step"] == step])
 
@@ -232,7 +232,7 @@ def _unequal(key: Key, a: Values, b: Values) -> list[int]:
 
 
 def _shards(entry: Field, a: Values, b: Values) -> list[int] | None:
-    """Where a field differs; -1 is the step as a whole. None when one of the two lacks the field."""
+    """Shards in which a field differs; -1 is the step as a whole. None when one of the runs lacks the field."""
     names = (entry.name, entry.name + PARTS)
     keys = [key for key in a if key in b and key[0] == entry.kind and key[1] in names]
     if not keys:
@@ -241,7 +241,7 @@ def _shards(entry: Field, a: Values, b: Values) -> list[int] | None:
 
 
 def _fields(a: Values, b: Values) -> list[dict[str, str]]:
-    """The state of every field of a step: equal, differs, or not recorded by one of the two."""
+    """The state of every field of a step: equal, differs, or not recorded (by one of the runs)."""
     found = []
     for entry in FIELDS:
         shards = _shards(entry, a, b)
@@ -253,7 +253,7 @@ def _fields(a: Values, b: Values) -> list[dict[str, str]]:
 def _explain(
     step: int, pair: Pair, run: RunLedger, facts: dict[str, Any]
 ) -> Comparison:
-    """The verdict on runs that differ at a step: the first field, there the lowest shard. `run` has the names."""
+    """The verdict on runs that differ at a step: first field, then lowest shard. `run` has the names."""
     a, b = _at(step, pair)
     places = ((entry, _shards(entry, a, b)) for entry in FIELDS)
     first, shards = next((entry, found) for entry, found in places if found)
@@ -295,7 +295,7 @@ def _explain(
 
 
 def _readable(name: str, value: Any) -> str:
-    """A number, or the sample and epoch at a place of the order."""
+    """A number, or the sample and epoch of an entry of the order, as text."""
     if name == "order":
         return f"sample {value & LOW} of epoch {value >> 32}"
     return repr(value.view(DTYPES[name]).item())
@@ -304,7 +304,7 @@ def _readable(name: str, value: Any) -> str:
 def _layer(
     entry: Field, shard: int, a: Values, b: Values, run: RunLedger
 ) -> str | None:
-    """Name of the tensor at which a field first differs, where the ledger has part rows.
+    """Name of the tensor at which a field first differs; None if the ledger has no part rows of it.
 
     For the forward pass these are the BatchNorm statistics. The backward pass starts at the last tensor.
     """
@@ -319,20 +319,20 @@ def _layer(
 def _advice(entry: Field, layer: str | None, facts: dict[str, Any]) -> str:
     advice = []
     if facts["recipe"]:
-        advice.append("The settings differ, which alone can explain it.")
+        advice.append("The settings differ, which by itself can explain it.")
     if facts["inputs"]:
-        advice.append("Data files or the code of segpipe differ, as listed above.")
+        advice.append("Data files or segpipe's code differ, as listed above.")
     if facts["fingerprint"]:
         advice.append(
-            "The environments differ: equal bits are promised within one environment only."
+            "The environments differ: equal bits are only promised within one environment."
         )
     if layer is None and STAGES.index(entry.stage) > STAGES.index("augment"):
-        advice.append("Trainings with compute.mode=audit name the layer.")
+        advice.append("Train both with compute.mode=audit to name the layer.")
     return " ".join(advice)
 
 
 def result_differences(a: Path, b: Path) -> list[str]:
-    """Phrases on unequal entries of result.json; empty where one run lacks it, or did other updates.
+    """Phrases on unequal entries of result.json; empty if one run lacks it or did another number of updates.
 
     Raises CheckpointError for a file that cannot be read.
     """
@@ -346,7 +346,7 @@ def result_differences(a: Path, b: Path) -> list[str]:
     for name in {**one, **two}:
         if name in NO_RESULT or not (same_release or (name in one and name in two)):
             continue  # releases add names
-        # As JSON has them, NaN equals NaN.
+        # As JSON, so that NaN equals NaN.
         if json.dumps(one.get(name)) != json.dumps(two.get(name)):
             here, there = _brief(one, name), _brief(two, name)
             found.append(f"{name} in {RESULT_FILE} is {here} in A and {there} in B")
@@ -354,7 +354,7 @@ def result_differences(a: Path, b: Path) -> list[str]:
 
 
 def input_differences(a: Path, b: Path) -> str:
-    """A phrase with the data files and sources that differ; empty when none does or one run lacks inputs.json.
+    """A phrase with the data files and sources that differ; empty if none does or one run lacks inputs.json.
 
     Raises CheckpointError for a file that cannot be read.
     """
@@ -369,7 +369,7 @@ def input_differences(a: Path, b: Path) -> str:
 
 
 def missing_files(a: Path, b: Path) -> list[str]:
-    """Phrases on files with results that only one of two runs has."""
+    """Phrases on result.json and inputs.json if only one of two runs has the file."""
     return [
         f"{name} is in {run} only"
         for name in (RESULT_FILE, INPUTS)

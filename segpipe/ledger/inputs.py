@@ -1,8 +1,8 @@
-"""Records what a run is made from before its first step: every file of its data set and every source of segpipe.
+"""Records the inputs of a run before its first step: every file of its data set and every source file of segpipe.
 
-`inputs.json` holds size and SHA-256 of each file. Hashing reads all files once (CamVid, 125 MB: 0.4 s), little beside a
-training that reads them a hundred times. `data.hash=false` turns it off for data behind a slow network, and a run
-without a ledger has no use for it: then only sizes are recorded.
+`inputs.json` holds size and SHA-256 of each file. Hashing reads all files once (CamVid, 125 MB: 0.4 s), which is little
+compared with training, which reads them a hundred times. Turn it off with `data.hash=false` for data behind a slow
+network. A run without a ledger does not need it. In both cases only sizes are recorded.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from segpipe.settings.config import Config
 from segpipe.settings.groups import DataConfig
 
 Hashes = dict[str, str]  # path -> SHA-256
-Sizes = dict[str, int | None]  # path -> bytes; None: of no file that is there yet
+Sizes = dict[str, int | None]  # path -> bytes; None: no file, or not there yet
 SOURCES = Path(segpipe.__file__).parent
 SOURCE_SUFFIXES = (".py", ".c", ".json", ".j2", ".yaml")
 
 
 def combined(hashes: Mapping[str, str]) -> str:
-    """One SHA-256 for many files: of their lines as `sha256sum` writes them, sorted by path."""
+    """One SHA-256 for many files: that of their `sha256sum` lines, sorted by path."""
     lines = "".join(f"{value}  {path}\n" for path, value in sorted(hashes.items()))
     return sha256_of(lines.encode())
 
@@ -41,10 +41,10 @@ def combined(hashes: Mapping[str, str]) -> str:
 def record(
     config: Config, sets: Sequence[DataSet], *, fresh: bool = False, ledger: bool = True
 ) -> None:
-    """Write inputs.json into the run folder; when a resumed run already has it, compare the data `sets` with it.
+    """Write inputs.json into the run folder; if a resumed run already has it, compare the data `sets` with it.
 
-    `fresh`: the run starts at step 0. What an attempt that ended before its first checkpoint has recorded is deleted,
-    with its ledger: data and code may be others now. Without `ledger`, contents are not hashed.
+    `fresh`: the run starts at step 0. The inputs.json and ledger of an attempt that ended before its first checkpoint
+    are deleted: data and code may have changed. Without `ledger`, contents are not hashed.
 
     Raises DataError naming the first file that changed since the run was started.
     """
@@ -53,7 +53,7 @@ def record(
         for left in (path, *(config.run_dir / FOLDER).glob("rank*")):
             left.unlink(missing_ok=True)
     found = inputs_of(sets)
-    # What the checks of this start, or an earlier one, have read of files that did not change.
+    # Hashes from the checks of this start, or of an earlier one, if the files have not changed since.
     known = _known(sets)
     if not path.is_file():
         content = _content(config, found, known if hashed else None)
@@ -71,7 +71,7 @@ def record(
 def _content(
     config: Config, found: Mapping[str, Input], known: Hashes | None
 ) -> dict[str, Any]:
-    """What inputs.json holds; without hashes of the data where `known` is None."""
+    """Content of inputs.json; without hashes of the data if `known` is None."""
     files = {} if known is None else hashes_of(found, known)
     sources = source_hashes()
     return {
@@ -91,10 +91,10 @@ def _content(
 
 
 def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
-    """Which files of `data.split` changed since the run recorded them: sizes, and contents with `data.hash`; or "".
+    """Which files of `data.split` changed since the run: size, and content with `data.hash`; empty if none did.
 
-    run: its folder or a checkpoint in it, trained with the settings `trained`. Of a split or a data set that the run
-    did not read, only the files that it has recorded all the same are compared.
+    run: its folder or a checkpoint in it, trained with the settings `trained`. If the run did not read this split or
+    data set, only the files that it happened to record are compared.
     """
     recorded = _recorded(run)
     hashes, sizes = recorded["files"], recorded.get("sizes") or {}
@@ -107,7 +107,7 @@ def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
     if same_set and data.split in ("train", trained.split):
         root = Path(data.root)
         gone = [name for name in names if not (root / name).exists()]
-        # A folder that is not here at all is no change.
+        # A folder that does not exist here does not count as a change.
         known = {*now, *(name for name in gone if (root / name).parent.is_dir())}
     of_run = {"sizes": _only(sizes, known), "files": _only(hashes, known)}
     changed = changed_inputs(of_run, _only(now, known), data.hash)
@@ -117,13 +117,13 @@ def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
 
 
 def were_read(run: Path, samples: DataSet) -> bool:
-    """Whether the run, a folder or a checkpoint in it, read files of these names and sizes."""
+    """Whether the run (a folder, or a checkpoint in it) read files with these names and sizes."""
     found = sizes_of(samples.inputs())
     return found.items() <= (_recorded(run).get("sizes") or {}).items()
 
 
 def _recorded(run: Path) -> dict[str, Any]:
-    """The data in inputs.json of a run, a folder or a checkpoint in it."""
+    """The data entry of a run's inputs.json; `run` is a folder, or a checkpoint in it."""
     path = (run if run.is_dir() else run.parent) / INPUTS
     found: dict[str, Any] = (
         read_inputs(path)["data"] if path.is_file() else {"files": {}}
@@ -137,7 +137,7 @@ def changed_inputs(
     contents: bool = True,
     known: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
-    """Changed names and sizes, then contents; a size that is not known is not compared."""
+    """Phrases on changed names and sizes or, if there are none, contents; unknown sizes are not compared."""
     before, hashes = recorded.get("sizes") or {}, recorded["files"]
     changed: list[str] = []
     if before:
@@ -156,7 +156,7 @@ def _only(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def inputs_of(sets: Iterable[DataSet]) -> dict[str, Input]:
-    """What data sets are made from, sorted by name."""
+    """Inputs of data sets, sorted by name."""
     found: dict[str, Input] = {}
     for one in sets:
         found |= one.inputs()
@@ -164,7 +164,7 @@ def inputs_of(sets: Iterable[DataSet]) -> dict[str, Input]:
 
 
 def _known(sets: Iterable[DataSet]) -> Hashes:
-    """SHA-256, by whole path, of those files that were read as a whole and have not changed since."""
+    """SHA-256, by full path, of the files that were read completely and have not changed since."""
     found: Hashes = {}
     for one in sets:
         for files in one.file_sets():
@@ -173,7 +173,7 @@ def _known(sets: Iterable[DataSet]) -> Hashes:
 
 
 def sizes_of(found: Mapping[str, Input]) -> Sizes:
-    """Bytes of each file by name; None of samples, and of a file that a user's class fetches later."""
+    """Bytes of each file by name; None for samples, and for a file that a user's class fetches later."""
     sizes: Sizes = dict.fromkeys(found)
     for name, source in found.items():
         if isinstance(source, str):
@@ -185,7 +185,7 @@ def sizes_of(found: Mapping[str, Input]) -> Sizes:
 def hashes_of(
     found: Mapping[str, Input], known: Mapping[str, str] = MappingProxyType({})
 ) -> Hashes:
-    """SHA-256 of each file whose path is not `known`, by threads; of samples, one after another."""
+    """SHA-256 of each input by name. Files whose path is not `known` are hashed by threads, samples one by one."""
     paths = [
         source
         for source in found.values()
@@ -199,7 +199,7 @@ def hashes_of(
 
 
 def source_hashes() -> Hashes:
-    """SHA-256 of every source file of segpipe by path, digest.c, schemas and templates included."""
+    """SHA-256 of every source file of segpipe by path, including C files, schemas and templates."""
     paths = [path for path in SOURCES.rglob("*") if path.suffix in SOURCE_SUFFIXES]
     return hashes_of(
         {path.relative_to(SOURCES).as_posix(): str(path) for path in sorted(paths)}

@@ -1,4 +1,4 @@
-"""Reads the ledgers of all processes and sessions of a run, merged into one row per key, and its other records."""
+"""Reads the ledgers of all processes and sessions of a run, merged to one row per key, and its other records."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from segpipe.ledger.rows import (
 )
 
 NO_STEP = np.iinfo(np.int64).max
-MOST_CHANGES = 3  # environments listed
+MOST_CHANGES = 3  # changed environments that are listed
 
 
 @dataclass(frozen=True)
 class RunLedger:
-    """What a run recorded, whatever its number of processes."""
+    """What a run recorded, for any number of processes."""
 
     folder: Path
     headers: tuple[SessionHeader, ...]  # by session and rank
     rows: Rows  # of all kinds, one per key, in key order
-    # Contradictions and gaps, which neither a crash nor another machine explains.
+    # Contradictions and gaps that neither a crash nor another machine explains.
     faults: tuple[str, ...]
     notes: tuple[str, ...]  # torn tails and changed environments
 
     @property
     def first(self) -> SessionHeader:
-        """Header that stands for the run: all sessions share its recipe, seed and layout."""
+        """The header that represents the run: all sessions share its recipe, seed and layout."""
         return self.headers[0]
 
     @property
     def num_updates(self) -> int:
-        """Updates from the start of the run to the last one recorded."""
+        """Number of updates from the start of the run to the last one recorded."""
         return int(steps_of(self.rows).max(initial=-1)) + 1
 
     @property
@@ -66,8 +66,8 @@ class RunLedger:
 def read_run(run_folder: Path) -> RunLedger:
     """The merged ledger of a run folder.
 
-    Where a run was resumed, later rows of earlier sessions are void; it is a fault when the recomputed steps gave other
-    digests. Raises CheckpointError when there is no ledger, or a file is foreign or altered.
+    After a resume, rows of earlier sessions from its first step on are void; if the recomputed steps gave different
+    digests, that is a fault. Raises CheckpointError when there is no ledger, or a file is foreign or altered.
     """
     paths = ledger_files(run_folder)
     if not paths:
@@ -81,7 +81,7 @@ def read_run(run_folder: Path) -> RunLedger:
 
     valid, void = [], []
     for session in sessions:
-        # A later session trained all steps from its first one again.
+        # A later session repeated all steps from its first one on.
         number = session.header.session
         later = [each.first_step for each in headers if each.session > number]
         counts = session.rows["step"] < min(later, default=NO_STEP)
@@ -100,14 +100,14 @@ def read_run(run_folder: Path) -> RunLedger:
 
 
 def _first_of_each(rows: Rows) -> tuple[Rows, NDArray[np.intp], NDArray[np.intp]]:
-    """One row per key, in key order: the first of equal keys; its index, and the place of every row among these."""
+    """The first row of each key, in key order; the indices of these rows; and for every row, its key's position."""
     keys = row_keys(rows)
     _, first, place = np.unique(keys, return_index=True, return_inverse=True)
     return rows[first], first, place
 
 
 def steps_of(rows: Rows) -> NDArray[np.int64]:
-    """Updates that the rows finish, int64 (n,): a crash may leave shards of one without its last row."""
+    """Completed updates, int64 (n,): after a crash, one may have shard rows but no step row."""
     steps: NDArray[np.int64] = rows["step"][rows["kind"] == STEP]
     return steps[steps >= 0]
 
@@ -120,7 +120,7 @@ def _load(paths: Sequence[Path]) -> tuple[list[LedgerSession], list[str]]:
         file = read_file(path)
         sessions += file.sessions
         if torn := file.size - file.sound:
-            notes.append(f"{path.name}: {torn} bytes of a torn tail were ignored")
+            notes.append(f"{path.name}: ignored {torn} bytes of a torn tail")
     if not sessions:
         raise CheckpointError(
             f"{paths[0].parent} holds no complete header: the run ended before its first step."
@@ -140,7 +140,7 @@ def _check_one_run(run_folder: Path, sessions: Sequence[LedgerSession]) -> None:
 
 
 def _missing_ranks(sessions: Sequence[LedgerSession]) -> Iterator[str]:
-    """Faults for processes of a session without a file; a session that ended before its first update needs none."""
+    """Faults for ranks whose file lacks a session; sessions that ended before their first update are exempt."""
     for number, group in groupby(sessions, lambda found: found.header.session):
         members = list(group)
         first = members[0].header
@@ -151,7 +151,7 @@ def _missing_ranks(sessions: Sequence[LedgerSession]) -> Iterator[str]:
 
 
 def _resume_faults(rows: Rows, void: Rows) -> list[str]:
-    """Fault for steps that were computed twice with different outcomes."""
+    """Fault for steps that were computed twice with different results."""
     now, before = common_rows(rows, void)
     wrong = np.flatnonzero(unequal(now, before))
     if not len(wrong):
@@ -184,7 +184,7 @@ def _environment_changes(headers: Sequence[SessionHeader]) -> list[str]:
 
 
 def _gaps(rows: Rows, shards: int) -> list[str]:
-    """Faults for steps between the first and the last, and shards of them, that no file has."""
+    """Faults for steps between the first and the last, or shards of them, that are in no file."""
     of_shards = rows["step"][rows["kind"] == SHARD]
     steps, counts = np.unique(of_shards, return_counts=True)
     found = []
@@ -206,9 +206,9 @@ def _rank_faults(
     first: NDArray[np.intp],
     place: NDArray[np.intp],
 ) -> list[str]:
-    """Fault for the first row that two processes recorded otherwise; `valid`: the rows of each header.
+    """Fault for the first row that two processes recorded differently; `valid`: the rows of each header.
 
-    A training stops there, unless it was resumed with another state than it had saved.
+    Training itself stops at such a row, unless it was resumed from another state than it had saved.
     """
     rows = np.concatenate(valid)
     usual = first[place]
@@ -226,7 +226,7 @@ def _rank_faults(
 
 
 def common_rows(a: Rows, b: Rows) -> tuple[Rows, Rows]:
-    """Rows whose keys both have, in key order."""
+    """Rows whose keys are in both, in key order."""
     keys = row_keys(a), row_keys(b)
     if np.array_equal(*keys):
         return a, b
@@ -245,7 +245,7 @@ def changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file of JSON. Raises CheckpointError when it is damaged."""
+    """Content of a JSON file. Raises CheckpointError when it is damaged."""
     try:
         return dict(read_json(path))
     except (OSError, ValueError, TypeError) as error:

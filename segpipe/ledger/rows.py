@@ -1,14 +1,14 @@
-"""The ledger of a run: digests of every step's input, output and state, one append-only file per process.
+"""The ledger of a run: digests of every step's input, output and state, in one append-only file per process.
 
-`ledger/rank00.bin` is a sequence of sessions, one for each time the run was started or resumed: a header (JSON: recipe,
-fingerprint, process), then rows of one size that carry checksums. A row is keyed (step, shard), never by process, so
+`ledger/rank00.bin` is a sequence of sessions, one for each start or resume of the run: a header (JSON: recipe,
+fingerprint, process), then rows of one size with checksums. A row is keyed by (step, shard), never by process, so
 runs with different numbers of processes compare row by row. Rows of b samples take 64 + 24 b bytes (96 for b = 1). A
-step writes V of them and one more in each process: with V = 16 and b = 4, 100,000 steps take 272 MB from one process
-and 512 MB from 16 (32 MB each).
+step writes V of them, and one more per process: with V = 16 and b = 4, 100,000 steps take 272 MB from one process and
+512 MB from 16 (32 MB each).
 
-A header is a fixed head (magic, version, length, CRC-32 of these), JSON, and the CRC-32 of the JSON. A row ends in the
-CRC-32 of its other bytes. Rows that a crash left torn at the end of a file are dropped. A damaged row with a sound row
-after it was altered after it was written, and is an error.
+A header is a fixed head (magic, version, length, CRC-32 of these), JSON, and the CRC-32 of the JSON. A row ends with
+the CRC-32 of its other bytes. Rows torn by a crash at the end of a file are dropped. A damaged row followed by a sound
+one was altered after it was written, and is an error.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 FOLDER = "ledger"  # in the run folder
 INPUTS = "inputs.json"  # in the run folder: hashes of data and sources
-MAGIC = b"SEGLEDGR"  # its first byte is no kind of row
+MAGIC = b"SEGLEDGR"  # its first byte is not a kind of row
 VERSION = 2  # 1 bound its rows by running hashes
-# Kinds of rows: of (step, shard); of a step; single samples or tensors of one field.
+# Kinds of rows: for a (step, shard); for a step; for single samples or tensors of one field.
 SHARD, STEP, PART = 1, 2, 3
 
 SAMPLE_FIELDS = ("image", "target")  # one digest per sample, after augmentation
@@ -55,10 +55,10 @@ STEP_FIELDS = (
     "statistics",
     "ema",
 )
-# Values of each part of a key behind the step: room for 32,000 tensors, 2^27 steps.
+# Number of values of each part of a key after the step: enough for 32,000 tensors and 2^27 steps.
 KEY_PARTS = {"shard": 1 << 17, "kind": 1 << 2, "field": 1 << 5, "part": 1 << 12}
 
-PARTS = "/parts"  # ends the names of fields of which single tensors were recorded
+PARTS = "/parts"  # suffix of fields whose single samples or tensors were recorded
 Rows: TypeAlias = NDArray[Any]  # structured, of `row_type`
 Key: TypeAlias = tuple[int, str, int]  # kind, field, shard (-1: none)
 Values: TypeAlias = dict[Key, NDArray[Any]]
@@ -66,12 +66,12 @@ _HEAD, _CRC = Struct("<8sII"), Struct("<I")
 
 
 def ledger_path(run_folder: Path, rank: int) -> Path:
-    """File of a rank."""
+    """Ledger file of a rank."""
     return run_folder / FOLDER / f"rank{rank:02d}.bin"
 
 
 def ledger_files(run_folder: Path) -> list[Path]:
-    """Files of all ranks, by rank."""
+    """Ledger files of all ranks, by rank."""
     return sorted((run_folder / FOLDER).glob("rank*.bin"))
 
 
@@ -80,15 +80,15 @@ def row_type(samples: int) -> np.dtype[Any]:
     return np.dtype(
         [
             ("kind", "u1"),
-            # Of part rows: index into `part_fields`.
+            # In part rows: index into `part_fields`.
             ("field", "u1"),
-            # Of shard and step rows: a bit for each field given. Of part rows: number of digests.
+            # In shard and step rows: a bit for each field present. In part rows: number of digests.
             ("present", "<u2"),
             # -1 in rows without a shard.
             ("shard", "<i4"),
-            # The step before a session's first one stands for the state it starts from.
+            # The step before a session's first one holds the state it starts from.
             ("step", "<i8"),
-            # Of part rows: index among the rows of its field.
+            # In part rows: index among the rows of the field.
             ("part", "<i4"),
             ("epoch", "<i4", (samples,)),
             ("sample", "<i4", (samples,)),
@@ -99,12 +99,12 @@ def row_type(samples: int) -> np.dtype[Any]:
 
 
 def part_fields(shard: int) -> tuple[str, ...]:
-    """Fields that may have part rows: those of a shard, or of a step (shard -1)."""
+    """Fields that may have part rows, for a shard or for a step (shard -1)."""
     return (*SHARD_FIELDS, *AUDIT_FIELDS) if shard >= 0 else STEP_FIELDS
 
 
 def slots(kind: int, samples: int) -> dict[str, slice]:
-    """Which digests of a shard or step row belong to each field."""
+    """Slice of a shard or step row's digests that belongs to each field."""
     found, place = {}, 0
     for name in SHARD_FIELDS if kind == SHARD else STEP_FIELDS:
         width = samples if kind == SHARD and name in SAMPLE_FIELDS else 1
@@ -114,16 +114,16 @@ def slots(kind: int, samples: int) -> dict[str, slice]:
 
 
 def row_keys(rows: Rows) -> NDArray[np.int64]:
-    """Keys of rows, int64, that sort by step, shard, kind, field and part."""
+    """Keys of rows, int64; they sort by step, shard, kind, field and part."""
     keys: NDArray[np.int64] = rows["step"] + 1
     for name, number in KEY_PARTS.items():
         keys = keys * number + rows[name]
-        keys += name == "shard"  # from -1
+        keys += name == "shard"  # shards start at -1
     return keys
 
 
 def unequal(a: Rows, b: Rows) -> NDArray[np.bool_]:
-    """Which rows of `a` and `b`, of equal keys, differ in samples, epochs or a digest that both have."""
+    """Which rows of `a` and `b`, with equal keys, differ in samples, epochs or a digest that both have."""
     both = a["present"] & b["present"]
     differs = a["digest"] != b["digest"]
     samples = a["sample"].shape[1]
@@ -140,7 +140,7 @@ def unequal(a: Rows, b: Rows) -> NDArray[np.bool_]:
 
 
 def recorded(rows: Rows) -> Values:
-    """What one run recorded of a step, from its rows: one number per sample or tensor."""
+    """What one run recorded for a step, from its rows: one number per sample or tensor."""
     found: Values = {}
     for row in rows:
         kind = int(row["kind"])
@@ -153,7 +153,7 @@ def recorded(rows: Rows) -> Values:
             continue
 
         if kind == SHARD:
-            # One number for both: equal only if epochs and samples are.
+            # One number for epoch and sample: equal only if both are.
             order = row["epoch"].astype(np.int64) << 32 | row["sample"]
             found[kind, "order", shard] = order
         places = slots(kind, len(row["sample"]))
@@ -165,7 +165,7 @@ def recorded(rows: Rows) -> Values:
 
 @dataclass(frozen=True)
 class SessionHeader:
-    """Start of a session: what is trained, where, and from which step."""
+    """Header of a session: what is trained, where, and from which step."""
 
     session: int  # the same on all ranks, from 0
     first_step: int  # rows of earlier sessions from this step on are void
@@ -182,17 +182,17 @@ class SessionHeader:
 
     @property
     def samples_per_shard(self) -> int:
-        """b."""
+        """The b of the row layout."""
         return int(self.recipe["compute.samples_per_shard"])
 
     @property
     def shards(self) -> int:
-        """V."""
+        """Number of logical shards, V."""
         return int(self.recipe["compute.shards"])
 
 
 def encode_rows(rows: Rows) -> bytes:
-    """The rows as bytes, each with its checksum, which is also stored in `rows`."""
+    """The rows as bytes, with their checksums, which are also stored in `rows`."""
     rows["crc"] = _checksums(rows.tobytes(), 0, len(rows), rows.itemsize)
     return rows.tobytes()
 
@@ -218,7 +218,7 @@ def _sealed(content: bytes) -> bytes:
 
 
 class LedgerSession(NamedTuple):
-    """A header and its rows, which begin at byte `start` of the file."""
+    """A header and its rows, which start at byte `start` of the file."""
 
     header: SessionHeader
     rows: Rows
@@ -234,7 +234,7 @@ class LedgerFile(NamedTuple):
 
 
 def read_file(path: Path) -> LedgerFile:
-    """Sessions of one file. Raises CheckpointError when it is no ledger, of another version, or altered."""
+    """Sessions of one file. Raises CheckpointError when it is not a ledger, of another version, or altered."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -258,7 +258,7 @@ def _decode(path: Path, raw: bytes, place: int) -> tuple[SessionHeader, int] | N
     if not any(head) and not raw[place:].strip(b"\0"):
         return None  # empty, or a power cut before the content reached the disk
     if not head.startswith(MAGIC[: len(head)]):
-        text = f"{path} is no ledger: it starts with {head[:8]!r}."
+        text = f"{path} is not a ledger: it starts with {head[:8]!r}."
         raise CheckpointError(f"{text} Give the folder of a run.")
     if len(head) < size:
         return None
@@ -269,7 +269,7 @@ def _decode(path: Path, raw: bytes, place: int) -> tuple[SessionHeader, int] | N
         raise altered
     if version != VERSION:
         raise CheckpointError(
-            f"{path} has version {version}, but version {VERSION} was needed. Use the segpipe that wrote it."
+            f"{path} has version {version}, but version {VERSION} was needed. Use the segpipe version that wrote it."
         )
     start = place + size
     content = raw[start : start + length]
@@ -293,7 +293,7 @@ def _rows(
     bad = np.flatnonzero(rows["crc"] != _checksums(raw, start, count, size))
     sound = int(bad[0]) if len(bad) else count
     end = start + sound * size
-    # A new session drops a torn tail before it.
+    # A new session drops any torn tail before it starts.
     if end != following and (following >= 0 or _holds_row(raw, end, size)):
         where = "the first"
         if sound:
@@ -307,7 +307,7 @@ def _rows(
 
 
 def _holds_row(raw: bytes, start: int, size: int) -> bool:
-    """Whether a sound row begins at any byte from `start`, also one shifted by lost bytes."""
+    """Whether a sound row starts at any byte from `start` on, even if lost bytes have shifted it."""
     last = max(len(raw) - size + 1, start)
     kinds = np.frombuffer(raw, np.uint8)[start:last]
     candidates = np.flatnonzero((kinds >= SHARD) & (kinds <= PART)) + start
@@ -320,7 +320,7 @@ def _holds_row(raw: bytes, start: int, size: int) -> bool:
 def next_session(run_folder: Path) -> int:
     """Number of the session about to start; rank 0 broadcasts it before any rank writes.
 
-    Raises CheckpointError for a file that is no ledger, or was altered.
+    Raises CheckpointError for a file that is not a ledger, or was altered.
     """
     files = [read_file(path) for path in ledger_files(run_folder)]
     earlier = [each.header.session for file in files for each in file.sessions]
@@ -330,17 +330,17 @@ def next_session(run_folder: Path) -> int:
 class LedgerWriter:
     """Appends the rows of this process to its file.
 
-    Digests are int64 tensors and stay on their device until `flush`; nothing waits for a device before. Numbers (lr,
+    Digests are int64 tensors and stay on their device until `flush`; nothing synchronizes before that. Numbers (lr,
     loss) are stored as float64 bits.
     """
 
     def __init__(self, path: Path, header: SessionHeader) -> None:
-        """Start a session at the end of the file, after dropping a torn tail. Raises CheckpointError."""
+        """Start a session at the end of the file, after dropping a torn tail. Raises CheckpointError on failure."""
         self.path = path
         self._samples = header.samples_per_shard
         self._type = row_type(self._samples)
         self._rows: list[Rows] = []
-        # Pending digests: the rows that they belong to, and the place of the first among those of the rows.
+        # Pending digests: their rows, the position of the first digest in those rows, and the values.
         self._values: list[tuple[Rows, int, Tensor]] = []
         sound = read_file(path).sound if path.exists() else 0
         with _disk(path):
@@ -357,7 +357,7 @@ class LedgerWriter:
         samples: Tensor,
         digests: Mapping[str, Tensor],
     ) -> None:
-        """Row of a shard: epochs and indices of its samples (on the host), and digests by SHARD_FIELDS.
+        """Add the row of a shard: epochs and indices of its samples (on the host), and digests by SHARD_FIELDS.
 
         Digests are int64, 0-d, or (b,) for SAMPLE_FIELDS; they must not change before the next flush.
         """
@@ -366,14 +366,15 @@ class LedgerWriter:
         row["sample"] = samples.numpy()
 
     def step_row(self, step: int, digests: Mapping[str, Tensor]) -> None:
-        """Row of a step by STEP_FIELDS: its reduction, and the state after it; step `first - 1` is the state before.
+        """Add the row of a step, digests by STEP_FIELDS: its reduction, and the state after it.
 
-        Every rank writes its own, so that ranks that diverged are found.
+        Step `first - 1` is the state before the first step. Every rank writes its own row, so that ranks that diverged
+        are found.
         """
         self._row(STEP, step, -1, digests)
 
     def part_rows(self, step: int, shard: int, name: str, digests: Tensor) -> None:
-        """Digests int64 (n,) of the samples or tensors of one field of a shard, or of a step (shard -1)."""
+        """Add digests, int64 (n,), of the samples or tensors of one field of a shard, or of a step (shard -1)."""
         count, (width,) = digests.numel(), self._type["digest"].shape
         rows = self._new(PART, -(-count // width), step, shard)
         rows["field"] = part_fields(shard).index(name)
@@ -384,7 +385,7 @@ class LedgerWriter:
     def flush(self, *, sync: bool = False) -> None:
         """Write the pending rows, after one copy from the device; with `sync` they also survive a power cut.
 
-        Raises CheckpointError when the disk rejects them; the file then ends with the last sound row.
+        Raises CheckpointError if writing fails; the file then ends with the last sound row.
         """
         if self._rows:
             _fill(self._values)
@@ -393,7 +394,7 @@ class LedgerWriter:
             self._values = []
             self._append(encode_rows(rows))
         if sync:
-            # Not tried again: after a failed sync, Linux forgets which pages are not written.
+            # No retry: after a failed fsync, Linux forgets which pages are not written.
             with _disk(self.path):
                 os.fsync(self._file)
 
@@ -440,7 +441,7 @@ def _disk(path: Path) -> Iterator[None]:
 
 def _fill(values: Sequence[tuple[Rows, int, Tensor]]) -> None:
     """Put digests into their rows, after one copy from each device."""
-    import torch  # here, so that reading a ledger does not load it
+    import torch  # here, so that reading a ledger does not import it
 
     by_device = defaultdict(list)
     for rows, start, value in values:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Digests of words that lie in many tensors of a GPU by Triton, as digest.c: two launches for any number of tensors."""
+"""digest.c in Triton: digests of the words of many tensors on a GPU, in two launches for any number of tensors."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 2048  # words that a program reads
-# Constants and formula are those of digest.py, which compares both before the first use.
+# Constants and formula are those of digest.py; `segpipe gpu-check` compares the results.
 
 
 @triton.jit
@@ -29,9 +29,9 @@ def _mixed_indices(indices):
 
 @triton.jit
 def _add_to_blocks(addresses, pieces, sums, chunk: tl.constexpr):
-    """Adds what the words of one piece make to the sum of their block; integers, so the order does not matter.
+    """Adds the mixed words of one piece to the sum of their block; integers, so the order does not matter.
 
-    addresses: of each tensor, int64. pieces: the table of `_pieces`, a row for each program. sums: of each block.
+    addresses: of each tensor, int64. pieces: the table of `_pieces`, one row per program. sums: of each block.
     """
     at = pieces + tl.program_id(0).to(tl.int64) * 5
     part = tl.load(at)
@@ -49,7 +49,7 @@ def _add_to_blocks(addresses, pieces, sums, chunk: tl.constexpr):
 
 @triton.jit
 def _join_blocks(sums, edges, digests, chunk: tl.constexpr):
-    """The digest of one group, from the sums of its blocks: these are words themselves, with indices from 0.
+    """The digest of one group: H of its block sums, taken as words with indices from 0.
 
     edges: first block of each group, and the end of the last.
     """
@@ -71,8 +71,8 @@ def digests(
 ) -> Tensor:
     """Digest of each group of consecutive `parts`, int64 (n,), on their device; the host does not wait.
 
-    Every part holds `lengths` words, consecutive in memory, at a multiple of 8 bytes. Group g ends before part
-    ends[g], and `block` words have a sum of their own.
+    Every part holds `lengths` words, contiguous in memory and aligned to 8 bytes. Group g ends before part ends[g].
+    Each block of `block` words has its own sum.
     """
     device = parts[0].device
     pieces, edges, num_blocks = _pieces(lengths, ends, block, device)
@@ -90,8 +90,8 @@ def digests(
 def _pieces(
     lengths: tuple[int, ...], ends: tuple[int, ...], block: int, device: torch.device
 ) -> tuple[Tensor, Tensor, int]:
-    """The work of each program, int64 (n, 5): part, first word in it, words, place in the block, block. Then the first
-    block of each group and the end of the last, int64; and the number of blocks."""
+    """The work of each program, int64 (n, 5): part, its first word, number of words, position in the block, block. Then
+    the first block of each group and the end of the last, int64; and the number of blocks."""
     rows = []
     edges = [0]
     start = 0
@@ -113,10 +113,10 @@ def _pieces(
 
 
 def _uploaded(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on the device, from memory that the host need not wait for."""
+    """A copy on the device, from page-locked memory, so that the host need not wait."""
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor
-    with suppress(RuntimeError):  # pages cannot be locked: the host waits
+    with suppress(RuntimeError):  # if pages cannot be locked, the host waits
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

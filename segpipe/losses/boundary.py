@@ -1,4 +1,4 @@
-"""Losses of a head of one channel: borders between classes as in PIDNet, and STDC's edges of a Laplacian pyramid."""
+"""Losses of a one-channel head: class boundaries as in PIDNet, and STDC's edges from a Laplacian pyramid."""
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,8 @@ def boundary_target(target: Tensor, *, width: int = 2) -> Tensor:
     """Band around class changes that supervises the edge branch.
 
     A pixel is positive when another labelled class lies within `width` pixels (square window). Contact with ignored
-    pixels makes no edge, so an unlabelled car bonnet does not become one long boundary. IGNORE_INDEX is above
-    all classes.
+    pixels makes no edge, so an unlabelled car bonnet does not become one long boundary. Relies on IGNORE_INDEX being
+    above all classes.
 
     Shapes: target uint8 (B, H, W) -> bool (B, 1, H, W). No gradient.
     Source: edge supervision as in PIDNet, arXiv:2206.02066; the ignore rule is ours.
@@ -30,7 +30,7 @@ def boundary_target(target: Tensor, *, width: int = 2) -> Tensor:
 
 
 def as_two_classes(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, target and class weights of the band's loss, with edges weighted as much as all other pixels together.
+    """Logits, target and class weights of the boundary loss; edges weigh as much as all other pixels together.
 
     The binary cross-entropy of a logit is the cross-entropy of the two logits 0 and itself.
 
@@ -48,7 +48,7 @@ def as_two_classes(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tens
 def detail_target(target: Tensor) -> Tensor:
     """Pixels whose class id exceeds the mean of their 8 neighbors, at full or half resolution.
 
-    Ignored pixels and those beyond the image make no edge, and are none.
+    Pixels that are ignored or outside the image neither make an edge nor are one.
 
     Shapes: target uint8 (B, H, W) -> float32 (B, 1, H, W), values 0 or 1. No gradient.
     """
@@ -57,22 +57,22 @@ def detail_target(target: Tensor) -> Tensor:
     window = labels.new_ones(1, 1, 3, 3)
     found = torch.zeros_like(valid)
     for stride in STRIDES:
-        # The published kernel, 8 times the center less its neighbors, without those that are ignored.
+        # The published kernel, 8 times the center minus its neighbors, but without ignored neighbors.
         around = F.conv2d(labels, window, stride=stride, padding=1)
         counted = F.conv2d(valid, window, stride=stride, padding=1)
         center = labels[:, :, ::stride, ::stride]
         contrast = counted * center - around
-        # A whole number but for the rounding of a fast convolution: as the published threshold of 0.1.
+        # A whole number up to the rounding of a fast convolution, so 0.5 equals the published threshold of 0.1.
         edge = (contrast > 0.5) & (valid[:, :, ::stride, ::stride] > 0)
         found += F.interpolate(edge.float(), found.shape[2:])
     return (found > 0).float() * valid
 
 
 def detail_sum(logits: Tensor, target: Tensor) -> Tensor:
-    """Binary cross-entropy and Dice, of which Dice is a mean over the images, times the shard's valid pixels.
+    """Binary cross-entropy summed over valid pixels, plus Dice averaged over images times the number of valid pixels.
 
-    Source: arXiv:2104.13188, section 3.3. The published third level, of stride 4, has weight 0.1 and the threshold is
-    above 0.1, so that the levels of stride 1 and 2 alone decide; the rule for ignored pixels is ours.
+    Source: arXiv:2104.13188, section 3.3. The published third level, of stride 4, has weight 0.1, but the threshold is
+    above 0.1, so only the levels of stride 1 and 2 decide. The rule for ignored pixels is ours.
 
     Shapes: logits float (B, 1, H, W), target uint8 (B, H, W) -> 0-d.
     """
@@ -84,6 +84,6 @@ def detail_sum(logits: Tensor, target: Tensor) -> Tensor:
     probability = logits.sigmoid() * valid.to(logits.dtype)
     common = (probability * edge).sum(pixels)
     sizes = probability.sum(pixels) + edge.sum(pixels)
-    # The ones keep an image without edges finite; one without labels has Dice 0.
+    # The ones keep images without edges finite; an image without labels has a Dice loss of 0.
     dice = 1 - (2 * common + 1) / (sizes + 1)
     return torch.where(valid, entropy, 0.0).sum() + dice.mean() * valid.sum()

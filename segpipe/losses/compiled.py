@@ -1,7 +1,7 @@
 """Upsampling and cross-entropy on a CPU by upsampled.c: the same bits for any number of threads and any x86.
 
-A task is a block of 64 columns of an image, whatever the number of threads. The C file uses sums, products and
-divisions only, so IEEE 754 gives its bits; it is compiled without contraction to fused operations (native.FLAGS).
+A task is a block of 64 columns of an image, for any number of threads. The C file only uses sums, products and
+divisions, so IEEE 754 defines its bits; it is compiled without contraction to fused operations (native.FLAGS).
 """
 
 import ctypes
@@ -38,7 +38,7 @@ class _Pass(ctypes.Structure):
 
 
 def library() -> Any:
-    """upsampled.c as a ctypes library; None where it cannot be compiled."""
+    """upsampled.c as a ctypes library; None if it cannot be compiled."""
     found = native.load(SOURCE)
     if found is not None:
         found.segpipe_join.restype = None
@@ -49,7 +49,7 @@ def library() -> Any:
 
 
 def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
-    """As `fused.Wanted` says, for float32 on a CPU. Raises DataError for a target that is no class."""
+    """The pass that `fused.Wanted` describes, for float32 on a CPU. Raises DataError for a target that is no class."""
     batch, classes, rows_in, cols_in = head.logits.shape
     tasks = batch * -(-head.target.shape[2] // WIDTH)
     span = _span(head.columns.host[0], cols_in)
@@ -77,7 +77,7 @@ def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
 
 
 def classes_and_counts(head: ClassHead) -> tuple[Tensor, Tensor]:
-    """Most probable class of every pixel, and how often each comes with each target, ignored ones too.
+    """Most probable class of every pixel, and its confusion counts with every target id, including ignored ones.
 
     Shapes: -> uint8 (B, H, W), int64 (256, C).
     """
@@ -91,14 +91,14 @@ def classes_and_counts(head: ClassHead) -> tuple[Tensor, Tensor]:
 
 
 def _span(low: NDArray[np.int64], num_in: int) -> int:
-    """Most columns of the logits that a task touches."""
+    """The largest number of logit columns that a task touches."""
     first = low[::WIDTH]
     last = np.append(low[WIDTH - 1 :: WIDTH], low[-1])[: len(first)]
     return int((np.minimum(last + 1, num_in - 1) - first).max()) + 1
 
 
 def _given(head: ClassHead, **others: Any) -> _Pass:
-    """What the C file reads and writes; lives as long as the tensors."""
+    """The struct that the C file reads and writes; valid as long as the tensors."""
     tensors = {
         "logits": head.logits,
         "target": head.target,
@@ -115,7 +115,7 @@ def _given(head: ClassHead, **others: Any) -> _Pass:
             tensors[name] = value.data_ptr()
     assert head.logits.dtype == torch.float32
     lengths = (*head.logits.shape, *head.target.shape[1:])
-    shape = dict(zip(NUMBERS, lengths, strict=False))  # but for `span`
+    shape = dict(zip(NUMBERS, lengths, strict=False))  # all but `span`
     return _Pass(**tensors, **shape, ignore_index=IGNORE_INDEX)
 
 
@@ -124,5 +124,5 @@ def _check(code: int) -> None:
         raise MemoryError("no memory for the loss")
     if code == -1:
         raise DataError(
-            "a target is neither a class nor ignored, after the files were checked: look for a transform that makes ids"
+            "a target is neither a class nor ignored, but the files were checked: look for a transform that adds ids"
         )

@@ -1,4 +1,4 @@
-"""Cross-entropy of every pixel by plain torch, and weights of the classes in it."""
+"""Cross-entropy of every pixel in plain torch, and its class weights."""
 
 import torch
 import torch.nn.functional as F
@@ -9,13 +9,13 @@ from segpipe.losses.fused import ClassHead, LossPass, Wanted
 
 
 def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
-    """As `fused.Wanted` says, in any float type, by autograd through logits at the size of the target."""
+    """The pass that `fused.Wanted` describes, in any float type, by autograd through logits at the target's size."""
     factors, slopes = wanted.factors, wanted.slopes
     logits, valid = head.logits.detach().requires_grad_(), head.valid
     classes = torch.arange(logits.shape[1], device=logits.device).view(1, -1, 1, 1)
     with torch.set_grad_enabled(wanted.gradient):
         wide = head.rows.matrix @ (logits @ head.columns.matrix.t())
-        # The reducing kernels have no deterministic form on CUDA.
+        # With a reduction, CUDA has no deterministic kernel.
         losses = F.cross_entropy(
             wide,
             head.target.long(),
@@ -42,12 +42,12 @@ def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
 def class_weights(pixels: Tensor, name: str) -> Tensor:
     """Weight of each class from its pixel count, scaled so that the mean over the training pixels is 1.
 
-    "logX": 1 / log(X + frequency), which lifts rare classes by at most a factor of log(X + 1) / log(X): 36 for
-    X = 1.02, which "log" stands for, 8 for 1.10. A class without a pixel gets the weight of frequency 0. Source: ENet,
-    arXiv:1606.02147, equation 1.
+    "logX": 1 / log(X + frequency), which lifts rare classes by a factor of at most log(X + 1) / log(X): 36 for X = 1.02
+    (plain "log"), 8 for 1.10. A class without pixels gets the weight of frequency 0. Source: ENet, arXiv:1606.02147,
+    equation 1.
 
-    "sqrt": 1 / sqrt(frequency), without a bound: a class of 0.01 % of the pixels weighs 100 times as much as one of
-    all. A class without a pixel gets the weight of a single pixel.
+    "sqrt": 1 / sqrt(frequency), without a bound: a class with 0.01 % of the pixels weighs 100 times as much as one with
+    all. A class without pixels gets the weight of a class with one pixel.
 
     Shapes: int64 (C,) -> float32 (C,).
     """
@@ -57,5 +57,5 @@ def class_weights(pixels: Tensor, name: str) -> Tensor:
     else:
         offset = float(name.removeprefix("log") or 1.02)
         divisor = torch.log(offset + frequency)
-    weights = divisor.reciprocal()  # up to a factor, which the last line cancels
+    weights = divisor.reciprocal()  # up to a factor that cancels in the last line
     return (weights / (weights * frequency).sum().clamp_min(1e-12)).float()

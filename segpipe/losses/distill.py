@@ -1,4 +1,4 @@
-"""Distillation: the answers of a trained network, the teacher, as targets."""
+"""Distillation: the outputs of a trained network, the teacher, as targets."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from segpipe import IGNORE_INDEX
 
 
 class TeacherLogits(NamedTuple):
-    """What the teacher says of a shard: logits (B, C, h, w), and how they are upsampled."""
+    """The teacher's output for a shard: logits (B, C, h, w), and how they are upsampled."""
 
     logits: Tensor
     align_corners: bool
@@ -26,7 +26,7 @@ def distill_sum(
 
     Source: arXiv:1503.02531.
 
-    Both logits are divided by the temperature first; its square keeps the size of the gradient. The teacher gets no
+    Both logits are first divided by the temperature; its square preserves the gradient's scale. The teacher gets no
     gradient.
 
     Shapes: logits and teacher float (B, C, H, W), target uint8 (B, H, W) -> 0-d.

@@ -1,8 +1,8 @@
-"""Losses of heads whose logits are never upsampled as a whole: the gradient is computed along with the loss.
+"""Losses that compute the gradient together with the loss, without upsampling all logits of a head at once.
 
-A pass goes over the pixels of a head: compiled.py (CPU) and triton_pass.py (CUDA) without ever holding logits at the
-size of the target, cross_entropy.py with them. The pixels are gone over once, or twice where a figure of all of them
-comes first (OHEM, Dice). What is kept has one number per pixel, not one per pixel and class.
+A pass goes over the pixels of a head: compiled.py (CPU) and triton_pass.py (CUDA) never hold logits at the size of the
+target; cross_entropy.py does. There is one pass, or two if the gradient needs a figure of all pixels first (OHEM,
+Dice). Passes keep one number per pixel, not one per pixel and class.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from segpipe.models.resize import Axis
 
 @dataclass(frozen=True)
 class ClassHead:
-    """Logits at output stride, and the pixels at which their cross-entropy is taken.
+    """Logits at output stride, and the pixels at which their cross-entropy is computed.
 
     Shapes: logits float (B, C, h, w); target uint8 (B, H, W), contiguous; rows from h to H and columns from w to W;
     weights (C,), of the type of the logits.
@@ -46,10 +46,11 @@ class ClassHead:
 
 @dataclass(frozen=True)
 class LossPass:
-    """What a pass over the pixels of a head found.
+    """Result of a pass over the pixels of a head.
 
-    Shapes: losses float (B, H, W), 0 where ignored, and perhaps where the factor is 0; gradient as the logits; sums
-    float64 (3, C): for each class its probability at its own pixels, at all valid pixels, and the number of its pixels.
+    Shapes: losses float (B, H, W), 0 where ignored, and possibly where the factor is 0; gradient as the logits; sums
+    float64 (3, C): for each class its probability summed over its own pixels and over all valid pixels, and the number
+    of its pixels.
     """
 
     losses: Tensor
@@ -58,9 +59,10 @@ class LossPass:
 
 
 class Chosen(NamedTuple):
-    """What a term makes of the cross-entropy of every pixel.
+    """A term's values, computed from the cross-entropy of every pixel.
 
-    Shapes: values, which are summed, and slopes, their derivatives by the cross-entropy: (B, H, W); factor of both 0-d.
+    Shapes: values, which are summed, and slopes, their derivatives by the cross-entropy, (B, H, W); factor of both,
+    0-d.
     """
 
     values: Tensor
@@ -71,7 +73,7 @@ class Chosen(NamedTuple):
 def without_weights(
     losses: Tensor, target: Tensor, class_weights: Tensor | None
 ) -> Tensor:
-    """Cross-entropies of pixels from those with class weights; 0 for a class of weight 0.
+    """Cross-entropy of every pixel without its class weight; 0 for a class with weight 0.
 
     Shapes: losses float (B, H, W), 0 where the target, uint8 (B, H, W), is ignored; class_weights (C,).
     """
@@ -83,10 +85,10 @@ def without_weights(
 
 
 class Wanted(NamedTuple):
-    """What a pass computes beside the loss of every pixel: sums, and the gradient of the losses' sum.
+    """What a pass computes besides the loss of every pixel: sums, and the gradient of the sum of losses.
 
-    For the gradient, losses count `factors` times, float (B, H, W), and a loss is added whose derivatives by the
-    probabilities of a valid pixel are `slopes`: of each class, and more where it is the target's; float (C,) each.
+    The gradient weights losses by `factors`, float (B, H, W), and adds that of a loss given by `slopes`, its
+    derivatives by the probabilities of a valid pixel: for each class, plus an extra for the target's; float (C,) each.
     """
 
     gradient: bool = False
@@ -102,16 +104,16 @@ Term = Callable[[Tensor, Tensor, Tensor | None], Chosen]
 
 @dataclass(frozen=True)
 class Terms:
-    """What is summed over the pixels of a class head besides their cross-entropy."""
+    """Terms of a class head's loss in place of, or in addition to, the plain cross-entropy."""
 
-    term: Term | None = None  # None: cross-entropy alone
+    term: Term | None = None  # None: plain cross-entropy
     dice_weight: float = 0.0
-    # bool (B, H, W): pixels that count once more, as the part `edge`
+    # bool (B, H, W): pixels that count a second time, as the part `edge`
     sure: Tensor | None = None
 
 
 class WithGradient(torch.autograd.Function):
-    """A number whose gradient is known already."""
+    """A scalar with a precomputed gradient."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
@@ -126,7 +128,7 @@ class WithGradient(torch.autograd.Function):
 def class_loss(
     head: ClassHead, terms: Terms, scale: Tensor, evaluate: Evaluate
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of a class head with its gradient, and without one its parts: `class`, `dice` and `edge`; 0-d.
+    """Loss of a class head, which has a gradient, and its parts `class`, `dice` and `edge`, which have none; 0-d.
 
     All are multiplied by `scale`, 0-d.
     """
@@ -142,7 +144,7 @@ def class_loss(
         total = sum(others, first)
         if gradient is None:
             return total, parts
-        # Adding no logits hides no NaN where nothing counts.
+        # Adding 0 * logits lets NaN through even where nothing counts.
         gradient.mul_(scale).add_(head.logits, alpha=0)
     return WithGradient.apply(given, total, gradient), parts  # type: ignore[no-untyped-call]
 
@@ -150,10 +152,10 @@ def class_loss(
 def _passes(
     head: ClassHead, terms: Terms, evaluate: Evaluate, *, wanted: bool
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Parts of the loss, and the gradient of their sum where it is wanted."""
+    """Parts of the loss, and the gradient of their sum if it is wanted."""
     term, sure = terms.term, terms.sure
     has_dice = terms.dice_weight > 0
-    # A figure of all pixels enters the gradient of a term and of Dice.
+    # The gradients of a term and of Dice need a figure of all pixels first.
     once = wanted and term is None and not has_dice
     factors = None if sure is None else 1.0 + sure
     found = evaluate(head, Wanted(once, has_dice, factors if once else None))
@@ -180,5 +182,5 @@ def _passes(
 
 
 def _sum(losses: Tensor) -> Tensor:
-    """Row by row, and those in float64: the number of threads does not enter."""
+    """Sum by rows, then over rows in float64, so that the number of threads does not matter."""
     return losses.sum(2).sum(dtype=torch.float64)

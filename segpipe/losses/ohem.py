@@ -1,4 +1,4 @@
-"""Online hard example mining: only the pixels with the highest losses count. Source: arXiv:1604.03540, by value."""
+"""Online hard example mining: only pixels with the highest losses count. Source: arXiv:1604.03540; chosen by value."""
 
 import math
 
@@ -14,33 +14,33 @@ from segpipe.settings.groups import LossConfig
 def ohem(
     losses: Tensor, target: Tensor, class_weights: Tensor | None, config: LossConfig
 ) -> Chosen:
-    """The losses of the hard pixels alone, lifted so that they count as much as all valid ones.
+    """The losses of hard pixels only, scaled up so that they count as much as all valid ones.
 
-    The probability of its class decides whether a pixel is hard, not the weight of that class.
+    Whether a pixel is hard depends on the probability of its class, not on the class weight.
 
     Shapes: losses float32 (B, H, W), target uint8 (B, H, W), class_weights (C,).
     """
     unweighted = without_weights(losses, target, class_weights)
     kept, ratio = hard_pixels(unweighted, target != IGNORE_INDEX, config)
-    # Where none is kept, losses are finite.
+    # Pixels that are not kept have finite losses.
     return Chosen(losses * kept, kept, ratio)
 
 
 def hard_pixels(
     losses: Tensor, valid: Tensor, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """Which pixels are hard, and the number of valid pixels per hard one.
+    """Which pixels are hard, and the ratio of valid to hard pixels.
 
-    A pixel is hard when its loss exceeds `-log(ohem_threshold)`. When fewer than `ohem_min_kept` (a fraction of the
-    shard's pixels) are hard, the highest losses down to that number are kept, ties included.
+    A pixel is hard if its loss is at least `-log(ohem_threshold)`. If fewer than `ohem_min_kept` (a fraction of the
+    shard's pixels) are hard, that many of the highest losses are kept, ties included.
 
     Shapes: losses float32 (B, H, W), valid bool (B, H, W) -> bool (B, H, W), 0-d.
     """
     detached = losses.detach().clamp_min(0)
     fewest = math.ceil(config.ohem_min_kept * losses.numel())
-    # In fp32, as the losses are; no tensor, because the host would wait for a copy to a GPU.
+    # In fp32, like the losses; not a tensor, because the host would wait for a copy to a GPU.
     cut = float(np.float32(-math.log(max(config.ohem_threshold, 1e-12))))
-    # On a CPU it costs little to see that the threshold leaves enough; a GPU would have to be waited for.
+    # On a CPU, a cheap check whether the threshold keeps enough pixels; on a GPU the host would have to wait.
     enough = not losses.is_cuda and bool((detached >= cut).sum() >= fewest)
     limit: Tensor | float = cut
     if fewest > 0 and not enough:
@@ -52,9 +52,9 @@ def hard_pixels(
 
 @torch.library.custom_op("segpipe::kth_largest", mutates_args=())
 def kth_largest(values: Tensor, k: int) -> Tensor:
-    """The k-th largest (1-based), 0-d. An operator of its own, as topk chooses among equal values by chance on a GPU.
+    """The k-th largest value (1-based), 0-d. A custom op, because topk picks arbitrarily among equal values on a GPU.
 
-    What it chooses has the same values each time.
+    The value is the same each time, whichever is picked.
     """
     return values.flatten().topk(k, sorted=False).values.min()
 

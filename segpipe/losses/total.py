@@ -1,8 +1,8 @@
 """The loss of one logical shard, ready for backward.
 
-A term has a file of its own. Terms of pixels (ohem, focal) are made from the cross-entropy of every pixel; they are an
-entry in PIXEL_TERMS. Terms of a whole shard (dice, lovasz, distill) are added to that of the main head with a weight.
-The compiled passes over the pixels (compiled, triton_pass) know no term.
+Each term has its own file. Pixel terms (ohem, focal) are computed from the cross-entropy of every pixel and have an
+entry in PIXEL_TERMS. Shard terms (dice, lovasz, distill) are added to the main head's loss with a weight. The compiled
+passes over the pixels (compiled, triton_pass) do not depend on the terms.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ from segpipe.models.resize import bilinear, bilinear_axes, bilinear_matmul
 from segpipe.settings.groups import LossConfig
 
 KEY = "loss.name"
-# What becomes of the cross-entropy of every pixel of a class head, by `loss.name`; None: it is summed as it is.
+# What is done with the cross-entropy of every pixel of a class head, by `loss.name`; None: it is simply summed.
 PIXEL_TERMS: dict[str, Callable[..., Chosen] | None] = {
     "cross_entropy": None,
     "ohem": ohem,
@@ -37,12 +37,12 @@ NEEDS = {
     "native": "a C compiler and a CPU",
     "triton": "triton, gcc or clang, Python.h, and CUDA",
 }
-# Pixels that the boundary head calls an edge this surely get the extra class loss.
+# Pixels get the extra class loss if the boundary head's edge probability exceeds this.
 EDGE_CONFIDENCE = 0.8
 
 
 def valid_pixels(target: Tensor) -> int:
-    """Number of pixels of a CPU target that are not ignored. numpy counts 35 times as fast as torch sums booleans."""
+    """Number of valid (not ignored) pixels of a CPU target. numpy counts 35 times as fast as torch sums booleans."""
     return int(np.count_nonzero(target.numpy() != IGNORE_INDEX))
 
 
@@ -56,13 +56,13 @@ def shard_loss(
     align_corners: bool,
     teacher: TeacherLogits | None = None,
 ) -> dict[str, Tensor]:
-    """The shard's part of the step's loss, as `total` and by part, 0-d float32 tensors.
+    """The shard's share of the step's loss, as `total` and by part; 0-d float32 tensors.
 
-    Only `total` has a gradient for sure: most are computed with the loss.
+    Only `total` is sure to have a gradient: for most parts, it was computed with the loss.
 
-    Shards add up: everything is divided by `global_valid`, the number of valid pixels of the whole step, which is
-    known before the forward pass. It is an int64 0-d tensor on the device, so that the host never waits for it. Without
-    any valid pixel every part is 0, and so are the gradients.
+    Shards add up: everything is divided by `global_valid`, the number of valid pixels of the whole step, which is known
+    before the forward pass. It is a 0-d int64 tensor on the device, so that the host never waits for it. Without valid
+    pixels, all parts and gradients are 0.
 
     Shapes: heads (B, C, h, w), or (B, 1, h, w) for `boundary`; target uint8 (B, H, W).
     """
@@ -83,7 +83,7 @@ def shard_loss(
 
 
 def backend(config: LossConfig, device_type: str) -> str:
-    """What computes the loss on a device (cpu, cuda).
+    """The backend that computes the loss on a device type (cpu, cuda): native, triton or plain.
 
     Plug-ins take logits at full resolution, so theirs is plain. Raises ConfigError for a loss that does not exist, and
     for a backend that cannot run on the device.
@@ -112,20 +112,20 @@ def backend(config: LossConfig, device_type: str) -> str:
 def _evaluate(name: str) -> Evaluate:
     if name != "triton":
         return compiled.evaluate if name == "native" else cross_entropy.evaluate
-    # Seconds to import, and not installed everywhere.
+    # Takes seconds to import, and is not available everywhere.
     from segpipe.losses import triton_pass
 
     return triton_pass.evaluate
 
 
 def _nothing(losses: Tensor, *_: Any, config: LossConfig) -> Chosen:
-    """What remains of the cross-entropy under a loss of the user's."""
+    """The pixel term under a plug-in loss: the cross-entropy does not count."""
     return Chosen(torch.zeros_like(losses), torch.zeros_like(losses))
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """The heads of a shard. The loss of one is its parts by name."""
+    """The heads of a shard. The loss of a head is a dictionary of its parts by name."""
 
     heads: dict[str, Tensor]
     target: Tensor
@@ -137,7 +137,7 @@ class _Shard:
     def by_autograd(
         self, name: str, teacher: TeacherLogits | None
     ) -> dict[str, Tensor]:
-        """Parts that need the head's logits at the size of the target; autograd finds their gradients."""
+        """Parts that need the head's logits at the size of the target; autograd computes their gradients."""
         config, logits = self.config, self.heads[name]
         if name == "boundary":
             if config.boundary != "detail":
@@ -170,9 +170,9 @@ class _Shard:
     def by_pass(
         self, name: str, evaluate: Evaluate
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Loss of logits at output stride, whose gradient is computed with it, and its parts, which have none.
+        """Loss of logits at output stride, with a gradient computed alongside, and its parts, which have none.
 
-        None where nothing of the head is computed so: a loss of the user's alone.
+        The loss is None if the head has no such part, as with only a plug-in loss.
         """
         config, logits = self.config, self.heads[name]
         has_band = "boundary" in self.heads and config.boundary == "band"
@@ -210,7 +210,7 @@ class _Shard:
         weights: Tensor | None,
         smoothing: float = 0.0,
     ) -> ClassHead:
-        # One copy, of a GPU's channels_last bf16 too.
+        # A single copy, even from channels_last bf16 on a GPU.
         wide = logits.to(torch.float32, memory_format=torch.contiguous_format)
         axes = bilinear_axes(
             wide, self._size, align_corners=self.align_corners, stride=stride
@@ -222,7 +222,7 @@ class _Shard:
         return self.target.shape[1:]
 
     def _sampled(self, name: str) -> tuple[int, Tensor, Tensor]:
-        """The stride of the pixels that the loss of a class head reads, their target, and the factor of their sum."""
+        """Stride of the pixels that a class head's loss reads, their target, and the factor of their sum."""
         config, factor = self.config, 1.0
         stride = config.stride
         if name != "main":
@@ -235,10 +235,10 @@ class _Shard:
     def _at_target(
         self, logits: Tensor, stride: int, align_corners: bool | None = None
     ) -> Tensor:
-        """Logits in fp32 at the size of the target, of which every `stride`-th row and column is computed.
+        """Every `stride`-th row and column of the logits resized to the size of the target, in fp32.
 
-        Resizing to fewer pixels instead would shift them by up to stride / 2 against the target with align_corners: at
-        stride 2 the loss of a perfect network then fell from 0.43 to 0.35.
+        With align_corners, resizing to fewer pixels instead would shift them by up to stride / 2 against the target: at
+        stride 2 that lowered the loss of a perfect network from 0.43 to 0.35.
         """
         wide = logits.float()
         corners = self.align_corners if align_corners is None else align_corners
@@ -254,10 +254,10 @@ def plugin_sum(
     target: Tensor,
     class_weights: Tensor | None,
 ) -> Tensor:
-    """Loss of the function `name`, summed over the valid pixels, 0-d float32; what it says of ignored ones is dropped.
+    """Loss of the function `name`, summed over the valid pixels, 0-d float32; its losses of ignored pixels are dropped.
 
-    The function returns the loss of each pixel, or their sum. Raises ConfigError when it returns anything else, or
-    does not take the arguments.
+    The function returns the loss of each pixel, or their sum. Raises ConfigError if it returns anything else or does
+    not accept the arguments.
 
     Shapes: logits float32 (B, C, H, W), target uint8 (B, H, W), class_weights (C,).
     """

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Upsampling and cross-entropy on CUDA by Triton: as fused.Evaluate, in gather form and without atomics.
+"""Upsampling and cross-entropy on CUDA in Triton: a fused.Evaluate in gather form, without atomics.
 
 A program owns a block of `pixels` columns of the output rows between two rows of the logits. It keeps the gradients of
-both rows in registers, at the columns of the target, and writes them to places of its own. The kernel of resizes
-gathers those into the logits, in a fixed order. So the bits repeat.
+both rows in registers, at the columns of the target, and writes them to its own memory. The resize kernel gathers those
+into the gradient of the logits in a fixed order, so the bits repeat.
 """
 
 from functools import lru_cache
@@ -19,18 +19,18 @@ from segpipe.losses.fused import ClassHead, LossPass, Wanted
 from segpipe.models.resize import Axis
 from segpipe.models.triton_resize import Band, band, product
 
-# Names in the kernels: `pixels` columns of the target that a program owns; `padded`, the classes up to the next power
-# of 2. Shapes in docstrings are those of the registers of one program.
+# Names in the kernels: `pixels`, the number of target columns that a program owns; `padded`, the number of classes
+# rounded up to a power of 2. Shapes in docstrings are those of one program's registers.
 MOST_PIXELS = 64
-REGISTERS = 2048  # logits of a program at most: more would spill (ptxas for sm_90a)
+REGISTERS = 2048  # most logits of a program: more would spill (ptxas for sm_90a)
 
 
 @triton.jit
 def _upsampled(row, mask, left, right, share):
-    """A row of the logits at the columns of the target, (pixels, padded).
+    """A row of the logits, interpolated at the columns of the target, (pixels, padded).
 
-    row: address of each class at column 0 of the row, (1, padded). left, right, share: for each pixel the two columns
-    between which it lies, and the weight of the right one, (pixels,).
+    row: address of each class at column 0 of the row, (1, padded). left, right, share: for each pixel, the two columns
+    between which it lies and the weight of the right one, (pixels,).
     """
     before = tl.load(row + left[:, None], mask=mask, other=0.0)
     after = tl.load(row + right[:, None], mask=mask, other=0.0)
@@ -39,12 +39,12 @@ def _upsampled(row, mask, left, right, share):
 
 @triton.jit
 def _loss_of(z, total, hit, is_class, weight, on, smoothing, even_share, known):
-    """Cross-entropy of pixels, (pixels,), from their logits less the largest, (pixels, padded).
+    """Cross-entropy of pixels, (pixels,), from their logits minus the largest, (pixels, padded).
 
-    total: sum of their exponentials. hit: 1 at the class of the target. on: weight of that class, less what label
-    smoothing takes from it. even_share: what it gives to each class. known: whether the target is a class.
+    total: sum of their exponentials. hit: 1 at the target's class. on: weight of that class, minus what label smoothing
+    takes from it. even_share: what label smoothing gives to each class. known: whether the target is a class.
 
-    NaN where the target is not known as a class: that must not pass in silence.
+    NaN where the target is not a class, so that it does not go unnoticed.
     """
     log_total = tl.log(total)
     loss = on * (log_total - tl.sum(tl.where(hit, z, 0.0), 1))
@@ -56,11 +56,11 @@ def _loss_of(z, total, hit, is_class, weight, on, smoothing, even_share, known):
 
 @triton.jit
 def _gradient_of(probability, hit, valid, on, even, weight, slopes, ids, is_class):
-    """By the logits of pixels, (pixels, padded).
+    """Gradient by the logits of pixels, (pixels, padded).
 
-    Of the cross-entropy, it is the probability times the sum of all weights of the pixel (`along`), less the weight of
-    each class: `on` at the target's, `even` times the class weight at all. With `slopes`, derivatives by the
-    probabilities of another loss, it also is p (slope - mean of the slopes under p), as of any softmax.
+    For the cross-entropy, it is the probability times the sum of all weights of the pixel (`along`), minus the weight
+    of each class: `on` at the target's, `even` times the class weight at all. `slopes`, the derivatives of another loss
+    by the probabilities, add p (slope - mean of the slopes under p), as for any softmax.
     """
     along = on + even * tl.sum(weight, 0)
     if slopes is None:
@@ -93,12 +93,12 @@ def _losses(
     padded: tl.constexpr,
     pixels: tl.constexpr,
 ):
-    """Losses, sums and parts of the gradient. Programs: (image and row of the logits, block of columns).
+    """Writes losses, sums and parts of the gradient. Programs: (image and row of the logits, block of columns).
 
-    A program goes over the output rows that lie between its row of the logits (`upper`) and the next one (`lower`).
-    None for `factors`, `slopes`, `sums` or `parts`, which holds the gradient: it is not given, or not wanted.
+    A program goes over the output rows between its row of the logits (`upper`) and the next one (`lower`). `factors`
+    and `slopes` are None if not given; `sums` and `parts`, which receives the gradient, are None if not wanted.
     """
-    # Where this program is.
+    # Position of this program.
     row_start, row_share, col_low, col_share = axes
     classes, rows_in, cols_in, rows, cols, ignore_index = shape
     smooth, even_share = smoothing
@@ -109,7 +109,7 @@ def _losses(
     is_class = ids < classes
     weight = tl.load(weights + ids, mask=is_class, other=0.0)
 
-    # Its columns of the target, and both rows of the logits at these.
+    # Its target columns, and both rows of the logits interpolated there.
     column = block * pixels + tl.arange(0, pixels)
     inside = column < cols
     left = tl.load(col_low + column, mask=inside, other=0)
@@ -126,14 +126,14 @@ def _losses(
     to_upper, to_lower = zeros, zeros
     common, everything, size = zeros, zeros, zeros
     for y in range(tl.load(row_start + row), tl.load(row_start + row + 1)):
-        # The logits of one output row, less the largest of each pixel.
+        # The logits of one output row, minus the largest of each pixel.
         part = tl.load(row_share + y)
         mixed = upper * (1.0 - part) + lower * part
         z = tl.where(is_class[None, :], mixed, -float("inf"))
         z -= tl.max(z, 1)[:, None]
         total = tl.sum(tl.exp(z), 1)
 
-        # Its targets: `on` is the weight of the cross-entropy of each pixel.
+        # Its targets; `on` is the weight of each pixel's cross-entropy.
         place = (image * rows + y).to(tl.int64) * cols + column
         wanted = tl.load(target + place, mask=inside, other=ignore_index).to(tl.int32)
         valid = wanted != ignore_index
@@ -149,7 +149,7 @@ def _losses(
             everything += tl.where(valid[:, None], probability, 0.0)
             size += tl.where(hit, 1.0, 0.0)
 
-        # Each row gives its gradient to the rows above and below, by its distance.
+        # Each output row adds its gradient to the logit rows above and below, weighted by distance.
         if parts is not None:
             factor = 1.0
             if factors is not None:
@@ -175,9 +175,9 @@ def _losses(
 
 @lru_cache(maxsize=64)
 def _gathering(rows: Axis, columns: Axis) -> tuple[Tensor, Band, Band]:
-    """The first output row of each row of the logits, and what gathers the parts of the gradient: rows, columns.
+    """The first output row of each row of the logits, and the bands that gather the gradient's parts: rows, columns.
 
-    A row of the logits has two rows of parts: its own, and what its programs found for the next one.
+    A row of the logits has two rows of parts: its own, and its programs' share for the next one.
     """
     device, number = rows.low.device, np.arange(rows.num_in)
     starts = np.searchsorted(rows.host[0], np.arange(rows.num_in + 1))
@@ -192,7 +192,10 @@ def _gathering(rows: Axis, columns: Axis) -> tuple[Tensor, Band, Band]:
 
 
 def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
-    """As `fused.Wanted` says, for float32; the loss of a target that is no class is NaN. Never waits for the device."""
+    """The pass that `fused.Wanted` describes, for float32. Never waits for the device.
+
+    The loss of a target that is not a class is NaN.
+    """
     logits, rows, columns = head.logits, head.rows, head.columns
     batch, classes, rows_in, cols_in = logits.shape
     height, width = head.target.shape[1:]

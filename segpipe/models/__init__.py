@@ -14,7 +14,7 @@ from segpipe.models.plugin_network import PluginNetwork
 from segpipe.settings.setting import nearest
 
 KEY = "model.name"
-# Module of this folder and name in it; a network's module is imported when the network is asked for.
+# Module in this folder and name in it; a network's module is imported when the network is requested.
 MODELS = {
     "fast_scnn": "fast_scnn:FastSCNN",
     "ddrnet23_slim": "ddrnet:ddrnet23_slim",
@@ -43,9 +43,9 @@ MODELS = {
 def build_model(
     name: str, num_classes: int, args: Mapping[str, Any] = MappingProxyType({})
 ) -> SegmentationNet:
-    """The network `name` with auxiliary heads and fresh weights, drawn from torch's global generator.
+    """The network `name` with auxiliary heads and initial weights, drawn from torch's global generator.
 
-    `name` is one of MODELS, or the import path package.module:Name of a class, or a function, that is called with
+    `name` is one of MODELS, or the import path package.module:Name of a class or function, which is called with
     `num_classes` and `args` by keyword and returns a module. Raises ConfigError for an unknown name or argument, and
     for an error in the user's code.
     """

@@ -1,6 +1,6 @@
 """BiSeNetV2, arXiv:2004.02147, as in CoinCheung/BiSeNet: a wide detail branch guided by a deep semantic one.
 
-That code differs from the paper in the width of the head (1024) and in ReLUs of the semantic branch.
+That code differs from the paper in the head's width (1024) and in ReLUs of the semantic branch.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ from segpipe.models.layers import (
 )
 
 AUX = {"aux2": (16, 4), "aux3": (32, 8), "aux4": (64, 16), "aux5": (128, 32)}
-"""Auxiliary heads: channels and stride of the features that they read."""
+"""Auxiliary heads: channels and stride of the features they read."""
 
 
 class BiSeNetV2(SegmentationNet):
@@ -61,7 +61,7 @@ class BiSeNetV2(SegmentationNet):
                 nn.init.zeros_(module.project[1].weight)  # type: ignore[arg-type]
 
     def features(self, image: Tensor) -> Features:
-        """Logits (B, num_classes, H/8, W/8); those of "aux2" to "aux5" have the strides 2, 4, 8 and 16."""
+        """Logits (B, num_classes, H/8, W/8); the logits of "aux2" to "aux5" have strides 2, 4, 8 and 16."""
         stride4 = self.stem(image)
         stride8 = self.stage3(stride4)
         stride16 = self.stage4(stride8)
@@ -73,7 +73,7 @@ class BiSeNetV2(SegmentationNet):
 
 
 class Stem(nn.Module):
-    """(B, 3, H, W) -> (B, 16, H/4, W/4): convolutions beside a max-pooling."""
+    """(B, 3, H, W) -> (B, 16, H/4, W/4): convolutions in parallel with a max-pooling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Stem(nn.Module):
 
 
 class Gather(nn.Module):
-    """3x3, a depthwise convolution to six times the channels, 1x1 back, and a shortcut.
+    """3x3 convolution, depthwise convolution to six times the channels, 1x1 back, and a shortcut.
 
     The last BatchNorm of a block starts with weight 0.
     """
@@ -108,7 +108,7 @@ class Gather(nn.Module):
 
 
 class Shrink(nn.Module):
-    """As Gather at half the size: two depthwise convolutions, and a separable one as the shortcut."""
+    """Like Gather, at half the size: two depthwise convolutions, and a separable one as the shortcut."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""DABNet, arXiv:1907.11357: depthwise asymmetric bottlenecks, and the image beside the features of each stage."""
+"""DABNet, arXiv:1907.11357: depthwise asymmetric bottlenecks; each stage's features are concatenated with the image."""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from segpipe.models.layers import (
     renames,
 )
 
-DILATIONS = (4, 4, 8, 8, 16, 16)  # of the second stage; 2 in the first
+DILATIONS = (4, 4, 8, 8, 16, 16)  # of the second stage; the first uses 2
 
 
 class DABNet(SegmentationNet):
@@ -54,14 +54,14 @@ class DABNet(SegmentationNet):
 
 
 class BNPReLU(nn.Sequential):
-    """BatchNorm, then a ReLU with a slope below 0 per channel."""
+    """BatchNorm, then PReLU with one slope per channel."""
 
     def __init__(self, planes: int) -> None:
         super().__init__(nn.BatchNorm2d(planes, eps=1e-3), nn.PReLU(planes))
 
 
 class DABDownsampler(nn.Module):
-    """Half the size: a strided convolution and, where the channels grow, a max-pooling of the input beside it."""
+    """Half the size: a strided convolution, concatenated with a max-pooling of the input if the channels grow."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class DABDownsampler(nn.Module):
 
 
 class DABModule(nn.Module):
-    """Half the channels, the sum of a plain and a dilated pair of depthwise 3x1 and 1x3, all channels; a shortcut."""
+    """Half the channels, the sum of a plain and a dilated depthwise 3x1 and 1x3 pair, all channels; and a shortcut."""
 
     def __init__(self, planes: int, dilation: int) -> None:
         super().__init__()

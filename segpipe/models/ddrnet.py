@@ -39,10 +39,10 @@ def ddrnet39(num_classes: int) -> "DDRNet":
 
 
 class DDRNet(SegmentationNet):
-    """DDRNet with base width `planes` and `blocks` at strides 4, 8, and 16 and 32.
+    """DDRNet with base width `planes`; `blocks` are for stride 4, for stride 8, and for strides 16 and 32.
 
-    The branches exchange features after stride 16 and after stride 32. With `twice`, stride 16 has as many blocks
-    again, and another exchange. The head "aux" reads the detail branch after the last exchange at stride 16.
+    The branches exchange features after stride 16 and after stride 32. With `twice`, stride 16 has a second group of
+    as many blocks, and another exchange. The head "aux" reads the detail branch after the last exchange at stride 16.
     """
 
     size_multiple = 64
@@ -111,7 +111,7 @@ class DDRNet(SegmentationNet):
     def _exchange(
         self, stage: str, context: Tensor, detail: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """One stage of both branches, then each plus the other, before their ReLUs."""
+        """One stage of both branches, then each plus a projection of the other, before the final ReLU."""
         context = self.get_submodule(f"context{stage}")(context)
         detail = self.get_submodule(f"detail{stage}")(detail)
         to_detail = self.get_submodule(f"to_detail{stage}")(F.relu(context))

@@ -1,4 +1,4 @@
-"""EfficientViT-Seg, arXiv:2205.14756: timm's encoder with linear attention, below the authors' head."""
+"""EfficientViT-Seg, arXiv:2205.14756: timm's encoder with linear attention, and the authors' head."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _conv = partial(conv_bn, names=NAMES)
 
 
 class EfficientViT(EncoderNet):
-    """Encoder efficientvit_`size` of timm and a head of `depth` inverted residuals, `width` channels wide.
+    """timm's encoder efficientvit_`size`, and a head of `depth` inverted residuals that is `width` channels wide.
 
     19 classes: 706,691 parameters for B0 and 4,803,443 for B1, all used in inference. Raises ConfigError without timm.
     """

@@ -20,8 +20,8 @@ DILATIONS = (2, 4, 8, 16)
 class ERFNet(SegmentationNet):
     """2,064,191 parameters (19 classes), all used in inference. Logits have the size of the image.
 
-    Published files hold 2,451 more: a classifier of the encoder, which pretraining alone uses. Initial weights are
-    those of torch's layers, as in the authors' code.
+    Published files hold 2,451 more: a classifier of the encoder, used only in pretraining. Initial weights are torch's
+    defaults, as in the authors' code.
     """
 
     output_stride = 1
@@ -56,7 +56,7 @@ class ERFNet(SegmentationNet):
         init_near_zero(self.head)
 
     def features(self, image: Tensor) -> Features:
-        """Main logits (B, num_classes, H, W); what the decoder adds up to multiples of 8 lies beyond the image."""
+        """Main logits (B, num_classes, H, W); the decoder's excess, up to multiples of 8, is cropped."""
         logits = self.head(self.decoder(self.encoder(image)))
         height, width = image.shape[-2:]
         if logits.shape[-2:] != image.shape[-2:]:
@@ -65,7 +65,7 @@ class ERFNet(SegmentationNet):
 
 
 class ERFDownsampler(nn.Module):
-    """Half the size: a strided convolution beside a max-pooling, which keeps the channels of the input."""
+    """Half the size: a strided convolution, concatenated with a max-pooling of the input."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()

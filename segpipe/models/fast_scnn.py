@@ -32,8 +32,8 @@ _conv_bn_relu = partial(conv_bn, act=ReLU)
 class FastSCNN(SegmentationNet):
     """1,157,174 parameters in training, 1,138,051 in inference (19 classes).
 
-    256 of them are biases that the published network has in front of two BatchNorms of the fusion. The first
-    convolution is not padded, so logit sizes are rounded down where a side is not a multiple of 8.
+    256 of them are biases that the published network has before two BatchNorms of the fusion. The first convolution is
+    not padded, so logit sizes are rounded down if a side is not a multiple of 8.
     """
 
     align_corners = True
@@ -72,7 +72,7 @@ class FastSCNN(SegmentationNet):
         init_weights(self)
 
     def features(self, image: Tensor) -> Features:
-        """Logits at stride 8; "aux", where the network has it, reads the detail."""
+        """Logits at stride 8; "aux", if the network has it, reads the detail branch."""
         high = self.detail(image)
         fused = self.fusion(high, self.ppm(self.context(high)))
         return self.classifier(fused), {"aux": high}

@@ -12,26 +12,26 @@ from torch.nn import functional as F
 from segpipe.models.resize import adaptive_avg_pool, bilinear
 
 Keys = tuple[tuple[str, str], ...]
-# Main logits, and by name what the heads for training read.
+# Main logits, and by name the features that the training heads read.
 Features = tuple[Tensor, Mapping[str, Tensor]]
 relu = partial(F.relu, inplace=True)
 
 
 def renames(table: str) -> Keys:
-    """Patterns and their replacements, from a line for each pair; a missing replacement is empty."""
+    """Patterns and replacements, from a table with one pair per line; a missing replacement is empty."""
     return tuple(re.findall(r"(\S+) *(\S*)", table))
 
 
 class SegmentationNet(nn.Module):
     """A network that computes logits at `output_stride`, and auxiliary logits for training.
 
-    `align_corners` says how logits are upsampled to the image's size. `train_only` holds the modules of the heads that
-    exist for training only, by name; a network without such heads needs none. `published_keys` are regular expressions
-    with replacements, which in this order turn names in the state dict into those of published files; `unused_keys`
+    `align_corners` says how logits are upsampled to the image's size. `train_only` holds the heads that exist only for
+    training, by name; a network without such heads needs none. `published_keys` are regular expressions with
+    replacements that, applied in order, turn names in the state dict into those of published files; `unused_keys`
     matches names in those files that segmentation does not use.
 
-    The image is float (B, 3, H, W), already normalized, at least 32x32. Where its sides are multiples of
-    `size_multiple`, those of the logits are exactly the image's, divided by `output_stride`.
+    The image is float (B, 3, H, W), already normalized, at least 32x32. If its sides are multiples of `size_multiple`,
+    the sides of the logits are exactly those of the image divided by `output_stride`.
     """
 
     output_stride: int = 8
@@ -42,22 +42,22 @@ class SegmentationNet(nn.Module):
     unused_keys: str = ""
 
     def features(self, image: Tensor) -> Features:
-        """Main logits (B, num_classes, h, w) at `output_stride`, and by name what the heads of `train_only` read."""
+        """Main logits (B, num_classes, h, w) at `output_stride`, and by name the inputs of the `train_only` heads."""
         raise NotImplementedError
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         """Logits (B, channels, h, w) per head: "main" at `output_stride` and, with `aux`, those of `train_only`.
 
-        An auxiliary head may have a stride of its own. "boundary" has one channel, all others have `num_classes`.
+        An auxiliary head may have its own stride. "boundary" has one channel, all others have `num_classes`.
         """
         main, read = self.features(image)
         heads = getattr(self, "train_only", {}).items() if aux else ()
         return {"main": main, **{name: head(read[name]) for name, head in heads}}
 
     def pretrained(self) -> tuple[str, dict[str, Tensor]]:
-        """Weights that the network's arguments ask for, such as an encoder's: where they are from, and tensors by name.
+        """Pretrained weights that the network's arguments request, such as an encoder's: their origin, tensors by name.
 
-        Called for step 0 of a run only.
+        Only called for step 0 of a run.
         """
         return "", {}
 
@@ -69,7 +69,7 @@ class SegmentationNet(nn.Module):
 class StridedDepthwise(nn.Conv2d):
     """A strided depthwise convolution that runs in fp32 under autocast on a CPU.
 
-    There the gradient of its input has no fast bf16 kernel: 49 ms instead of 1.5 ms for (8, 384, 40, 52).
+    There is no fast bf16 CPU kernel for the gradient of its input: 49 ms instead of 1.5 ms for (8, 384, 40, 52).
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,11 +80,11 @@ class StridedDepthwise(nn.Conv2d):
 
 
 class Classifier(nn.Conv2d):
-    """The convolution, 1x1 in all networks, that computes logits."""
+    """The convolution that computes logits; 1x1 in all networks."""
 
 
 def init_weights(net: nn.Module, mode: str = "fan_out") -> None:
-    """Initialize convolutions with Kaiming normal (relu) and BatchNorm with weight 1, bias 0; classifiers near 0."""
+    """Initialize convolutions by Kaiming normal (relu), BatchNorm with weight 1 and bias 0, classifiers near 0."""
     for module in net.modules():
         if isinstance(module, Classifier):
             init_near_zero(module)
@@ -98,8 +98,8 @@ def init_weights(net: nn.Module, mode: str = "fan_out") -> None:
 def init_near_zero(layer: nn.Conv2d | nn.ConvTranspose2d) -> None:
     """Initialize a layer that computes logits so that the first loss is log(classes).
 
-    With Kaiming, whose fan out is the small number of classes, it was 4.9 instead of 2.4 on CamVid, with gradient norms
-    of 400.
+    With Kaiming, whose fan-out is the small number of classes, the first loss on CamVid was 4.9 instead of 2.4, with
+    gradient norms of 400.
     """
     nn.init.normal_(layer.weight, std=0.01)
     if layer.bias is not None:
@@ -107,7 +107,7 @@ def init_near_zero(layer: nn.Conv2d | nn.ConvTranspose2d) -> None:
 
 
 def upsample_like(x: Tensor, other: Tensor, *, align_corners: bool = False) -> Tensor:
-    """`x` resized to the height and width of `other`, bilinear."""
+    """`x` resized bilinearly to the height and width of `other`."""
     return bilinear(x, other.shape[-2:], align_corners=align_corners)
 
 
@@ -128,7 +128,7 @@ def conv_bn(
     act: Callable[[], nn.Module] | None = None,
     names: Sequence[str] = "012",
 ) -> nn.Sequential:
-    """Convolution, padded to keep the size if not told otherwise, BatchNorm and perhaps `act`, by `names`."""
+    """Convolution, by default padded to keep the size, BatchNorm and optionally `act`, named by `names`."""
     kind = StridedDepthwise if groups > 1 and stride > 1 else nn.Conv2d
     pad = kernel // 2 if padding is None else padding
     conv = kind(num_in, num_out, kernel, stride, pad, groups=groups, bias=bias)
@@ -240,7 +240,7 @@ def asymmetric(
     groups: int = 1,
     bias: bool = True,
 ) -> nn.Sequential:
-    """A dilated 3x1 and a 1x3 convolution that keep the size, with what comes between and after them."""
+    """A dilated 3x1, `between`, a dilated 1x3, and `after`; the convolutions keep the size."""
     conv = partial(nn.Conv2d, planes, planes, groups=groups, bias=bias)
     column = conv((3, 1), padding=(dilation, 0), dilation=(dilation, 1))
     row = conv((1, 3), padding=(0, dilation), dilation=(1, dilation))
@@ -248,9 +248,9 @@ def asymmetric(
 
 
 class InvertedResidual(nn.Module):
-    """1x1 to `ratio` times the width, depthwise 3x3, linear 1x1; a shortcut where the shape does not change.
+    """1x1 to `ratio` times the width, depthwise 3x3, linear 1x1; a shortcut if the shape does not change.
 
-    `act` and `names` are those of `conv_bn`.
+    `act` and `names` as for `conv_bn`.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class GlobalPool(nn.Module):
 
 
 def excitation(planes: int, hidden: int, *, bias: bool) -> nn.Sequential:
-    """Weights of `planes` channels, 0 to 1, from their means over the image by two 1x1 convolutions."""
+    """Weights of `planes` channels, 0 to 1, computed from their means over the image by two 1x1 convolutions."""
     return nn.Sequential(
         GlobalPool(),
         nn.Conv2d(planes, hidden, 1, bias=bias),
@@ -369,4 +369,4 @@ BRANCH_KEYS = renames(r"""
     ^ppm\.                  spp.
     ^head\.                 final_layer.
 """)
-"""`published_keys` of what PIDNet and DDRNet share."""
+"""`published_keys` of the parts that PIDNet and DDRNet share."""

@@ -1,4 +1,4 @@
-"""Networks of other packages' layers: encoders of timm, LR-ASPP of torchvision, segmentation-models-pytorch."""
+"""Networks built from other packages: encoders of timm, LR-ASPP of torchvision, segmentation-models-pytorch."""
 
 from importlib import import_module
 from typing import Any
@@ -28,27 +28,27 @@ STRIDES = (8, 16, 32)
 
 
 class EncoderNet(SegmentationNet):
-    """A network on timm's encoder `name`, whose weights `pretrained` asks for."""
+    """A network on timm's encoder `name`; `pretrained` requests the encoder's weights."""
 
     def __init__(self, name: str, pretrained: bool) -> None:
         super().__init__()
 
         if not isinstance(pretrained, bool):
             raise ConfigError(
-                f"model.args.pretrained = {pretrained!r}, but true or false was needed. For a file of encoder weights "
-                f"set model.weights={pretrained} and model.weights_partial=true."
+                f"model.args.pretrained = {pretrained!r}, but true or false was needed. To load encoder weights from a "
+                f"file, set model.weights={pretrained} and model.weights_partial=true."
             )
         self.name, self.wants_pretrained = name, pretrained
         self.encoder = create_encoder(name)
 
     def init_decoder(self) -> None:
-        """Initialize all but the encoder, which timm does."""
+        """Initialize everything except the encoder, which timm initializes."""
         for name, part in self.named_children():
             if name != "encoder":
                 init_weights(part)
 
     def pretrained(self) -> tuple[str, dict[str, Tensor]]:
-        """timm's weights of the encoder, if the arguments ask for them. Raises ConfigError if they are out of reach."""
+        """timm's weights of the encoder, if the arguments request them. Raises ConfigError if they are unavailable."""
         if not self.wants_pretrained:
             return "", {}
         encoder = create_encoder(self.name, pretrained=True)
@@ -56,14 +56,14 @@ class EncoderNet(SegmentationNet):
 
 
 class TimmEncoder(EncoderNet):
-    """`encoder` of timm below a decoder `width` channels wide; "aux" reads the encoder at stride 8.
+    """timm's `encoder` with a decoder that is `width` channels wide; "aux" reads the encoder at stride 8.
 
-    The decoder sums the encoder's features at strides 32, 16 and 8 from coarse to fine, as feature pyramids do
-    (arXiv:1612.03144). The coarsest are gated by the mean over the image, as in LR-ASPP.
+    The decoder sums the encoder's features at strides 32, 16 and 8 from coarse to fine, like a feature pyramid
+    (arXiv:1612.03144). The coarsest features are gated by their mean over the image, as in LR-ASPP.
 
-    With `pretrained`, timm's weights of the encoder are loaded for step 0, from timm's cache or from the network.
-    `encoder` may name them, as in "resnet18.a1_in1k". Raises ConfigError when timm is not installed, does not know the
-    encoder, or when the encoder has no features at strides 8, 16 and 32.
+    With `pretrained`, timm's weights of the encoder are loaded for step 0, from timm's cache or from the internet.
+    `encoder` may name them, as in "resnet18.a1_in1k". Raises ConfigError when timm is not installed or does not know
+    the encoder, and when the encoder has no features at strides 8, 16 and 32.
     """
 
     scale: Tensor | None
@@ -123,7 +123,7 @@ class TimmEncoder(EncoderNet):
 
 
 def create_encoder(name: str, *, pretrained: bool = False) -> Any:
-    """timm's encoder that returns features. Raises ConfigError for a name that it does not know."""
+    """timm's encoder `name`, which returns features. Raises ConfigError for a name that timm does not know."""
     try:
         timm = import_module("timm")
     except ModuleNotFoundError as error:
@@ -134,16 +134,14 @@ def create_encoder(name: str, *, pretrained: bool = False) -> Any:
     bare = name.partition(".")[0]
     if not timm.is_model(bare):
         raise ConfigError(
-            f"model.args.encoder = {name!r} is not an encoder of timm.{nearest(bare, timm.list_models())}"
+            f"model.args.encoder = {name!r} is not a timm encoder.{nearest(bare, timm.list_models())}"
         )
 
     try:
         return timm.create_model(name, features_only=True, pretrained=pretrained)
-    except Exception as error:  # of timm, of the hub's client, of the network
+    except Exception as error:  # from timm, the hub's client or the network
         reason = first_line(error)
-        problem = (
-            f"model.args.encoder = {name}: timm cannot build it for features: {reason}"
-        )
+        problem = f"model.args.encoder = {name}: timm cannot build it as a feature extractor: {reason}"
         if pretrained:
             problem = (
                 f"model.args.pretrained = true, but the weights of {name} are neither in timm's cache nor could they "
@@ -155,9 +153,9 @@ def create_encoder(name: str, *, pretrained: bool = False) -> Any:
 
 
 def _file_keys(encoder: Any) -> Keys:
-    """From our names to those in timm's own files: to tap an encoder, timm flattens `stem.conv` to `stem_conv`."""
+    """Renames ours to the names in timm's files: to extract features, timm flattens `stem.conv` to `stem_conv`."""
     children = [name for name, _ in encoder.named_children()]
-    if children in (["model"], ["body"]):  # wrapped instead
+    if children in (["model"], ["body"]):  # wrapped, not flattened
         return ((rf"^encoder\.{children[0]}\.", ""),)
     taps = [name.split(".") for name in encoder.feature_info.module_name()]
     parts = "|".join(sorted({"stem", *(tap[0] for tap in taps if len(tap) > 1)}))
@@ -165,7 +163,7 @@ def _file_keys(encoder: Any) -> Keys:
 
 
 def _normalization(encoder: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Scale and shift, (1, 3, 1, 1), from ImageNet's mean and deviation to those of the encoder; None where equal."""
+    """Scale and shift, (1, 3, 1, 1), from ImageNet's mean and deviation to the encoder's; None if they are equal."""
     config = import_module("timm.models").get_pretrained_cfg(encoder)
     ours = IMAGENET_MEAN, IMAGENET_STD
     if config is None or (tuple(config.mean), tuple(config.std)) == ours:
@@ -181,7 +179,7 @@ def _normalization(encoder: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
 class LRASPP(SegmentationNet):
     """LR-ASPP on MobileNetV3-Large, arXiv:1905.02244: 3,221,198 parameters (19 classes), all used in inference.
 
-    Names of tensors are torchvision's.
+    Tensors have torchvision's names.
     """
 
     size_multiple = 16
@@ -189,7 +187,7 @@ class LRASPP(SegmentationNet):
     def __init__(self, num_classes: int) -> None:
         super().__init__()
 
-        # A second of imports, torch's compiler among them, that other networks do not need.
+        # A second of imports, including torch's compiler, that other networks do not need.
         from torchvision.models.segmentation import lraspp_mobilenet_v3_large
 
         net = lraspp_mobilenet_v3_large(
@@ -204,7 +202,7 @@ class LRASPP(SegmentationNet):
         """Main logits (B, num_classes, H/8, W/8)."""
         features, parts = self.backbone(image), self.classifier
         low, high = features["low"], features["high"]
-        # torchvision's own forward would resize with an op that CUDA does not repeat.
+        # torchvision's own forward would resize with an op that is nondeterministic on CUDA.
         context = upsample_like(parts.cbr(high) * parts.scale(high), low)
         return parts.low_classifier(low) + parts.high_classifier(context), {}
 
@@ -216,10 +214,10 @@ def smp(
     encoder: str = "resnet18",
     **args: Any,
 ) -> nn.Module:
-    """The network `arch` on `encoder`, with random weights; `args` are of its class. Logits have the image's size.
+    """The network `arch` on `encoder`, with random weights; `args` go to its class. Logits have the image's size.
 
-    It is trained as a network of the user's: its resizes take torch's slow deterministic path on CUDA, and some need
-    sides that are multiples of 32. Raises ConfigError when the package is not installed, or knows no such network.
+    It is trained like a user's network: its resizes take torch's slow deterministic path on CUDA, and some networks
+    need sides that are multiples of 32. Raises ConfigError when the package is not installed, or knows no such network.
     """
     try:
         package = import_module("segmentation_models_pytorch")

@@ -115,7 +115,7 @@ class PIDNet(SegmentationNet):
 
 
 class PixelAttention(nn.Module):
-    """(1 - s) detail + s up(context), where s is, per pixel, how well the two agree.
+    """(1 - s) detail + s up(context), where s is how well the two agree at each pixel.
 
     Shapes: detail (B, num_in, h, w) and context (B, num_in, any size) -> (B, num_in, h, w).
     """
@@ -149,7 +149,7 @@ class LightBag(nn.Module):
 
 
 class Bag(nn.Module):
-    """As LightBag, with one 3x3 convolution for both."""
+    """Like LightBag, with a single 3x3 convolution for both."""
 
     def __init__(self, num_in: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The user's own network behind the interface of ours, with its outputs checked at every forward."""
+"""Wraps the user's own network in our interface, and checks its outputs at every forward."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 MAIN = ("main", "out")  # the second is torchvision's
 # Names of other parts of the loss.
 RESERVED = ("total", "dice", "edge", "lovasz", "teacher")
-# A head of one channel, supervised by the borders between classes.
+# A one-channel head, supervised by class boundaries.
 BOUNDARY = "boundary"
-# Of BatchNorm; a subclass may have more.
+# Buffers of BatchNorm; a subclass may have more.
 AVERAGED = ("running_mean", "running_var", "num_batches_tracked")
-PROBE_SIZE = 256  # image side with which an unknown stride is measured
+PROBE_SIZE = 256  # image side for measuring an unknown stride
 
 
 def check_heads(
@@ -46,12 +46,12 @@ def check_heads(
 
 
 class PluginNetwork(SegmentationNet):
-    """`net`, whose forward takes a float image (B, 3, H, W) and returns logits of any stride.
+    """Wraps `net`, whose forward takes a float image (B, 3, H, W) and returns logits of any stride.
 
     It may return a tensor, a list whose first tensor is the main head, or a mapping with `main` or `out`; all others
-    are auxiliary heads, which only the loss uses. In eval mode there may be fewer of them. An attribute
-    `align_corners` of `net` says how its logits are upsampled (False without it), `output_stride` their stride.
-    The state dict has the keys of `net` behind "net.".
+    are auxiliary heads, which only the loss uses. In eval mode there may be fewer of them. `net` may have the
+    attributes `align_corners`, how its logits are upsampled (default False), and `output_stride`, their stride.
+    The state dict has the keys of `net`, prefixed with "net.".
     """
 
     def __init__(self, net: nn.Module, num_classes: int, name: str) -> None:
@@ -59,17 +59,17 @@ class PluginNetwork(SegmentationNet):
 
         self.net, self.num_classes, self.name = net, num_classes, name
         self.align_corners = bool(getattr(net, "align_corners", False))
-        # Files of weights name the tensors as `net` does.
+        # Weights files have the tensor names of `net`.
         self.published_keys = ((r"^net\.", ""),)
         self.train_only = (
             nn.ModuleDict()
-        )  # auxiliary heads are inside `net`, wherever it has them
+        )  # empty: auxiliary heads are somewhere inside `net`
         self._stride: int | None = getattr(net, "output_stride", None)
-        self._trained_heads: tuple[str, ...] = ()  # of the first forward in training
+        self._trained_heads: tuple[str, ...] = ()  # heads of the first training forward
 
     @property
     def output_stride(self) -> int:  # type: ignore[override]
-        """Rows of the image for each row of logits, rounded; measured with an image of zeros if `net` has none."""
+        """Image rows per row of logits, rounded; measured with an image of zeros if `net` does not state it."""
         if self._stride is None:
             device = next((tensor.device for tensor in self.parameters()), None)
             before = self.training
@@ -101,14 +101,14 @@ class PluginNetwork(SegmentationNet):
         self._trained_heads = self._trained_heads or tuple(heads)
         if tuple(heads) != self._trained_heads:
             raise ConfigError(
-                f"model.name = {self.name}: its forward returned the heads {', '.join(heads)}, and before that "
+                f"model.name = {self.name}: its forward returned the heads {', '.join(heads)}, but before that "
                 f"{', '.join(self._trained_heads)}. In training mode it must return the same heads every time."
             )
 
     def _check_buffers(self, before: Mapping[str, _Buffer]) -> None:
-        """Refuse a forward that wrote into a buffer, or put another tensor in its place.
+        """Raise ConfigError if the forward wrote into a buffer or replaced it.
 
-        Of BatchNorm's statistics, only another tensor is refused: what the shards average would not be the network's.
+        BatchNorm statistics may be written to, but not replaced: shards average the original tensor.
         Another buffer may get another shape: it is a cache for the size of the image, such as a grid of coordinates.
         """
         now = _buffers(self.net)
@@ -117,23 +117,23 @@ class PluginNetwork(SegmentationNet):
             moved = new is not old.tensor
             if old.averaged and moved:
                 raise ConfigError(
-                    f"model.name = {self.name}: its forward puts another tensor in the place of {name}, but shards "
-                    f"average the tensor that was there. Write into it: {name.rpartition('.')[2]}.copy_(...)."
+                    f"model.name = {self.name}: its forward replaces the buffer {name} by another tensor, but shards "
+                    f"average the original one. Write into it instead: {name.rpartition('.')[2]}.copy_(...)."
                 )
 
             replaced = moved and (new is None or new.shape == old.tensor.shape)
             written = old.tensor._version != old.version
             if not old.averaged and (replaced or written):
                 raise ConfigError(
-                    f"model.name = {self.name}: its forward changes the buffer {name}, which is no statistic of a "
-                    f"BatchNorm: shards would no longer add up to the same bits. Keep such state out of the forward."
+                    f"model.name = {self.name}: its forward changes the buffer {name}, which is not a BatchNorm "
+                    f"statistic: shards would no longer add up to the same bits. Keep such state out of the forward."
                 )
 
 
 class _Buffer(NamedTuple):
     tensor: Tensor
-    version: int  # counts the writes into it
-    averaged: bool  # a statistic or counter of BatchNorm: shards average it, or the update sets it
+    version: int  # counts writes to the tensor
+    averaged: bool  # a BatchNorm statistic or counter: shards average it, or the update sets it
 
 
 def _buffers(model: nn.Module) -> dict[str, _Buffer]:
@@ -147,10 +147,11 @@ def _buffers(model: nn.Module) -> dict[str, _Buffer]:
 
 
 class ShardGuard:
-    """Refuses what the user's network or loss leaves to the next shard, in the forward and backward of every shard.
+    """Detects state that the user's network or loss carries from one shard to the next.
 
-    That is a write into a parameter or a buffer that is no BatchNorm's, and a draw from the global generators of random
-    and numpy. Reads counters of the host alone, 0.1 ms per shard. Does nothing without code of the user.
+    This means writes to a parameter or to a buffer other than BatchNorm's, and draws from the global generators of
+    random and numpy, in the forward and backward of every shard. Only reads counters on the host, 0.1 ms per shard.
+    Does nothing without user code.
     """
 
     def __init__(self, config: Config, model: nn.Module) -> None:
@@ -166,16 +167,16 @@ class ShardGuard:
             plain = _buffers(model).items()
             self._tensors |= {k: v.tensor for k, v in plain if not v.averaged}
 
-        # Threads of a tracker may draw.
+        # A tracker's threads may draw, too.
         self._draws = watches and config.track.name == "none"
         self._before = self._now()
 
     def start(self) -> None:
-        """A shard begins."""
+        """Call it when a shard begins."""
         self._before = self._now()
 
     def check(self, step: int, shard: int) -> None:
-        """The shard's backward is done. Raises ConfigError that names the parameter, buffer or generator."""
+        """Call it after the shard's backward. Raises ConfigError, which names the parameter, buffer or generator."""
         if found := self.found():
             raise ConfigError(f"{self.names}: in step {step}, shard {shard}, {found}")
 
@@ -187,12 +188,12 @@ class ShardGuard:
             return ""
 
         return (
-            f"its forward or backward {changed[0]}: shards would no longer add up to the same bits. Draw from torch's "
-            f"generator alone, and write into no parameter or buffer."
+            f"its forward or backward {changed[0]}: shards would no longer add up to the same bits. Draw only from "
+            f"torch's generator, and do not write into parameters or buffers."
         )
 
     def _now(self) -> dict[str, Any]:
-        """Versions of the tensors, which every write into them counts, and states of the generators."""
+        """Versions of the tensors, which count every write to them, and states of the generators."""
         now: dict[str, Any] = {
             f"changes {name}": tensor._version for name, tensor in self._tensors.items()
         }
@@ -204,7 +205,7 @@ class ShardGuard:
 
 
 def named_heads(output: Any, name: str) -> dict[str, Tensor]:
-    """Heads by name, "main" first, of what the forward of network `name` returned. Raises ConfigError for the rest."""
+    """Heads by name, "main" first, from the output of network `name`. Raises ConfigError for any other output."""
     if isinstance(output, Tensor):
         return {"main": output}
 

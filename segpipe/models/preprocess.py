@@ -10,7 +10,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 def _mean(values: Tensor) -> Tensor:
-    """Mean of each image (B, 1, 1, 1). In one sum onnxruntime is 3e-4 off at 1024x2048, row by row first 6e-7."""
+    """Mean of each image, (B, 1, 1, 1). At 1024x2048 onnxruntime is off by 3e-4 in one sum, 6e-7 with rows first."""
     return values.mean(3, True).mean((1, 2), True)
 
 
@@ -19,11 +19,11 @@ class Preprocess(nn.Module):
 
     Computes image * scale + bias in fp32, always as one multiplication and one addition, with scale = 1 / (255 * std)
     and bias = -mean / std, which is (image / 255 - mean) / std. Mean and std are per RGB channel, in units of 0 to 1.
-    With `standardize` each image gets mean 0 and variance 1 over its channels and pixels instead, whatever its light.
+    With `standardize`, each image instead gets mean 0 and variance 1 over its channels and pixels, in any light.
 
     Shapes: uint8 (B, H, W, 3) -> float32 (B, 3, H, W). The result keeps the memory order of its input, so it is
-    channels_last without a copy. Raises TypeError for another dtype and ValueError when the last axis is not RGB:
-    both would otherwise broadcast to something that looks like an image.
+    channels_last without a copy. Raises TypeError for another dtype and ValueError if the last axis is not RGB: both
+    would otherwise broadcast to something that looks like an image.
     """
 
     scale: Tensor
@@ -52,7 +52,7 @@ class Preprocess(nn.Module):
                 f"image is {image.dtype}, but uint8 (B, H, W, 3) in RGB order was needed."
             )
 
-        # Under tracing the comparison would only warn.
+        # Under tracing, the comparison would only warn.
         if not torch.jit.is_tracing() and image.shape[-1] != 3:  # type: ignore[attr-defined,no-untyped-call]
             raise ValueError(
                 f"image has shape {tuple(image.shape)}, but (B, H, W, 3) was needed."
@@ -61,7 +61,7 @@ class Preprocess(nn.Module):
         return self.normalized(image.permute(0, 3, 1, 2).float())
 
     def normalized(self, values: Tensor) -> Tensor:
-        """As the whole, of values from 0 to 255 in float32 (B, 3, H, W)."""
+        """Like `forward`, for float32 values from 0 to 255, (B, 3, H, W)."""
         if not self.standardize:
             return values * self.scale + self.bias
         centered = values - _mean(values)

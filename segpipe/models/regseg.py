@@ -19,7 +19,7 @@ from segpipe.models.layers import (
     upsample_like,
 )
 
-# Of the blocks at stride 16 after the first.
+# Dilations of the blocks at stride 16 after the first.
 DILATIONS = ((1,), (1, 2), *[(1, 4)] * 4, *[(1, 14)] * 7)
 
 
@@ -40,7 +40,7 @@ def regseg_exp53(num_classes: int) -> "RegSeg":
 class RegSeg(SegmentationNet):
     """RegSeg with `planes` at strides 4, 8, 16 and after the last block, and `blocks` at strides 4 and 8.
 
-    `decoder` has the widths of its features from strides 16 and 8, from stride 4, and of its 3x3 convolutions.
+    `decoder`: widths of its features from strides 16 and 8, of those from stride 4, and of its 3x3 convolutions.
     """
 
     output_stride = 4
@@ -138,7 +138,7 @@ class DBlock(nn.Module):
 SINGLE_KEYS = renames(r"""
     ^stage4\.0\.  stage4.
 """)
-"""Where a stage of one block is no list in the published network."""
+"""For a stage of one block, which is not a list in the published network."""
 PUBLISHED_KEYS = renames(r"""
     ^stage                                         body.stage
     (stage(4|8)(\.\d)?|stage16\.[01])\.conv2\.0\.  \1.conv2.

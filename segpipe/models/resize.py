@@ -1,4 +1,4 @@
-"""Bilinear resize and adaptive average pooling with a backward that is deterministic, fast on CUDA and exportable.
+"""Bilinear resize and adaptive average pooling, exportable and with a backward that is deterministic and fast on CUDA.
 
 Under deterministic algorithms, torch's backward of both either raises or falls back to a slow decomposition. Both maps
 are linear and separable, so they equal two products with small constant matrices.
@@ -19,17 +19,16 @@ from torch.nn import functional as F
 from segpipe import native
 
 Real = type[np.floating[Any]]  # np.float32 or np.float64
-Taps = tuple[NDArray[np.int64], NDArray[Any]]  # of `bilinear_taps`
+Taps = tuple[NDArray[np.int64], NDArray[Any]]  # returned by `bilinear_taps`
 _as_on_cuda = False
 
 
 def bilinear(x: Tensor, size: Sequence[int], *, align_corners: bool = False) -> Tensor:
     """`x` resized to `size` = (height, width); the only bilinear resize of the project.
 
-    Shapes: float (B, C, h, w) -> same dtype (B, C, H, W). On a CPU and in export this is `F.interpolate`; on CUDA
-    under deterministic algorithms, where torch's backward is slow, it is a kernel of Triton, or `bilinear_matmul`
-    where that does not work. All agree to 5e-7 of the largest value in fp32, unless TF32 is allowed for matrix
-    products.
+    Shapes: float (B, C, h, w) -> same dtype (B, C, H, W). On a CPU and in export this is `F.interpolate`. On CUDA under
+    deterministic algorithms, where torch's backward is slow, it is a Triton kernel, or `bilinear_matmul` if Triton does
+    not work. All agree to 5e-7 of the largest value in fp32, unless TF32 is allowed for matrix products.
     """
     if not _needs_own_way(x):
         return F.interpolate(x, size=size, mode="bilinear", align_corners=align_corners)
@@ -42,7 +41,7 @@ def bilinear(x: Tensor, size: Sequence[int], *, align_corners: bool = False) -> 
 
 
 def bicubic(x: Tensor, size: Sequence[int]) -> Tensor:
-    """`F.interpolate(x, size, mode="bicubic")`; on CUDA under deterministic algorithms as two matrix products.
+    """`F.interpolate(x, size, mode="bicubic")`; two matrix products on CUDA under deterministic algorithms.
 
     Shapes: float (B, C, h, w) -> same dtype (B, C, H, W).
     """
@@ -52,7 +51,7 @@ def bicubic(x: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _needs_own_way(x: Tensor) -> bool:
-    """Whether torch's own resize would not repeat its bits, or slowly, and no exported graph is being made."""
+    """Whether torch's resize would be nondeterministic or slow here, and no graph is being exported."""
     on_cuda = x.is_cuda and torch.are_deterministic_algorithms_enabled()
     if _tracing() or torch.compiler.is_exporting():
         return False
@@ -61,7 +60,7 @@ def _needs_own_way(x: Tensor) -> bool:
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Context in which resizes take their CUDA path on a CPU too, so that a test there sees the same ops."""
+    """Context in which resizes take their CUDA path even on a CPU, so that tests there see the same ops."""
     global _as_on_cuda
     before, _as_on_cuda = _as_on_cuda, True
     try:
@@ -75,7 +74,7 @@ def bilinear_matmul(
 ) -> Tensor:
     """`F.interpolate(x, size, mode="bilinear")` as `rows @ x @ columns.T`, on any device.
 
-    With `stride` only rows and columns `stride // 2 :: stride` of that result, computed without the others.
+    With `stride`, computes only rows and columns `stride // 2 :: stride` of that result.
 
     Shapes: float (B, C, h, w) -> same dtype (B, C, H, W). Half precision is computed in fp32, also under autocast.
     """
@@ -85,7 +84,7 @@ def bilinear_matmul(
 
 
 def adaptive_avg_pool(x: Tensor, bins: int) -> Tensor:
-    """`F.adaptive_avg_pool2d(x, bins)` to 1e-6, also where `bins` does not divide the feature map.
+    """`F.adaptive_avg_pool2d(x, bins)` to within 1e-6, even if `bins` does not divide the feature map's size.
 
     Shapes: float (B, C, h, w) -> same dtype (B, C, bins, bins). The spatial size becomes a constant of an exported
     graph. Half precision is computed in fp32.
@@ -98,10 +97,10 @@ def adaptive_avg_pool(x: Tensor, bins: int) -> Tensor:
 def bilinear_taps(
     num_in: int, num_out: int, real: Real, *, align_corners: bool
 ) -> Taps:
-    """Per output position of one axis: index of the lower input, and the share of the next one, 0 to 1.
+    """Index of the lower input, and weight of the next one, 0 to 1, for each output position of an axis.
 
-    Coordinates are computed in `real`, as torch computes them in the dtype of its input:
-    exact ones would differ from an exported fp32 graph by 4e-6.
+    Coordinates are computed in `real`, as torch computes them in the dtype of its input: exact ones would differ from
+    an exported fp32 graph by 4e-6.
     """
     out = np.arange(num_out, dtype=real)
     if align_corners:
@@ -143,9 +142,9 @@ def bicubic_weights(num_in: int, num_out: int, real: Real) -> NDArray[Any]:
     return matrix
 
 
-@dataclass(frozen=True, eq=False)  # each is its own key of a cache
+@dataclass(frozen=True, eq=False)  # compared by identity as a cache key
 class Axis:
-    """How one axis is resized: each output joins the inputs `low` and `low` + 1, the second with its `share`.
+    """How one axis is resized: each output interpolates the inputs `low` and `low` + 1, the second with weight `share`.
 
     Shapes: low int32 and share float (num_out,), on a device.
     """
@@ -153,7 +152,7 @@ class Axis:
     low: Tensor
     share: Tensor
     num_in: int
-    host: Taps  # the same for the host
+    host: Taps  # the same, on the host
 
     @property
     def weights(self) -> NDArray[Any]:
@@ -162,7 +161,7 @@ class Axis:
 
     @cached_property
     def matrix(self) -> Tensor:
-        """`weights` on the device; made at first use, as compiled passes never use it."""
+        """`weights` on the device; created at first use, because compiled passes never need it."""
         with torch.inference_mode(False):
             return torch.from_numpy(self.weights).to(self.low.device)
 
@@ -170,9 +169,9 @@ class Axis:
 def bilinear_axes(
     x: Tensor, size: Sequence[int], *, align_corners: bool = False, stride: int = 1
 ) -> tuple[Axis, Axis]:
-    """Rows and columns of what `bilinear_matmul` does, on the device of `x`; cached per process.
+    """Row and column axes of `bilinear_matmul`, on the device of `x`; cached per process.
 
-    In fp32, but for a `x` of float64.
+    In fp32, or float64 if `x` is.
     """
     real = np.float64 if x.dtype == torch.float64 else np.float32
     given = (stride, align_corners, x.device, real)
@@ -197,17 +196,17 @@ def _axis(
 
 
 def _kernels_for(x: Tensor) -> Any:
-    """triton_resize.py for what it resizes; None for the rest, and where Triton does not work."""
+    """The module triton_resize, if it can resize `x` and Triton works; else None."""
     fits = x.is_cuda and x.numel() and x.dtype != torch.float64
     if not (fits and native.triton_builds()):
         return None
-    from segpipe.models import triton_resize  # seconds, and not installed everywhere
+    from segpipe.models import triton_resize  # takes seconds, not available everywhere
 
     return triton_resize
 
 
 def order_of(x: Tensor) -> torch.memory_format:
-    """The memory format in which `x` is, or of a copy that a kernel takes."""
+    """The memory format of `x`, or of the copy that a kernel needs."""
     last = x.is_contiguous(memory_format=torch.channels_last)
     plain = x.is_contiguous() or not last
     return torch.contiguous_format if plain else torch.channels_last
@@ -216,14 +215,14 @@ def order_of(x: Tensor) -> torch.memory_format:
 def pool_weights(num_in: int, bins: int, real: Real) -> NDArray[Any]:
     """Matrix (bins, num_in) that averages bin b over [floor(b n / bins), ceil((b + 1) n / bins))."""
     cell, row = np.arange(num_in), np.arange(bins)[:, None]
-    # Multiplied out: integers need no rounding.
+    # Multiplied out, so that integers need no rounding.
     inside = ((cell + 1) * bins > row * num_in) & (cell * bins < (row + 1) * num_in)
     return inside.astype(real) / inside.sum(1, keepdims=True).astype(real)
 
 
 def _separable(x: Tensor, size: Sequence[int], kind: str, stride: int = 1) -> Tensor:
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-        assert stride == 1, "a loss has one, and is not compiled"
+        assert stride == 1, "only losses use a stride, and they are not compiled"
         return _compiled(x, kind, x.shape[-2:], size, False)  # type: ignore[no-any-return]
     rows = _matrix(kind, x.shape[-2], size[0], stride, x)
     columns = _matrix(kind, x.shape[-1], size[1], stride, x)
@@ -233,11 +232,11 @@ def _separable(x: Tensor, size: Sequence[int], kind: str, stride: int = 1) -> Te
 def _products(
     x: Tensor, rows: Tensor, columns: Tensor, *, back: bool = False
 ) -> Tensor:
-    """rows @ (x @ columns.T) in the dtype of the matrices; the result has that of `x`.
+    """rows @ (x @ columns.T), computed in the dtype of the matrices; the result has the dtype of `x`.
 
-    With `back` the gradient of that, (rows.T @ x) @ columns, in the order in which autograd multiplies.
+    With `back`, its gradient, (rows.T @ x) @ columns, multiplied in the order that autograd uses.
     """
-    on_meta = x.device.type == "meta"  # which has no autocast
+    on_meta = x.device.type == "meta"  # has no autocast
     if not on_meta and torch.is_autocast_enabled(x.device.type):
         # Autocast would run the products in bf16.
         with torch.autocast(x.device.type, enabled=False):
@@ -255,7 +254,8 @@ def _matrix(kind: str, num_in: int, num_out: int, stride: int, like: Tensor) -> 
     """Weights of one axis, (num_out / stride, num_in), on the device of `like`, at least fp32; cached per process."""
     wide = torch.promote_types(like.dtype, torch.float32)
     given = (kind, int(num_in), num_out, stride, like.device, wide)
-    # torch.export's fake tensors must not outlive their trace; torch.jit.trace compares two traces, so both build it.
+    # torch.export's fake tensors must not outlive their trace; torch.jit.trace compares two traces, which must both
+    # build the matrix.
     if type(like) is not Tensor or _tracing():
         return _built(*given)
 
@@ -272,7 +272,7 @@ def _built(
 ) -> Tensor:
     real = np.float64 if dtype == torch.float64 else np.float32
     weights = WEIGHTS[kind](num_in, num_out, real)[stride // 2 :: stride]
-    # A tensor made in inference mode could not take part in a later backward.
+    # A tensor created in inference mode cannot take part in a later backward.
     with torch.inference_mode(False):
         return torch.tensor(weights, dtype=dtype, device=device)
 
@@ -284,9 +284,10 @@ _kept = cache(_built)
 def _compiled(
     x: Tensor, kind: str, inner: Sequence[int], outer: Sequence[int], back: bool
 ) -> Tensor:
-    """A resize from size `inner` to `outer` as one node of a compiled graph; with `back` its gradient, the other way.
+    """A resize from size `inner` to `outer` as one node of a compiled graph; with `back`, its gradient.
 
-    torch.compile cannot trace what builds a matrix. Eager passes do without, as the first call imports the compiler.
+    torch.compile cannot trace the code that builds a matrix. Eager mode avoids this op: its first call imports the
+    compiler.
     """
     kernels = _kernels_for(x) if "bilinear" in kind else None
     ends = list(zip(inner, outer, strict=True))
@@ -300,7 +301,7 @@ def _compiled(
 
 
 def _order(x: Tensor, kind: str) -> torch.memory_format:
-    """The memory format of what a kernel makes where there may be one; products are contiguous."""
+    """Memory format of the result: that of a kernel where there may be one; products are contiguous."""
     by_kernel = x.is_cuda and "bilinear" in kind
     return order_of(x) if by_kernel else torch.contiguous_format
 
@@ -325,7 +326,7 @@ def _gradient(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
 _compiled.register_autograd(_gradient, setup_context=_keep)
 
 
-# Of one axis, by the kind of resize.
+# Functions that return the weights of one axis, by kind of resize.
 WEIGHTS: dict[str, Callable[..., NDArray[Any]]] = {
     "pool": pool_weights,
     "bilinear": partial(bilinear_weights, align_corners=False),

@@ -1,7 +1,7 @@
 """STDC-Seg, arXiv:2104.13188: an encoder of short-term dense blocks, and a detail head for training only.
 
-PP-LiteSeg, arXiv:2204.02681: the same encoder, and a decoder that weights two scales by spatial attention. The
-published weights of that are of another framework (PaddleSeg), so there is no map of names.
+PP-LiteSeg, arXiv:2204.02681: the same encoder, and a decoder that weights two scales by spatial attention. Its
+published weights belong to another framework (PaddleSeg), so there is no map of names.
 """
 
 import re
@@ -70,16 +70,16 @@ class STDC(SegmentationNet):
         )
         self.published_keys = (*_encoder_keys(blocks), *PUBLISHED_KEYS)
         init_weights(self)
-        # The authors start everything behind the encoder with half the variance, by fan in.
+        # The authors initialize everything after the encoder with half the variance, by fan-in.
         for name, module in self.named_modules():
             behind = isinstance(module, nn.Conv2d) and not name.startswith("encoder.")
             if behind and not isinstance(module, Classifier):
                 nn.init.kaiming_normal_(module.weight, a=1)  # type: ignore[arg-type]
 
     def features(self, image: Tensor) -> Features:
-        """Logits at stride 8, but for "aux32", at stride 16.
+        """Logits at stride 8; those of "aux32" at stride 16.
 
-        The names are those of the published heads: "aux16" reads context from stride 16 at stride 8, and so on.
+        Heads have their published names: "aux16" reads context from stride 16, at stride 8, and so on.
         """
         stride8, stride16, stride32 = self.encoder(image)
         x = self.gate32(stride32)
@@ -112,7 +112,7 @@ class STDCEncoder(nn.Module):
 
 
 class STDCModule(nn.Module):
-    """Four convolutions in a row, all of whose outputs are concatenated: 1/2, 1/4, 1/8 and 1/8 of the channels."""
+    """Four convolutions in a row with concatenated outputs: 1/2, 1/4, 1/8 and 1/8 of the channels."""
 
     def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class STDCModule(nn.Module):
 
 
 class Gate(nn.Module):
-    """3x3 to 128 channels, each weighted by its mean over the image."""
+    """3x3 to 128 channels, each weighted by a gate computed from the means over the image."""
 
     def __init__(self, num_in: int) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Gate(nn.Module):
 
 
 class Fusion(nn.Module):
-    """1x1 of detail and context (B, 384, h, w) to 256 channels, each weighted by its mean over the image, plus one."""
+    """1x1 of detail and context (B, 384, h, w) to 256 channels, each weighted by 1 + a gate from the image means."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def seg_head(num_in: int, planes: int, num_out: int) -> nn.Sequential:
 
 
 def _encoder_keys(blocks: tuple[int, int, int]) -> Keys:
-    """Published files number stem and blocks through, and hold each a second time as `features`."""
+    """Renames of the encoder: published files number stem and blocks consecutively, and repeat each as `features`."""
     places = [(2, "stem.0"), (4, "stem.1")]
     for stride, num_blocks in zip((8, 16, 32), blocks, strict=True):
         places += [(stride, f"stage{stride}.{block}") for block in range(num_blocks)]
@@ -221,7 +221,7 @@ def pp_liteseg_b(num_classes: int) -> "PPLiteSeg":
 class PPLiteSeg(SegmentationNet):
     """PP-LiteSeg with an encoder of `blocks` and a decoder of `planes` at strides 8, 16 and 32.
 
-    The heads "aux16" and "aux32" read the decoder at those strides. Pools are exact at multiples of 128.
+    The heads "aux16" and "aux32" read the decoder at those strides. Pooling bins are of equal size at multiples of 128.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class PPLiteSeg(SegmentationNet):
         init_weights(self)
 
     def features(self, image: Tensor) -> Features:
-        """Logits at stride 8; those of "aux16" and "aux32" have the strides 16 and 32."""
+        """Logits at stride 8; those of "aux16" and "aux32" at strides 16 and 32."""
         stride8, stride16, stride32 = self.encoder(image)
         x32 = self.fuse32(stride32, self.ppm(stride32))
         x16 = self.fuse16(stride16, x32)
@@ -274,7 +274,7 @@ class SimplePyramid(nn.Module):
 
 
 class AttentionFusion(nn.Module):
-    """Fine (B, num_fine, h, w) and coarse features, weighted per pixel against each other -> (B, num_out, h, w)."""
+    """Fine (B, num_fine, h, w) and coarse features, blended by a weight per pixel -> (B, num_out, h, w)."""
 
     def __init__(self, num_fine: int, num_coarse: int, num_out: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Bilinear resize on CUDA by Triton: one launch forward and one backward, in gather form and without atomics.
+"""Bilinear resize on CUDA in Triton: one launch forward and one backward, in gather form, without atomics.
 
-Both are a product with a matrix of rows and one of columns, of which each line holds a few weights side by side. One
-kernel computes it in the tensor's own dtype and memory format, where torch's products of matrices would take fp32
-copies and another order of channels. Sums are fp32 in a fixed order, so the bits repeat.
+Both are a product with a row matrix and a column matrix, each of whose lines holds a few adjacent weights. One kernel
+computes it in the tensor's own dtype and memory format, where torch's matrix products would need fp32 copies and
+another channel order. Sums are in fp32 in a fixed order, so the bits repeat.
 """
 
 from functools import lru_cache
@@ -18,7 +18,7 @@ from torch import Tensor
 
 BLOCK = 512  # most values that a program computes
 Axes = tuple[Any, Any]  # rows and columns, each an Axis of resize.py
-# What CUDA graphs read in every replay, when the caches may have dropped it.
+# Tensors that CUDA graphs read in every replay; kept here because the caches may drop them.
 _recorded: list[tuple[Any, ...]] = []
 
 
@@ -39,7 +39,7 @@ def _product(
     width,
     block: tl.constexpr,
 ):
-    """Each program computes a stretch of one output row: values of pixels side by side, or of one pixel."""
+    """Each program computes a stretch of one output row: values of adjacent pixels, or of a single pixel."""
     plane, y = tl.program_id(0).to(tl.int64) // rows, tl.program_id(0) % rows
     place = tl.program_id(1) * block + tl.arange(0, block)
     inside = place < width
@@ -62,7 +62,7 @@ def _product(
 
 
 class Band(NamedTuple):
-    """A matrix whose lines have their weights side by side: the first place of each, int32 (N,), and fp32 (N, taps)."""
+    """A matrix whose lines have adjacent weights: the first column of each, int32 (N,), and weights, fp32 (N, taps)."""
 
     first: Tensor
     weights: Tensor
@@ -84,7 +84,7 @@ def band(matrix: NDArray[Any], device: torch.device) -> Band:
 
 
 def product(x: Tensor, rows: Band, columns: Band, order: torch.memory_format) -> Tensor:
-    """rows @ x @ columns.T, in the dtype of `x` and a memory format, in which `x` is.
+    """rows @ x @ columns.T, in the dtype of `x` and the memory format `order`, which `x` must have.
 
     Shapes: (B, C, h, w) -> (B, C, H, W).
     """
@@ -117,7 +117,7 @@ def product(x: Tensor, rows: Band, columns: Band, order: torch.memory_format) ->
 
 
 def resized(x: Tensor, axes: Axes, order: torch.memory_format, back: bool) -> Tensor:
-    """`x` at the rows and columns of `axes`, or with `back` the gradient of that; in a memory format."""
+    """`x` resized by `axes` or, with `back`, the gradient of that, in the memory format `order`."""
     rows, columns = (_bands(axis)[back] for axis in axes)
     return product(x.contiguous(memory_format=order), rows, columns, order)
 
@@ -134,12 +134,12 @@ class _Resize(torch.autograd.Function):
 
 
 def bilinear(x: Tensor, axes: Axes, order: torch.memory_format) -> Tensor:
-    """`x`, float (B, C, h, w), at the rows and columns of `axes`, in its dtype and a memory format; differentiable."""
+    """`x`, float (B, C, h, w), resized by `axes`, in its dtype and the memory format `order`; differentiable."""
     return _Resize.apply(x, axes, order)
 
 
 @lru_cache(maxsize=256)
 def _bands(axis: Any) -> tuple[Band, Band]:
-    """Of the resize, and of its gradient."""
+    """Bands of the resize and of its gradient."""
     matrix = axis.weights
     return band(matrix, axis.low.device), band(matrix.T, axis.low.device)

@@ -1,6 +1,6 @@
-"""Weights from files: read without running code, matched with a network by name and shape, every tensor accounted for.
+"""Weights from files: read without running code, matched to a network by name and shape; every tensor is accounted for.
 
-Used with files of the networks' authors, with those of other trainers, and with encoders alone.
+Used for files by the networks' authors, for those of other trainers, and for encoders only.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ from segpipe.disk import patiently
 from segpipe.errors import CheckpointError, WeightsError, first_line, listed
 from segpipe.models.layers import Keys
 
-# Entries of a file that hold the state dict, the likeliest first.
+# Entries of a file that hold the state dict, most likely first.
 PARTS = ("state_dict", "model_state_dict", "model_state", "model", "net", "network", "weights", "params", "model_ema",
          "state_dict_ema", "ema")  # fmt: skip
-# Left by losses that hold class weights, and by tools that count operations: no part of a network.
+# Left by losses that hold class weights, and by tools that count operations; not part of a network.
 NOT_OF_A_NETWORK = r"(^|\.)(\w*loss|criterion)\.|(^|\.)total_(ops|params)$"
-# Auxiliary heads are not always published, and torch below 0.4.1 had no counters in BatchNorm.
+# Auxiliary heads are not always published, and BatchNorm had no counters before torch 0.4.1.
 OPTIONAL = re.compile(r"^train_only\.|\.num_batches_tracked$")
 FORMAT = "segpipe-weights"  # of safetensors files that segpipe writes
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -37,21 +37,21 @@ PROBES = 8  # tensors by which the prefix of a file is found
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """Weights that a network starts from; without tensors, from its initial ones."""
+    """Weights that a network starts from; without tensors, it keeps its initial ones."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)  # by name, on the CPU
-    path: str = ""  # of the file, as a person named it
+    path: str = ""  # of the file, as the user wrote it
     part: str = ""  # entry of the file that holds the tensors; empty: the file itself
     others: tuple[str, ...] = ()  # entries that hold other tensors and were not read
     sha256: str = ""  # of the file
-    class_names: tuple[str, ...] = ()  # where the file has them
+    class_names: tuple[str, ...] = ()  # if the file has them
     standardize: bool | None = (
-        None  # model.standardize of its training, where the file says
+        None  # model.standardize in its training, if the file says
     )
 
     @property
     def where(self) -> str:
-        """The file, and the entry of it that was read."""
+        """The file and the entry in it that was read."""
         others = f", not {', '.join(self.others)}" if self.others else ""
         return f"{self.path} (entry {self.part}{others})" if self.part else self.path
 
@@ -79,10 +79,10 @@ def read_safetensors(path: Path) -> WeightsSource:
 
 
 def read_torch(path: Path) -> Any:
-    """What torch.save wrote, on the CPU; no code in the file is run.
+    """Content of a file written by torch.save, on the CPU; no code in the file is run.
 
-    Raises CheckpointError when it is missing, truncated or foreign, and where it holds Python objects. Its cause is an
-    OSError if the disk failed: then the file may be whole.
+    Raises CheckpointError when it is missing, truncated or foreign, or holds Python objects. Its cause is an OSError if
+    the disk failed: then the file may be intact.
     """
     if not path.is_file():
         raise CheckpointError(
@@ -92,37 +92,37 @@ def read_torch(path: Path) -> Any:
         content = patiently(path, path.read_bytes)
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read now: {error.strerror or error}. It may be whole: check the disk, then try again."
+            f"{path} cannot be read now: {error.strerror or error}. It may be intact: check the disk, then try again."
         ) from error
-    try:  # from memory: of files torn between 4 and 70 kB, torch says OSError, as if the disk had failed
+    try:  # from memory: for files torn between 4 and 70 kB, torch raises OSError, as if the disk had failed
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except (
         Exception
     ) as error:  # RuntimeError, EOFError, UnpicklingError, BadZipFile ...
         damaged = isinstance(error, pickle.UnpicklingError)
         if damaged and (named := re.search(r"GLOBAL (\S+)", str(error))):
-            # torch's own message tells how to run the code in the file.
+            # torch's own message explains how to run the code in the file.
             raise CheckpointError(
-                f"{path} holds {named[1]}, a Python object, which could run code; nothing of it was run. Take a file "
-                f"of tensors alone: .safetensors, or of torch.save(net.state_dict(), ...). If you trust who made it, "
+                f"{path} holds {named[1]}, a Python object, which could run code; none of it was run. Use a file "
+                f"with tensors only: .safetensors, or from torch.save(net.state_dict(), ...). If you trust its source, "
                 f"docs/weights.md has a command that converts it."
             ) from None
         reason = "its pickle is damaged" if damaged else first_line(error)
         raise CheckpointError(
-            f"{path} ({len(content)} bytes) cannot be read as a file of torch: {reason}. It is truncated or foreign. "
-            f"Fetch it again, or take another file of the run (last.pt, best.pt)."
+            f"{path} ({len(content)} bytes) cannot be read as a torch file: {reason}. It is truncated or foreign. "
+            f"Fetch it again, or use another file of the run (last.pt, best.pt)."
         ) from error
 
 
 def sha256_of(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of tensors that stand in no file of their own, as hex digits: that of their safetensors form."""
+    """SHA-256, as hex digits, of tensors without a file of their own: that of their safetensors form."""
     return hashlib.sha256(
         save({name: value.contiguous() for name, value in tensors.items()})
     ).hexdigest()
 
 
 def state_dict_in(content: Any, path: Path) -> WeightsSource:
-    """The state dict in what a file of torch holds: the file itself, or its entry of the likeliest name.
+    """The state dict in the content of a torch file: the content itself, or the entry with the most likely name.
 
     Raises CheckpointError when there is none.
     """
@@ -147,7 +147,7 @@ def state_dict_in(content: Any, path: Path) -> WeightsSource:
 def _state_dicts(
     content: Any, name: str = "", depth: int = 2
 ) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """State dicts by name: `content` itself without one, or its entries, and theirs."""
+    """State dicts by name: `content` itself under an empty name, or those in its entries and their entries."""
     if not isinstance(content, Mapping) or not content:
         return
     values = content.values()
@@ -160,20 +160,20 @@ def _state_dicts(
 
 @dataclass(frozen=True)
 class Fit:
-    """What became of every tensor of a network and of a file. Names are the network's, but for `left_over`."""
+    """What became of every tensor of a network and of a file. Names are the network's, except in `left_over`."""
 
     kept: tuple[str, ...]  # taken from the file
     # class layers: the file has another number of classes, so they are initialized
     adapted: tuple[str, ...]
     fresh: tuple[str, ...]  # initialized: not in the file, or of another shape there
-    left_over: tuple[str, ...]  # of the file, without a place in the network
-    # number in the file and in the network, where they differ
+    left_over: tuple[str, ...]  # in the file, without a place in the network
+    # number of classes in the file and in the network, if they differ
     classes: tuple[int, int] | None
-    share: float  # of the network's parameters that come from the file, 0 to 1
+    share: float  # fraction of the network's parameters that come from the file, 0 to 1
 
     @property
     def summary(self) -> str:
-        """One sentence with all four counts, and names."""
+        """One sentence with all four counts and names."""
         classes = ""
         if self.classes:
             classes = f" ({self.classes[0]} -> {self.classes[1]} classes, initialized)"
@@ -187,7 +187,7 @@ class Fit:
         )
 
     def record(self, source: WeightsSource) -> dict[str, Any]:
-        """All of it with the file, as stored in weights.json."""
+        """Content of weights.json: all of this, and the file."""
         names = ("kept", "adapted", "fresh", "left_over")
         return {
             "file": source.path,
@@ -203,12 +203,12 @@ class Fit:
 def fit(
     model: nn.Module, source: WeightsSource, *, num_classes: int, partial: bool = False
 ) -> Fit:
-    """Copy the tensors into the network and say what became of each.
+    """Copy the tensors into the network; returns what became of each.
 
-    Names may be the network's or those of its authors' code, with a prefix such as `module.`, or below one of the
-    network's own modules. Tensors that have `num_classes` rows in the network and another number in the file are class
-    layers and keep their initial weights. `partial` takes what fits; otherwise WeightsError names what is missing, left
-    over or of another shape. Heads that exist for training only may be missing, class weights of a loss left over.
+    Names may be the network's or those of its authors' code, with a prefix such as `module.`, or relative to one of the
+    network's modules. Tensors with `num_classes` rows in the network and another number in the file are class layers
+    and keep their initial weights. `partial` takes what fits; otherwise WeightsError names what is missing, left over
+    or of another shape. Training-only heads may be missing, and class weights of a loss may be left over.
     """
     own, tensors, where = model.state_dict(), source.tensors, source.where
     names = _names(model, own, tensors)
@@ -218,7 +218,7 @@ def fit(
     if not any(own[name].ndim for name in kept):
         raise WeightsError(
             f"no tensor of {where} fits {type(model).__name__}: it has {_first(tensors)}, the network {_first(own)}. "
-            f"Check that model.name is the network that the weights were trained with."
+            f"Check that model.name is the network that was trained."
         )
 
     rows = {
@@ -251,8 +251,8 @@ def fit(
         if faults:
             raise WeightsError(
                 f"{where} does not fit {type(model).__name__} with {num_classes} classes: {'; '.join(faults)}. Check "
-                f"that model.name is the network that the weights were trained with, or set model.weights_partial=true "
-                f"to take what fits, such as an encoder alone."
+                f"that model.name is the network that was trained, or set model.weights_partial=true to take what "
+                f"fits, such as only an encoder."
             )
 
     checked = {name: _checked(name, found[name], own[name], where) for name in kept}
@@ -274,31 +274,31 @@ def fit(
 
 
 def _checked(name: str, value: Tensor, own: Tensor, where: str) -> Tensor:
-    """`value` in the dtype of the network. Refuses numbers that no sound training leaves behind, and sparse tensors."""
+    """`value` in the network's dtype, dense. Raises WeightsError for values that no sound training produces."""
     try:
         found = value.to(own.dtype).to_dense()
         sound = bool(torch.isfinite(found).all())
         if name.endswith("running_var"):
             sound = sound and not bool((found < 0).any())
-    except (RuntimeError, NotImplementedError):  # of device meta, without values
+    except (RuntimeError, NotImplementedError):  # on device meta, without values
         sound = False
     if not sound:
         raise WeightsError(
             f"{where}: {name} is not finite in {own.dtype}, a negative variance, or without values: the training that "
-            f"wrote it diverged, or the file is damaged. Take another."
+            f"wrote it diverged, or the file is damaged. Use another file."
         )
     return found
 
 
 def _fits(value: Tensor, own: Tensor) -> bool:
     same_kind = value.is_floating_point() == own.is_floating_point()
-    # Of float8, the scales to multiply it with are not in the tensor.
+    # float8 needs scales that are not in the tensor.
     plain = value.dtype in FLOATS or not value.is_floating_point()
     return same_kind and plain and value.shape == own.shape
 
 
 def _other_classes(value: Tensor, own: Tensor, num_classes: int) -> int:
-    """Number of classes of a class layer in the file, where that alone differs; 0 for any other tensor.
+    """Number of classes of a class layer in the file, if only that differs; 0 for any other tensor.
 
     Classes are the first axis or, in a transposed convolution, the second.
     """
@@ -314,7 +314,7 @@ def _other_classes(value: Tensor, own: Tensor, num_classes: int) -> int:
 def _names(
     model: nn.Module, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> dict[str, str]:
-    """Name in the file of every tensor of the network: the renaming by which most are in the file, and most fit."""
+    """Name in the file of every tensor of the network, by the renaming that finds and fits the most."""
     best, most = {name: name for name in own}, (0, 0)
     whole = min(len(own), len(tensors))
     for renamed, outer in _renamings(model, own):
@@ -326,7 +326,7 @@ def _names(
             if (len(there), fit) > most:
                 best, most = names, (len(there), fit)
 
-            # Layers of other classes do not fit; of a module alone all have to.
+            # Layers with other classes need not fit, but a file of a single module must fit completely.
             if len(there) == whole and (fit == whole or not outer):
                 return names  # the rest would take seconds
     return best
@@ -335,9 +335,9 @@ def _names(
 def _renamings(
     model: nn.Module, own: Mapping[str, Tensor]
 ) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """The network's names as they are, as its authors' code has them, and without one of its own modules' names.
+    """The network's names unchanged, as in its authors' code, and without the name of one of its modules.
 
-    With the names of the tensors outside that module, which a file of the module alone does not have.
+    Each with the names of the tensors outside that module, which a file of only the module does not have.
     """
     yield {name: name for name in own}, []
     if keys := getattr(model, "published_keys", None):
@@ -360,7 +360,7 @@ def _renamings(
 def _prefixes(
     renamed: Mapping[str, str], own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> dict[str, None]:
-    """Prefixes such as `module.` with which names stand in the file; first none."""
+    """Prefixes of names in the file, such as `module.`; the empty one first."""
     probes = [key for name, key in renamed.items() if own[name].ndim > 1][:PROBES]
     prefixes = {"": None}
     for key in tensors:
@@ -372,7 +372,7 @@ def _prefixes(
 
 
 def published_key(key: str, patterns: Keys) -> str:
-    """Published name of our `key`, by `SegmentationNet.published_keys`."""
+    """Published name of our `key`, from `SegmentationNet.published_keys`."""
     for pattern, replacement in patterns:
         key = re.sub(pattern, replacement, key)
     return key

@@ -1,4 +1,4 @@
-"""One update, the loop around it, and what it changes."""
+"""Training: one update, the loop around it, and the state it changes."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What an update takes from the data set: this rank's batches, and the weights of the classes in the loss."""
+"""What an update takes from the data set: this rank's batches, and the class weights of the loss."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def shard_stream(
     steps: range,
     counts: PixelCounts | None,
 ) -> Generator[ShardBatch, None, None]:
-    """This rank's shard batches of `steps`; workers start when the first is asked for."""
+    """This rank's shard batches of `steps`; workers start when the first batch is requested."""
     compute, data = config.compute, config.data
     return train_batches(
         CachedSamples(samples, data.cache_mib) if data.cache_mib else samples,
@@ -66,7 +66,7 @@ def shard_stream(
 def first_shard(
     config: Config, samples: DataSet, counts: PixelCounts | None, workers: int = 0
 ) -> ShardBatch:
-    """The run's first shard, made by `workers` loader processes; in this process without any."""
+    """The run's first shard, made by `workers` loader processes, or in this process if 0."""
     data = replace(config.data, workers=workers, cache_mib=0)
     compute = replace(config.compute, mode="off")  # no canary
     alone = Group(0, 0, 1, torch.device("cpu"))
@@ -76,7 +76,7 @@ def first_shard(
 
 
 def order_of(config: Config, samples: DataSet, counts: PixelCounts | None) -> Order:
-    """Which samples each update takes; `counts` as `counted` returns them."""
+    """Order that says which samples each update takes; `counts` as `counted` returns them."""
     compute = config.compute
     repeats = _repeats(config, samples, counts)
     positions = draws(repeats, _sets(samples), config.seed)
@@ -88,7 +88,7 @@ def order_of(config: Config, samples: DataSet, counts: PixelCounts | None) -> Or
 def _repeats(
     config: Config, samples: DataSet, counts: PixelCounts | None
 ) -> NDArray[np.float64] | None:
-    """How often each sample comes in a pass over its data set; None: once."""
+    """How often each sample occurs in a pass over its data set; None: once."""
     data, sets = config.data, samples.parts()
     if data.balance_by == "sequence":
         return repeats_by_sequence(
@@ -101,7 +101,7 @@ def _repeats(
 
 
 def _sets(samples: DataSet) -> list[tuple[int, float]]:
-    """Of each data set of a mixture, number of samples and weight."""
+    """Number of samples and weight of each data set of a mixture."""
     return [(len(part.samples), part.weight) for part in samples.parts()]
 
 
@@ -111,7 +111,7 @@ def counted(
     samples: DataSet,
     say: Callable[[str], None] = lambda text: None,
 ) -> PixelCounts | None:
-    """Pixels of each class by sample, equal on every rank; None where neither order nor loss needs them.
+    """Pixels of each class by sample, equal on every rank; None if neither order nor loss needs them.
 
     The ranks share the work. Raises DataError when a mask cannot be read.
     """
@@ -121,7 +121,7 @@ def counted(
         say(f"data.balance_by = sequence: {_told(config, samples, None)}")
     if not data.balance and not by_frequency:
         return None
-    # Balance needs each sample by itself.
+    # Balancing needs the counts of every sample.
     indices = list(range(len(samples))) if data.balance else samples.countable()
     counts = _count(group, samples, indices, say)
     if data.balance:
@@ -135,7 +135,7 @@ def counted(
 def _count(
     group: Group, samples: DataSet, indices: list[int], say: Callable[[str], None]
 ) -> PixelCounts:
-    """The counts of these samples, of which each rank reads its share."""
+    """The counts of these samples; each rank reads its share."""
     own = indices[group.rank :: group.world_size]
     start = last = time.monotonic()
     what = "classes of the training masks"
@@ -157,19 +157,19 @@ def _count(
 
 
 def _told(config: Config, samples: DataSet, counts: PixelCounts | None) -> str:
-    """How often images come."""
+    """A phrase on how often images occur."""
     repeats = _repeats(config, samples, counts)
     assert repeats is not None
-    often = f"images come {repeats.mean():.2f} times per pass on average, at most {repeats.max():.2f} times"
+    often = f"images occur {repeats.mean():.2f} times per pass on average, at most {repeats.max():.2f} times"
     if repeats.max() > 1:
         return often
     if config.data.balance:
-        return f"{often}: no class is that rare. Raise it, at most to 1"
-    return f"{often}: all sequences have equally many images"
+        return f"{often}: no class is that rare. Raise it, up to 1"
+    return f"{often}: all sequences have the same number of images"
 
 
 def _extremes(config: Config, samples: DataSet, counts: PixelCounts) -> str:
-    """How much more the rarest class weighs than the commonest, of those that training meets."""
+    """A phrase on how much more the rarest class weighs than the most common one, of those seen in training."""
     weights = loss_weights(config, samples, counts)
     assert weights is not None
     pixels = _pixels_seen(config, samples, counts)
@@ -181,14 +181,14 @@ def _extremes(config: Config, samples: DataSet, counts: PixelCounts) -> str:
     names = samples.classes.names
     return (
         f"{names[rarest]}, the rarest class, weighs {weights[rarest] / weights[commonest]:.1f} times as much as "
-        f"{names[commonest]}, the commonest"
+        f"{names[commonest]}, the most common"
     )
 
 
 def loss_weights(
     config: Config, samples: DataSet, counts: PixelCounts | None
 ) -> torch.Tensor | None:
-    """Weight of every class in the loss, (C,): given, or from its share of the pixels; None without weights."""
+    """Weight of every class in the loss, (C,): as set, or from its share of the pixels; None without weights."""
     chosen = config.loss.class_weights
     if chosen == "none":
         return None

@@ -1,9 +1,9 @@
 """Race canary: makes samples again in another process, compares their pixels, and explains a difference.
 
 The purity check runs before the first step, on a few samples, one at a time. It cannot see threads of a worker that
-share data, a module that keeps the parameters of one call for the next, or a cache that somebody writes into. So one
-sample in `augment.canary` is read and augmented `REPEATS` more times by another process, and each transform leaves
-a digest of what it was given, so that the one at fault can be named. docs/race.md has the arithmetic.
+share data, a module that keeps the parameters of one call for the next, or writes into a cache. So one sample in
+`augment.canary` is read and augmented `REPEATS` more times by another process. Each transform leaves a digest of its
+input, so that the one at fault can be named. docs/race.md has the arithmetic.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from segpipe.data.data_set import Samples
 
 Frame = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3), target (H, W)
-# Of each transform its name, and 8 bytes of what it was given.
+# For each transform its name, and an 8-byte digest of its input.
 Trail = tuple[tuple[str, int], ...]
 OTHER_SEED = 0x51F15EED  # a value that no transform uses
 
 
 class Witness(NamedTuple):
-    """Evidence about a sample, beside its pixels, from the process that made it."""
+    """Evidence about a sample, besides its pixels, from the process that made it."""
 
     process: int  # its id
     trail: Trail
@@ -42,9 +42,9 @@ class Witness(NamedTuple):
 def augment_watched(
     augmenter: Augmenter, frame: Frame, key: int, again: bool = False
 ) -> tuple[Frame, Witness]:
-    """The augmented sample and its witness, without a trail where digests are not compiled: it would cost too much.
+    """The augmented sample and its witness; no trail if digests are not compiled, because it would cost too much.
 
-    With `again`, as a worker of another layout: a transform that reads the number of workers then makes another sample.
+    `again` poses as a worker of another layout: a transform that reads the number of workers makes another sample then.
     """
     trail: list[tuple[str, int]] = []
 
@@ -58,9 +58,9 @@ def augment_watched(
 
 @contextmanager
 def another_worker() -> Iterator[None]:
-    """In the block, this process looks to a transform like a loader worker with another number, seed and layout."""
+    """Inside the block, this process looks to a transform like a loader worker with another id, seed and layout."""
     worker: Any = sys.modules.get("torch.utils.data._utils.worker")
-    if not worker:  # then nothing can ask
+    if not worker:  # not imported, so nothing can ask
         yield
         return
     own = worker._worker_info
@@ -75,7 +75,7 @@ def another_worker() -> Iterator[None]:
 
 
 def first_difference(expected: Frame, found: Frame) -> str:
-    """Where two frames first differ, in row-major order and the image before the target; empty where they do not."""
+    """Where two frames first differ, in row-major order, image before target; empty if they are equal."""
     for name, before, now in zip(("image", "target"), expected, found, strict=True):
         if before.shape != now.shape or before.dtype != now.dtype:
             return f"the {name} is {before.dtype} {before.shape}, then {now.dtype} {now.shape}"
@@ -96,7 +96,7 @@ class _Held:
 
 
 class Canary:
-    """`segpipe.data.loader.Repeats`: holds copies of delivered samples until all their repeats were compared."""
+    """`segpipe.data.loader.Repeats`: holds copies of delivered samples until all their repeats are compared."""
 
     augment = staticmethod(augment_watched)
 
@@ -105,11 +105,11 @@ class Canary:
         self._held: dict[Member, _Held] = {}
 
     def hold(self, member: Member, pixels: Frame, made: Witness) -> None:
-        """A watched sample is delivered."""
+        """Keep a watched sample that was delivered."""
         self._held[member] = _Held(pixels, made)
 
     def compare(self, member: Member, pixels: Frame, made: Witness) -> None:
-        """A sample was made again. Raises ImpureAugmentError when its pixels are not those that were delivered."""
+        """Compare a sample made again. Raises ImpureAugmentError when its pixels differ from those delivered."""
         held = self._held[member]
         if difference := first_difference(held.frame, pixels):
             raise ImpureAugmentError(
@@ -131,12 +131,12 @@ class Canary:
 
 
 def _cause(before: Trail, now: Trail) -> str:
-    """Which transform is at fault, as far as two trails tell."""
+    """Which transform is at fault, as far as the two trails show."""
     differing = [one != two for (_, one), (_, two) in zip(before, now, strict=False)]
     if differing and differing[0]:
         return (
-            "What was read differs already: the file was changed meanwhile, or a transform wrote into a sample that "
-            "data.cache_mib keeps."
+            "The sample already differed when it was read: the file was changed meanwhile, or a transform wrote into a "
+            "sample in the cache (data.cache_mib)."
         )
     which = "one of the transforms (or the file was changed meanwhile)"
     if differing:
@@ -145,6 +145,6 @@ def _cause(before: Trail, now: Trail) -> str:
         which = f"the first transform whose output differs is {name}, which"
     return (
         f"So augmentation is not a pure function of sample and key: {which} depends on earlier samples, on other "
-        f"threads, or on a generator that the key does not set. Keep parameters inside the call, and check with "
+        f"threads, or on a generator that the key does not seed. Keep parameters inside the call, and check with "
         f"segpipe check-augment."
     )

@@ -1,4 +1,4 @@
-"""Checkpoints: written atomically with digests of their content, which are compared when they are read."""
+"""Checkpoints: written atomically, with digests of their content that are checked on reading."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ class TrainedNetwork:
     classes: ClassTable
     ema_digest: str
     step: int
-    # Of the settings as the file has them, which may be an earlier version's.
+    # Hash of the settings in the file, which an earlier version may have written.
     config_hash: str = ""
-    path: Path | None = None  # of the file that it was read from
+    path: Path | None = None  # of the file it was read from
 
 
 def snapshot(
     state: TrainState, config: Config, classes: ClassTable, fingerprint: dict[str, Any]
 ) -> dict[str, Any]:
-    """The state and what its bits depend on, for `save`; later updates do not change it."""
+    """Copy of the state and of all that its bits depend on, for `save`; later updates do not change it."""
     return {
         "step": state.step,
         "config": to_mapping(config),
@@ -86,7 +86,7 @@ def _copied(value: Any) -> Any:
 
 
 class Found(NamedTuple):
-    """A whole checkpoint."""
+    """An intact checkpoint."""
 
     path: Path
     content: dict[str, Any]
@@ -94,7 +94,7 @@ class Found(NamedTuple):
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Checkpoints in the folder from which a run could be resumed, whole or not: last.pt first, then the newest."""
+    """Checkpoints in the folder to resume from, intact or not: last.pt, best.pt, then step_*.pt, newest first."""
     numbered = (path for path in folder.glob("step_*.pt") if path.stem[5:].isdecimal())
     newest_first = sorted(numbered, key=lambda path: -int(path.stem[5:]))
     paths = (folder / "last.pt", folder / "best.pt", *newest_first)
@@ -102,9 +102,9 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def newest_whole(folder: Path) -> Found | None:
-    """The checkpoint to resume from: last.pt, or if it is missing or damaged, the newest other one that is whole.
+    """The checkpoint to resume from: last.pt or, if it is missing or damaged, the newest other intact one.
 
-    None if there is no checkpoint. Raises CheckpointError when none is whole, or a file cannot be read now.
+    None if there is no checkpoint. Raises CheckpointError when none is intact, or a file cannot be read now.
     """
     whole: list[Found] = []
     faults: list[str] = []
@@ -112,7 +112,7 @@ def newest_whole(folder: Path) -> Found | None:
         try:
             whole.append(Found(path, load(path)))
         except CheckpointError as error:
-            # A disk that fails now says nothing about the file.
+            # If the disk fails now, the file may still be intact.
             if isinstance(error.__cause__, OSError):
                 raise
             faults.append(str(error))
@@ -126,12 +126,12 @@ def newest_whole(folder: Path) -> Found | None:
             return newest
         fault = f"damaged ({faults[0]})" if last.is_file() else "missing"
         return newest._replace(
-            note=f"the newest whole checkpoint is {newest.path.name} of step "
+            note=f"the newest intact checkpoint is {newest.path.name} of step "
             f"{newest.content['step']}; {last} is {fault}"
         )
     if faults:
         raise CheckpointError(
-            f"{folder} holds no whole checkpoint. {' '.join(faults[:2])} Put a copy of last.pt or of a step_*.pt back, "
+            f"{folder} holds no intact checkpoint. {' '.join(faults[:2])} Put back a copy of last.pt or a step_*.pt, "
             f"or start again at step 0 with run.exists=replace."
         )
     return None
@@ -146,7 +146,7 @@ def restore(
 ) -> None:
     """Load a checkpoint into `state`.
 
-    Raises CheckpointError when recipe, classes or environment are not those it was trained with; names what differs.
+    Raises CheckpointError, naming what differs, when recipe, classes or environment are not those of its training.
     """
     path, saved = found.path, found.content
     if changed := changed_course(recipe(from_mapping(saved["config"])), recipe(config)):
@@ -157,7 +157,7 @@ def restore(
         before, now = saved["classes"][part], getattr(classes, part)
         if before != now:
             raise CheckpointError(
-                f"{path} was trained with the class {part} {before}, the data set has {now}."
+                f"{path} was trained with the class {part} {before}, but the data set has {now}."
             )
     load_weights(state.model, saved["model"], path)
     load_weights(state.ema.model, saved["ema"], path)
@@ -172,9 +172,9 @@ def restore(
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Restore moments and rates, which may come from another device.
+    """Restore moments and learning rates; they may come from another device.
 
-    The kernels, decay, momentum and the like stay those of the settings: in a file that was altered they would train
+    Kernel choice, weight decay, momentum and the like stay as the settings say: from an altered file they would train
     something else than its configuration says, and an audit that starts from it would repeat that.
     """
     groups = optimizer.state_dict()["param_groups"]
@@ -184,7 +184,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
 
 
 def keep_newest(folder: Path, number: int) -> None:
-    """Delete all step_NNNNNN.pt but the newest `number`, which is at least 1."""
+    """Delete all step_NNNNNN.pt except the newest `number`, which must be at least 1."""
     numbered = [path for path in candidates(folder) if path.name.startswith("step_")]
     for path in numbered[number:]:
         path.unlink(missing_ok=True)
@@ -193,14 +193,14 @@ def keep_newest(folder: Path, number: int) -> None:
 def _check_fingerprint(
     path: Path, before: dict[str, Any], now: dict[str, Any], mode: str
 ) -> None:
-    """Refuse other code of the user, and another environment where equal bits are promised."""
+    """Raise CheckpointError if plug-in code changed, or if the environment changed and equal bits are promised."""
     give_up = (
         "set run.allow_fingerprint_change=true and give up the promise of equal bits"
     )
     if code := flags.changed_plugins(before, now):
         raise CheckpointError(
-            f"{path} was trained with other code of yours: {', '.join(code[:5])} changed since. Restore it, start "
-            f"another run with another run.name, or {give_up}."
+            f"{path} was trained with a different version of your code: {', '.join(code[:5])} changed since. Restore "
+            f"it, start another run with another run.name, or {give_up}."
         )
     differences = {} if mode == "off" else flags.differences(before, now)
     if not differences:
@@ -211,15 +211,15 @@ def _check_fingerprint(
     if flags.LOSS in differences:
         where = f"with loss.backend={differences[flags.LOSS][0]}"
     raise CheckpointError(
-        f"{path} was trained in another environment, which may give other bits ({'; '.join(changed)}). Resume "
+        f"{path} was trained in another environment, which may give different bits ({'; '.join(changed)}). Resume "
         f"{where}, or {give_up}."
     )
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint with digests of its content, which `load` compares.
+    """Write a checkpoint with digests of its content, which `load` checks.
 
-    Raises CheckpointError, and leaves the old file at `path`.
+    Raises CheckpointError on failure, and leaves the old file at `path`.
     """
     state = {"format": FORMAT, "version": VERSION, **state}
     state["digests"] = _digests(state)
@@ -250,19 +250,19 @@ def load(path: Path) -> dict[str, Any]:
         altered = [part for part in digests if recorded.get(part) != digests[part]]
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is not {expected}: an entry is missing or of another type ({error!r})."
+            f"{path} is not {expected}: an entry is missing or has the wrong type ({error!r})."
         ) from error
     if altered:
         raise CheckpointError(
             f"{path}: {' and '.join(altered)} were altered or lost after they were written. Restore the file."
         )
-    return {"stale": 0, **state}  # which older files lack
+    return {"stale": 0, **state}  # older files lack it
 
 
 def _digests(state: dict[str, Any]) -> dict[str, str]:
-    """Digests of the weights, of their average, and of all the rest (optimizer, step, configuration ...).
+    """Digests of the weights, of their average, and of everything else (optimizer, step, configuration ...).
 
-    torch does not compare the checksums inside its files: 165 of 200 random bit flips were read back as momentum.
+    torch does not check the checksums inside its files: 165 of 200 random bit flips were read back as momentum.
     """
     own = ("model", "ema", "digests")
     rest = {name: value for name, value in state.items() if name not in own}
@@ -282,7 +282,7 @@ def _digests(state: dict[str, Any]) -> dict[str, str]:
 
 
 def load_network(path: Path, which: str = "best") -> TrainedNetwork:
-    """The averaged network of a run folder (or of one checkpoint file), in eval mode on the CPU.
+    """The averaged network of a run folder or checkpoint file, in eval mode on the CPU.
 
     `which` is "best" (highest validation mIoU) or "last"; a run without best.pt falls back to last.pt.
     """
@@ -310,7 +310,7 @@ def load_network(path: Path, which: str = "best") -> TrainedNetwork:
 
 
 def read_start(config: Config) -> WeightsSource:
-    """The weights for step 0: of a checkpoint of segpipe the averaged ones, whose digests are compared.
+    """The weights for step 0. From a segpipe checkpoint, these are the averaged ones, with their digests checked.
 
     Raises CheckpointError when the file is missing, damaged, or was replaced meanwhile, and WeightsError when it holds
     no tensor.
@@ -321,15 +321,15 @@ def read_start(config: Config) -> WeightsSource:
     path = weights_file(config.model.weights)
     if not path.is_file():
         raise CheckpointError(
-            f"{path} does not exist any more, and without a checkpoint the run starts at step 0, which needs it. "
-            f"Put it back, or set model.weights to where it is now."
+            f"{path} no longer exists, but a run without a checkpoint starts at step 0 and needs it. "
+            f"Put it back, or set model.weights to its new place."
         )
     if path.suffix == ".safetensors":
         source = read_safetensors(path)
     else:
         saved = read_torch(path)
         if isinstance(saved, dict) and {"format", "ema", "digests"} <= saved.keys():
-            saved = load(path)  # again, with its digests
+            saved = load(path)  # again, to check its digests
             source = WeightsSource(
                 saved["ema"],
                 part="ema",
@@ -340,14 +340,14 @@ def read_start(config: Config) -> WeightsSource:
             source = state_dict_in(saved, path)
     if not source.tensors:
         raise WeightsError(
-            f"{path} holds no tensor, so there is nothing to start from. Set model.weights to a file of weights."
+            f"{path} holds no tensor, so there is nothing to start from. Set model.weights to a weights file."
         )
     model = config.model
     return replace(source, path=model.weights, sha256=model.weights_sha256)
 
 
 def read_teacher(config: Config) -> TrainedNetwork:
-    """The network of `loss.teacher`, averaged, in eval mode on the CPU.
+    """The averaged network of `loss.teacher`, in eval mode on the CPU.
 
     Raises ConfigError when the file is gone, and CheckpointError when it was replaced meanwhile.
     """
@@ -355,28 +355,28 @@ def read_teacher(config: Config) -> TrainedNetwork:
 
 
 def check_teacher(config: Config, names: tuple[str, ...]) -> None:
-    """Raise ConfigError for a teacher of other classes than `names`, those of the data set, or of other images."""
+    """Raise ConfigError unless the teacher has the data set's classes `names` and the run's model.standardize."""
     if not config.loss.teacher:
         return
     teacher = read_teacher(config)
     standardize = teacher.preprocess.standardize
     if standardize != config.model.standardize:
         raise ConfigError(
-            f"loss.teacher = {config.loss.teacher} was trained with model.standardize={standardize}, and sees what "
-            f"the network sees. Set model.standardize={standardize}."
+            f"loss.teacher = {config.loss.teacher} was trained with model.standardize={standardize}, and gets the "
+            f"same input as the network. Set model.standardize={standardize}."
         )
     known = teacher.classes.names
     if known != names:
         raise ConfigError(
-            f"loss.teacher = {config.loss.teacher} knows the classes {', '.join(known)}, but those of the data set are "
-            f"{', '.join(names)}. Take a run that was trained with them."
+            f"loss.teacher = {config.loss.teacher} has the classes {', '.join(known)}, but the data set has "
+            f"{', '.join(names)}. Use a run that was trained with those."
         )
 
 
 def load_weights(
     model: nn.Module, weights: dict[str, torch.Tensor], path: Path
 ) -> None:
-    """Copy weights into the network; raise WeightsError naming the keys and shapes that do not fit."""
+    """Copy weights into the network. Raises WeightsError, which names the keys and shapes that do not fit."""
     try:
         model.load_state_dict(weights, strict=True)
     except RuntimeError as error:

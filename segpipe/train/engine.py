@@ -1,4 +1,4 @@
-"""A training run from the first step to the result; independent of the network that it trains."""
+"""A training run from the first step to the result; independent of the network."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from segpipe.distributed.group import Group
     from segpipe.train.state import TrainState
 
-SETTLED = 50  # updates; of a BatchNorm's first statistics, 0.9**50 = 0.5 % is left
+SETTLED = 50  # updates; then 0.9**50 = 0.5 % of BatchNorm's initial statistics is left
 
 
 class View(contextlib.AbstractContextManager[Any], Protocol):
@@ -57,7 +57,7 @@ class View(contextlib.AbstractContextManager[Any], Protocol):
 
 
 class Log(Protocol):
-    """Keeps figures by step and kind; a line that an earlier session of the run has written is not written again."""
+    """Keeps figures by step and kind; does not repeat a line that an earlier session of the run has written."""
 
     def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None: ...
 
@@ -68,24 +68,24 @@ class Log(Protocol):
     def close(self, exit_code: int) -> None: ...
 
 
-# Makes both when nothing but the training itself can fail any more; given the step from which a run is resumed, or
-# None, which clears the folder of an earlier run.
+# Makes both, once only the training itself can still fail. Given the step at which a run is resumed, or None, which
+# clears the folder of an earlier run.
 OpenOutputs = Callable[[int | None], tuple[View, Log]]
 
 
 class Clock:
-    """Time spent on updates, without validations and checkpoints, and with them."""
+    """Time spent on updates, with and without validations and checkpoints."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.updates = 0
-        self.wall = 0.0  # seconds with all that lay between
-        self.waited = 0.0  # seconds for batches, of all updates
+        self.wall = 0.0  # seconds, with validations and checkpoints
+        self.waited = 0.0  # seconds of waiting for batches, over all updates
         self._mark = self._first = time.perf_counter()
         self._recent = (0.0, 0)
 
     def tick(self) -> None:
-        """Count an update. The first is left out of the figures: it starts workers and picks kernels."""
+        """Count an update. The first is not timed: it starts workers and picks kernels."""
         now = time.perf_counter()
         if self.updates:
             self.seconds += now - self._mark
@@ -97,17 +97,17 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time inside is not counted."""
+        """Stop the clock of `seconds` inside the block."""
         before = time.perf_counter()
         yield
         self._mark += time.perf_counter() - before
 
     def rate(self) -> float:
-        """Updates per second so far; 0 before the second."""
+        """Updates per second so far; 0 before the second update."""
         return _rate(self.updates - 1, self.seconds)
 
     def wall_rate(self) -> float:
-        """Updates per second with validations and checkpoints in between; 0 before the second."""
+        """Updates per second, including validations and checkpoints; 0 before the second update."""
         return _rate(self.updates - 1, self.wall)
 
     def recent_rate(self) -> float:
@@ -136,18 +136,18 @@ class Run:
     view: View
     log: Log
     saved: int | None  # step of last.pt, if there is one
-    ended: bool  # at the step from which it goes on, and is made longer
-    kept: float  # mIoU of best.pt: of a run made longer also that of its end
+    ended: bool  # had finished at the step at which it resumes, and is now extended
+    kept: float  # mIoU of best.pt; in an extended run also counts the validation at its former end
     clock: Clock = field(default_factory=Clock)
-    saved_at: float = -math.inf  # time.monotonic() of this session's last one
+    saved_at: float = -math.inf  # time.monotonic() of this session's last last.pt
     log_after: int = 1  # step of the next line of metrics.jsonl
-    # Writes one checkpoint at a time, while the updates go on.
+    # Writes one checkpoint at a time while updates continue.
     writer: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     writing: Future[None] | None = None
 
     @cached_property
     def val_cache(self) -> CachedSamples:
-        """Images that stay in memory from one validation to the next."""
+        """Validation images that stay in memory between validations."""
         return CachedSamples(
             self.val_samples,
             self.config.data.cache_mib if self.config.train.validate_every else 0,
@@ -158,7 +158,7 @@ class Run:
         return self.config.run_dir
 
     def settle(self) -> None:
-        """Wait until the checkpoint that is being written is whole. Raises CheckpointError if it cannot be written."""
+        """Wait until the pending checkpoint is complete. Raises CheckpointError if it cannot be written."""
         writing, self.writing = self.writing, None
         if writing is not None:
             writing.result()
@@ -174,11 +174,11 @@ def train(
 ) -> tuple[Run, Validation, dict[str, Any]]:
     """Train, validate and write the run's files; returns the run, its last validation and the content of result.json.
 
-    splits: the data, if this process has opened it already. git: commit and whether files differ from it, for
+    splits: the data, if this process has already opened it. git: commit and whether files differ from it, for
     result.json; None if unknown.
 
-    Raises ConfigError and DataError before the first step, NumericsError on a loss that is not finite, Interrupted
-    after Ctrl-C, when last.pt has been written.
+    Raises ConfigError and DataError before the first step, NumericsError on a loss or gradient that is not finite, and
+    Interrupted after Ctrl-C, once last.pt is written.
     """
     for key, path in config.import_paths:
         plugins.load(key, path)
@@ -192,7 +192,7 @@ def train(
             _loop(run, stream)
             _save(run, "last.pt")  # before the validation, which may fail
             stopped_early = _stopped_early(run)
-            # After an early stop, this step has its line of the log already.
+            # After an early stop, the log already has this step's line.
             final = _validate(run, precision="fp32", log=not stopped_early)
             _keep_best(run, final, final=True)
         result = result_of(run, final, stopped_early=stopped_early)
@@ -201,7 +201,7 @@ def train(
             write_atomically(run.folder / "result.json", to_json(result))
         exit_code = 0
     finally:
-        # What they raise has been reported, or hides no other error.
+        # Already reported; must not hide another error.
         with contextlib.suppress(CheckpointError):
             run.settle()
         with contextlib.suppress(CheckpointError):
@@ -213,7 +213,7 @@ def train(
 def _open(
     config: Config, group: Group, open_outputs: OpenOutputs, splits: Splits | None
 ) -> tuple[Run, Generator[ShardBatch, None, None], list[str]]:
-    """The run at the step at which it starts or resumes, its batches, and notes for the user."""
+    """The run at the step where it starts or resumes, its batches, and notes for the user."""
     data = splits or open_splits(config)
     resumes = config.run.exists == "resume"
     notes = []
@@ -265,7 +265,7 @@ def _open(
 
 
 def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
-    """All updates that are left."""
+    """Do all remaining updates."""
     config, current, clock = run.config, run.state, run.clock
     own = run.group.own_shards(config.compute.shards)
     weights = loss_weights(config, run.train_samples, run.counts)
@@ -277,7 +277,7 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
         contextlib.closing(stream),
     ):
         if run.ended:
-            _keep(run)  # as one run did at this step
+            _keep(run)  # as an uninterrupted run does at this step
         while current.step < config.train.steps and not _stopped_early(run):
             before = time.perf_counter()
             shards = [next(stream) for _ in own]
@@ -294,7 +294,7 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
             run.view.advance(current.step)
             with clock.paused():
                 _keep(run)
-        # One that came during the last update has no next update that it could stop.
+        # A signal during the last update has no next update to stop.
         if run.watch.sum([int(stop.asked)])[0]:
             _interrupt(run)
 
@@ -308,7 +308,7 @@ def _interrupt(run: Run) -> NoReturn:
 
 
 def _keep(run: Run) -> None:
-    """Validation and checkpoints that are due, but for those of the end of the run."""
+    """Do the validation and checkpoints that are due, except those at the end of the run."""
     config, done = run.config, run.state.step
     if done == config.train.steps:
         return
@@ -316,7 +316,7 @@ def _keep(run: Run) -> None:
         _keep_best(run, _validate(run, precision=config.train.precision))
         if _stopped_early(run):
             run.view.say(
-                f"step {done}: stops here, train.patience = {config.train.patience} validations after the best"
+                f"step {done}: stopping early, train.patience = {config.train.patience} validations after the best"
             )
     if _due(done, config.checkpoint.every) and _long_ago(run):
         _save(run, "last.pt", wait=False)
@@ -327,7 +327,7 @@ def _keep(run: Run) -> None:
 
 
 def _stopped_early(run: Run) -> bool:
-    """Whether mIoU has stayed below its best for `train.patience` validations: the same on every rank."""
+    """Whether mIoU has not improved for `train.patience` validations; the same on every rank."""
     return 0 < run.config.train.patience <= run.state.stale
 
 
@@ -344,9 +344,10 @@ def _long_ago(run: Run) -> bool:
 
 
 def _next_line(run: Run) -> int:
-    """Step of the next line of metrics.jsonl: several lines further where a GPU is fast. A collective.
+    """Step of the next line of metrics.jsonl; on a fast GPU, some multiples of `train.log_every` are skipped.
 
-    A step at which the host waits for the GPU costs what it had queued ahead, on all ranks; rank 0 tells them which.
+    A collective. When the host waits for the GPU at a step, all ranks lose the work they had queued ahead, so rank 0
+    decides the step.
     """
     train, lines = run.config.train, 1
     if run.group.device.type != "cpu":
@@ -356,7 +357,7 @@ def _next_line(run: Run) -> int:
 
 
 def _waits(run: Run) -> bool:
-    """Whether the host waits for the next update: always on a CPU; on a GPU when its outcome is logged or saved."""
+    """Whether the host waits for the next update: always on a CPU, on a GPU when its result is logged or saved."""
     config, done = run.config, run.state.step + 1
     saved_at = (
         config.checkpoint.every,
@@ -384,13 +385,13 @@ def _check(run: Run, step: TrainStep, result: StepResult) -> None:
         for shard, loss in losses.items()
         if not math.isfinite(loss)
     ]
-    named = "; ".join(bad[:4]) or "every loss is finite, a gradient is not"
+    named = "; ".join(bad[:4]) or "every loss is finite, but a gradient is not"
     run.group.together(run.settle)
     good = "No last.pt was written."
     if run.saved is not None:
         good = f"last.pt of step {run.saved} is the last good state."
     if first_bad < run.state.step:
-        good = f"Step {first_bad} was the first that was not finite. {good}"
+        good = f"Step {first_bad} was the first non-finite one. {good}"
     config = run.config
     precision, name = config.train.precision, config.loss.name
     advice = "Lower optim.lr, or set optim.clip_norm=5"
@@ -435,7 +436,7 @@ def _log(run: Run, result: StepResult) -> None:
 
 
 def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
-    """Confusion of the averaged weights on the validation split."""
+    """Validation of the averaged weights, which is also logged and shown."""
     config, current = run.config, run.state
     run.group.together(run.settle)  # the loader may fork
     preprocess = Preprocess(standardize=config.model.standardize).to(run.group.device)
@@ -473,16 +474,16 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
 
 
 def _is_settled(config: Config, step: int) -> bool:
-    """Whether the validation after `step` updates is the first of the run whose BatchNorm statistics are settled."""
+    """Whether the validation after `step` updates is the run's first with settled BatchNorm statistics."""
     steps = config.train.steps
     every = config.train.validate_every or steps
     return step == min(-(-SETTLED // every) * every, steps) >= SETTLED
 
 
 def _keep_best(run: Run, found: Validation, *, final: bool = False) -> None:
-    """Write best.pt if this validation is better than that of the file.
+    """Write best.pt if this validation is better than the one stored there.
 
-    The final one does not count for `train.patience`: a run that has stopped must not go on when it is resumed.
+    The final one does not count for `train.patience`: a run that stopped early must not continue when it is resumed.
     """
     score = miou(found.total)
     better = score > run.state.best_miou
@@ -496,12 +497,12 @@ def _keep_best(run: Run, found: Validation, *, final: bool = False) -> None:
 
 
 def _save(run: Run, name: str, *, wait: bool = True) -> None:
-    """Write a checkpoint from rank 0, and the ledger up to it from every rank.
+    """Write a checkpoint on rank 0, and the ledger up to that step on every rank.
 
-    Without `wait` a thread writes it, and the next call reports a full disk. A run's first checkpoint is waited for:
-    it is there as soon as metrics.jsonl goes beyond it.
+    Without `wait` a thread writes it, and the next call reports a full disk. A run always waits for its first
+    checkpoint, so that it exists before metrics.jsonl goes beyond its step.
     """
-    run.watch.sum([])  # ranks whose states differ save nothing
+    run.watch.sum([])  # raises if states differ, so nothing is saved
 
     def write() -> None:
         run.settle()
@@ -516,14 +517,14 @@ def _save(run: Run, name: str, *, wait: bool = True) -> None:
         if wait or run.saved is None:
             run.settle()
 
-    run.group.together(write)  # a full disk ends all ranks, not one alone
+    run.group.together(write)  # a full disk ends all ranks, not only one
     if name == "last.pt":
         run.saved = run.state.step
         run.saved_at = time.monotonic()
 
 
 def result_of(run: Run, found: Validation, *, stopped_early: bool) -> dict[str, Any]:
-    """Content of result.json. `miou` is that of the last averaged weights in fp32, not of the best checkpoint."""
+    """Content of result.json. `miou` belongs to the last averaged weights in fp32, not to the best checkpoint."""
     config, current, clock = run.config, run.state, run.clock
 
     where = sequences(run.val_samples, config.data.sequence)

@@ -1,4 +1,4 @@
-"""The network in training: its heads as a forward, what BatchNorm keeps from pass to pass, and their precision."""
+"""The network in training: its heads as a forward, BatchNorm's state between passes, and the precision."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def autocast(device: torch.device, precision: str) -> Iterator[None]:
     """The context in which the network runs; the loss and all sums stay in fp32."""
     dtype = AUTOCAST.get(precision, torch.bfloat16)
     enabled = precision in AUTOCAST
-    # Nothing is cached: a recorded graph must not read what an earlier pass has cast, and eager has the same sums.
+    # No cache: a recorded graph must not read what an earlier pass cast. Eager does the same, for the same sums.
     cast = torch.autocast(
         device.type, dtype=dtype, enabled=enabled, cache_enabled=False
     )
@@ -36,7 +36,7 @@ def autocast(device: torch.device, precision: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tf32(precision: str) -> Iterator[None]:
-    """Convolutions and matrix products in TF32 where `precision` asks for it: forward, and again around a backward."""
+    """Runs convolutions and matrix products in TF32 if `precision` is tf32; wrap forward and backward separately."""
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
     before = products.allow_tf32, convolutions.allow_tf32
     if precision == "tf32":
@@ -48,7 +48,7 @@ def tf32(precision: str) -> Iterator[None]:
 
 
 class AllHeads(nn.Module):
-    """The network's training heads as a forward, which is what DDP hooks into."""
+    """The network's training heads as a forward method, which DDP hooks into."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class AllHeads(nn.Module):
 
 
 class _Traced(AllHeads):
-    """Heads that keep their last outputs, in the format in which BatchLoss takes them."""
+    """Heads that keep their last outputs, in the memory format that BatchLoss uses."""
 
     def __init__(self, model: nn.Module, precision: str) -> None:
         super().__init__(model)
@@ -77,10 +77,10 @@ class _Traced(AllHeads):
 
 
 class GraphedHeads(AllHeads):
-    """Heads whose forward and backward are recorded at the first batch, as one CUDA graph each, and replayed.
+    """Heads whose forward and backward are each recorded as a CUDA graph at the first batch, then replayed.
 
-    If a replay has other bits than AllHeads there, they are AllHeads, with a warning. All batches must have the shape
-    of the first, and outputs are overwritten by the next forward.
+    If a replay of the first batch has other bits than AllHeads, this warns and behaves as AllHeads. All batches must
+    have the shape of the first, and the next forward overwrites the outputs.
     """
 
     def __init__(self, model: nn.Module, precision: str) -> None:
@@ -94,9 +94,9 @@ class GraphedHeads(AllHeads):
         return self._heads(image)  # type: ignore[no-any-return]
 
     def _replayed(self, image: Tensor) -> Any:
-        """The callable that replays, if it may. What trial passes change is put back.
+        """The callable that replays, or the eager one if bits differ. Undoes what the trial passes change.
 
-        Raises ConfigError where nothing can be recorded: torch leaves its generator and stream as in a recording.
+        Raises ConfigError if recording fails: torch then leaves its generator and stream in recording state.
         """
         eager = super().forward
         with torch.random.fork_rng([image.device] if image.is_cuda else []):
@@ -110,28 +110,28 @@ class GraphedHeads(AllHeads):
             if self._trial(replay, image) == found:
                 return replay
         warnings.warn(
-            "compute.cuda_graph: a replay of this network had other bits, so its kernels start one by one.",
+            "compute.cuda_graph: a replay of this network gave different bits, so its kernels are launched one by one.",
             stacklevel=2,
         )
         return eager
 
     def _recorded(self, image: Tensor) -> Any:
         traced = _Traced(self.model, self.precision)
-        # True while recording, when no gradient is kept.
+        # The warning is right, but no gradient is kept while recording.
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
-        # The backward is recorded as it runs otherwise: without autocast.
+        # The backward is recorded as it runs elsewhere: without autocast.
         with self._unchanged(), torch.autocast(image.device.type, enabled=False):
             replay = torch.cuda.make_graphed_callables(
                 traced, (image.detach().clone(),), allow_unused_input=True
             )
-        # torch keeps these for the replays, and their graph would keep the nodes that take the parameters' gradients on
-        # the stream of the recording: a wait between streams per parameter and step, and hooks on that stream.
+        # torch keeps these tensors for replays. Their autograd graph would keep the AccumulateGrad nodes on the
+        # recording's stream: a wait between streams per parameter and step, and hooks on that stream.
         for logits in traced.last.values():
             logits.detach_()
         return replay
 
     def _trial(self, heads: Any, image: Tensor) -> int:
-        """Digest of logits, gradients and buffers of a pass from a fixed state of the random numbers."""
+        """Digest of the logits, gradients and buffers of a pass with a fixed random seed."""
         torch.manual_seed(0)
         with self._unchanged():
             found = [each for each in heads(image).values() if each.requires_grad]
@@ -148,7 +148,7 @@ class GraphedHeads(AllHeads):
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Puts back buffers that change inside. Writes into no other: ShardGuard would blame the user's code."""
+        """Restores buffers that change inside. Writes to no others: ShardGuard would blame the user's code."""
         before = [(each, each.clone()) for each in self.model.buffers()]
         yield
         for buffer, value in before:
@@ -156,24 +156,27 @@ class GraphedHeads(AllHeads):
                 buffer.copy_(value)
 
 
-# Seen to have eager's bits on a GPU.
+# Networks whose replay was checked on a GPU to have the bits of eager mode.
 RECORDED = ("fast_scnn", "ddrnet23_slim", "pidnet_s")
 
 
 def training_heads(model: nn.Module, config: Config, device: torch.device) -> Any:
-    """The heads as `compute.compile` and `compute.cuda_graph` want them. Raises ConfigError without a compiler."""
+    """The heads that `compute.compile` and `compute.cuda_graph` select.
+
+    Raises ConfigError when compute.compile lacks a compiler.
+    """
     compute = config.compute
     if compute.compile:
-        # torch would say so in the first update, with a traceback.
+        # torch would only say so in the first update, with a traceback.
         variable, compiler = ("CC", "gcc") if device.type == "cuda" else ("CXX", "g++")
         if not (os.environ.get(variable) or which(compiler)):
             raise ConfigError(
-                f"compute.compile = true needs {compiler}, which is not installed, or {variable} as another compiler. "
+                f"compute.compile = true needs {compiler}, which is not installed, or another compiler in {variable}. "
                 "Install it, or set compute.compile=false."
             )
         from torch._inductor import config as inductor
 
-        # Without trials on the device, which choose kernels by their speed, ranks with equal hardware compile alike.
+        # Without autotuning, which picks kernels by measured speed, ranks with equal hardware compile the same code.
         inductor.deterministic = True
         return torch.compile(AllHeads(model), dynamic=False)
     wanted = {"on": True, "auto": config.model.name in RECORDED}
@@ -184,7 +187,7 @@ def training_heads(model: nn.Module, config: Config, device: torch.device) -> An
 
 
 def frozen_modules(model: nn.Module) -> list[nn.Module]:
-    """Modules that have parameters, all of them frozen, and what is inside them."""
+    """Modules that have parameters, all of them frozen, and their submodules."""
     found: dict[nn.Module, None] = {}
     for module in model.modules():
         own = list(module.parameters())
@@ -194,7 +197,7 @@ def frozen_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def norms(model: nn.Module) -> dict[str, nn.modules.batchnorm._BatchNorm]:
-    """BatchNorm layers that gather statistics, by name in module order: all but those in frozen parts."""
+    """BatchNorm layers that update statistics, by name in module order: all except those in frozen parts."""
     frozen = set(frozen_modules(model))
     return {
         name: module
@@ -211,12 +214,12 @@ def statistics(model: nn.Module) -> list[Tensor]:
 
 
 class Norms:
-    """What the `norms` of a network have before a step: every shard starts from it."""
+    """State of a network's `norms` before a step; every shard starts from it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = list(norms(model).values())
         self.statistics = statistics(model)
-        # The passes of each layer, with which those without a momentum compute.
+        # Number of passes of each layer; layers without a momentum compute with it.
         self.counters = [
             layer.num_batches_tracked
             for layer in self._layers
@@ -237,9 +240,9 @@ class Norms:
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Inside, layers whose momentum is fixed count no passes: updates set the counters.
+        """Inside the block, layers with a fixed momentum do not count passes; `TrainStep.apply` sets the counters.
 
-        A kernel for each layer and shard, 79 of PIDNet-S, would be undone.
+        Counting would launch a kernel per layer and shard, 79 for PIDNet-S, only for `put_back` to undo it.
         """
         hidden = {}
         for layer in self._layers:
@@ -254,6 +257,6 @@ class Norms:
 
 
 def copy_all(into: list[Tensor], values: list[Tensor]) -> None:
-    """Copy each value into its tensor, in one launch for all of a dtype."""
-    if into:  # torch refuses empty lists
+    """Copy each value into its tensor, with one launch per dtype."""
+    if into:  # torch rejects empty lists
         torch._foreach_copy_(into, values)

@@ -1,4 +1,4 @@
-"""From this rank's shard batches to the gradients of the whole step, in two ways.
+"""Two ways to compute the gradients of a whole step from this rank's shard batches.
 
 `ElasticGradients` sums over the logical shards by one fixed tree: the same bits for any number of processes.
 `DdpGradients` leaves the sum to torch: one pass over all shards of a rank, and bits that depend on the world size.
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from segpipe.settings.config import Config
     from segpipe.train.recorder import Watch
 
-BUCKET_SIZE = 1 << 20  # elements that are sent at once: 4 MiB
+BUCKET_SIZE = 1 << 20  # elements per bucket: 4 MiB
 REENTRANT = "its block is used several times under checkpoints. Use checkpoint(use_reentrant=False)."
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """What was reduced over the shards of all ranks besides the gradients, which are in `.grad`."""
+    """What was reduced over all shards of all ranks, besides the gradients, which are in `.grad`."""
 
     parts: dict[str, Tensor]  # losses, 0-d, over all shards; "total" is their sum
     means: list[Tensor]  # BatchNorm `statistics` after the step
-    # Of this rank; of its first shard where DDP takes all as one batch.
+    # This rank's losses by shard; with DDP, one loss of all its shards under the first shard's number.
     shard_losses: dict[int, Tensor]
 
 
@@ -76,9 +76,9 @@ class BatchLoss:
     def __call__(
         self, network: nn.Module, batch: ShardBatch, global_valid: Tensor
     ) -> dict[str, Tensor]:
-        """Loss parts, 0-d; dropout is keyed by the step and the shard, not by what ran before."""
+        """Loss parts, 0-d; dropout is seeded by step and shard, not by what ran before."""
         config, watch = self.config, self.watch
-        # Code of the user, also of data and trackers here, may have set others: 40 us.
+        # User code, including data sets and trackers, may have changed the switches. Takes 40 us.
         flags.apply(config.compute.threads, config.compute.mode)
         self.guard.start()
         torch.manual_seed(
@@ -105,7 +105,7 @@ class BatchLoss:
                 with torch.no_grad():
                     wanted = TeacherLogits(teacher(seen), teacher.align_corners)
 
-        # Logits and their gradients, as a CUDA graph has them: sums in another format have another order.
+        # Contiguous logits and gradients, as in a CUDA graph: another memory format changes the order of sums.
         heads = {name: logits.contiguous() for name, logits in heads.items()}
         for logits in heads.values():
             if logits.requires_grad:
@@ -124,7 +124,7 @@ class BatchLoss:
 
 
 class ElasticGradients:
-    """Sums over the shards by a fixed tree. Each shard is a batch of its own and starts from the step's statistics."""
+    """Sums over the shards by a fixed tree. Each shard is its own batch and starts from the same BatchNorm state."""
 
     def __init__(self, loss: BatchLoss) -> None:
         self.loss = loss
@@ -132,14 +132,14 @@ class ElasticGradients:
         self.group = loss.group
         self.network = training_heads(self.state.model, loss.config, self.group.device)
         self.parameters = [p for p in self.state.model.parameters() if p.requires_grad]
-        # Of a vector, those of the gradients come after statistics and figures.
+        # Index of the first gradient in a vector, after BatchNorm statistics and figures.
         self._first = len(loss.norms.statistics) + 1
 
         self._layout: FlatLayout | None = None
         self._presence: tuple[list[bool], Tensor] | None = None
 
-        # Vectors with their views, kept from step to step: fresh memory costs a page fault for every 4 KiB, 1 to 2 % of
-        # a small step on a CPU.
+        # Vectors with their views, reused from step to step: new memory costs a page fault per 4 KiB, 1 to 2 % of a
+        # small step on a CPU.
         self._views: dict[Tensor, list[Tensor]] = {}
 
         self._exchange: _Exchange | None = None
@@ -150,14 +150,14 @@ class ElasticGradients:
                 )  # type: ignore[no-untyped-call]
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
-        """Leave the reduced gradients in `.grad`: None where no shard of any rank gave one. A collective."""
+        """Put the reduced gradients into `.grad`: None where no shard of any rank had one. A collective."""
         config, watch = self.loss.config, self.loss.watch
         leaves = config.compute.shards
         tree = TreeSum(leaves, shards[0].shard)
         free = list(self._views)
         losses = {}
 
-        # Parameters for which no own shard gave a gradient.
+        # Parameters for which none of this rank's shards had a gradient.
         absent = set(range(len(self.parameters)))
 
         self.loss.norms.keep()
@@ -168,7 +168,7 @@ class ElasticGradients:
             views = self._views[flat]
 
             if number == len(shards) and self.group.world_size > 1:
-                # Not into `flat`: sums come back while its own gradients are still to be read by the watch.
+                # Not into `flat`: sums arrive before the watch has read this rank's own gradients there.
                 self._exchange = _Exchange(
                     layout,
                     tree,
@@ -201,7 +201,7 @@ class ElasticGradients:
         return self._unpack(self._views[root], list(parts), losses, absent)
 
     def _vector(self, layout: FlatLayout, free: list[Tensor]) -> Tensor:
-        """One of the `free` vectors, or another."""
+        """One of the `free` vectors, or a new one."""
         if free:
             return free.pop()
         vector = layout.new()
@@ -209,7 +209,7 @@ class ElasticGradients:
         return vector
 
     def _collect(self, views: list[Tensor], parts: dict[str, Tensor]) -> set[int]:
-        """Move what a shard's pass left behind into its vector; returns the parameters that have a gradient."""
+        """Move the results of a shard's pass into its vector; returns the parameters that have a gradient."""
         given = [p.grad is not None for p in self.parameters]
         if self._exchange is not None:
             given = self._exchange.given
@@ -228,7 +228,7 @@ class ElasticGradients:
     def _on_grad_ready(self, place: int, _: Tensor) -> None:
         """Called by autograd after each addition to the gradient of parameter `place`.
 
-        Raises CollectiveError when the gradient was sent already.
+        Raises CollectiveError when the gradient was already sent.
         """
         if self._exchange is None or self._exchange.on_grad_ready(place):
             return
@@ -236,7 +236,7 @@ class ElasticGradients:
         late, named = self.parameters[place], self.state.model.named_parameters()
         name = next(name for name, value in named if value is late)
         raise CollectiveError(
-            f"a part of the gradient of {name} came after it was sent: {REENTRANT}"
+            f"a part of the gradient of {name} arrived after it was sent: {REENTRANT}"
         )
 
     def _layout_for(self, parts: dict[str, Tensor]) -> FlatLayout:
@@ -249,9 +249,9 @@ class ElasticGradients:
         return self._layout
 
     def _figures(self, parts: dict[str, Tensor], given: list[bool]) -> Tensor:
-        """A shard's losses, then 1 for each parameter that it gave a gradient for: sums of these are exact."""
+        """A shard's losses, then 1 for each parameter with a gradient, else 0; sums of the ones are exact."""
         if self._presence is None or self._presence[0] != given:
-            # A copy to the device, as good as once.
+            # Copies to the device, practically only once.
             ones = torch.tensor(given, dtype=torch.float32).to(self.group.device)
             self._presence = (given, ones)
 
@@ -265,7 +265,7 @@ class ElasticGradients:
         losses: dict[int, Tensor],
         absent: set[int],
     ) -> Reduced:
-        """Gradients and figures of the sum. Waits for a GPU only if no own shard used some parameter."""
+        """Gradients and figures of the sum. Waits for a GPU only if a parameter was unused in all own shards."""
         *sums, figures = views[: self._first]
         figures = figures.clone()
 
@@ -275,7 +275,7 @@ class ElasticGradients:
         if absent:
             shards_with = figures[len(names) :].tolist()
             for place in absent:
-                # As torch leaves it: no weight decay, no momentum.
+                # As in torch: no weight decay and no momentum for unused parameters.
                 if not shards_with[place]:
                     self.parameters[place].grad = None
 
@@ -285,10 +285,10 @@ class ElasticGradients:
 
 @dataclass
 class _Exchange:
-    """Sends the last shard's vector to the other ranks, bucket after bucket, while its backward still runs.
+    """Sends the last shard's vector to the other ranks, bucket by bucket, while its backward still runs.
 
-    Buckets leave in one order on every rank: from the end of the network, whose gradients come first, to its start.
-    Their sums come back in that order too, each while the next buckets are computed.
+    Buckets are sent in the same order on every rank: from the end of the network, whose gradients are ready first, to
+    its start. Their sums arrive in that order too, each while the next buckets are computed.
     """
 
     layout: FlatLayout
@@ -300,7 +300,7 @@ class _Exchange:
     total: Tensor  # receives the sums
 
     def __post_init__(self) -> None:
-        self.given = [False] * len(self.parameters)  # which have a gradient
+        self.given = [False] * len(self.parameters)  # whether each has a gradient
         self._first = len(self.views) - len(self.parameters)  # the first gradient
         self._missing = [  # gradients of each bucket
             sum(place >= self._first for place in members)
@@ -308,11 +308,11 @@ class _Exchange:
         ]
 
         self._next = len(self.layout.buckets) - 1
-        # Buckets up to this one wait for statistics and figures.
+        # Buckets up to this index wait for statistics and figures.
         self._held = self.layout.bucket_of[self._first - 1]
 
     def on_grad_ready(self, place: int) -> bool:
-        """Send the buckets that the gradient of parameter `place` completes; False if it has left already."""
+        """Send the buckets that the gradient of parameter `place` completes; False if it was already sent."""
         bucket = self.layout.bucket_of[self._first + place]
         if bucket > self._next:
             return False
@@ -324,7 +324,7 @@ class _Exchange:
         return True
 
     def send_rest(self) -> None:
-        """Send what is left; parameters without a gradient as zeros."""
+        """Send the remaining buckets, with zeros for parameters without a gradient."""
         while self._next >= 0:
             self._send()
 
@@ -345,9 +345,9 @@ class _Exchange:
 class DdpGradients:
     """torch's DistributedDataParallel over one batch of all shards of a rank.
 
-    Running statistics and losses are summed over the ranks by the tree, where DDP alone would keep those of rank 0.
-    DDP's collectives are inside torch and cannot be announced one by one, so each place that makes some is announced: a
-    rank that does not come there has made fewer calls than the others, and is named.
+    Running statistics and losses are averaged or summed over the ranks by the tree; DDP would keep those of rank 0.
+    DDP's collectives are inside torch and cannot be announced one by one, so each place that makes some is announced
+    instead: a rank that does not reach it has made fewer calls than the others, and is named.
     """
 
     def __init__(self, loss: BatchLoss) -> None:
@@ -360,13 +360,13 @@ class DdpGradients:
         if self.group.world_size > 1:
             device = self.group.device
             self.group.contract.enter("wrap of DDP")
-            # torch warns once if there is none, and of a new name for an argument.
+            # torch warns once if no parameter is unused, and about a renamed argument.
             warnings.filterwarnings(
                 "ignore", "find_unused_parameters=True was|`broadcast_buffers`"
             )
-            # Looking for unused parameters also keeps the buckets as they are: otherwise DDP packs gradients by order
-            # of arrival from the second step on, and a sum over ranks depends on the place in the bucket. A resumed run
-            # would differ.
+            # find_unused_parameters also fixes the buckets: otherwise DDP repacks gradients in order of arrival from
+            # the second step on, and a sum over ranks depends on the position in the bucket. A resumed run would
+            # differ.
             self.network = DistributedDataParallel(
                 self.network,
                 device_ids=[device.index] if device.type == "cuda" else None,
@@ -376,7 +376,7 @@ class DdpGradients:
             )
 
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
-        """Leave the reduced gradients in `.grad`. A collective."""
+        """Put the reduced gradients into `.grad`. A collective."""
         norms, world_size = self.loss.norms, self.group.world_size
         device = self.group.device
         self.loss.watch.whole_batch(shards)
@@ -394,7 +394,7 @@ class DdpGradients:
         if world_size > 1:
             self.group.contract.enter("backward of DDP")
 
-        # DDP takes the mean over ranks, but the loss is divided by all pixels.
+        # DDP averages over ranks, but the loss is already divided by all pixels.
         total = parts["total"] * world_size
         try:
             with tf32(self.loss.config.train.precision):
@@ -402,7 +402,7 @@ class DdpGradients:
         except RuntimeError as error:
             if "mark a variable ready only once" not in str(error):
                 raise
-            raise CollectiveError(f"DDP met a gradient twice: {REENTRANT}") from error
+            raise CollectiveError(f"DDP got a gradient twice: {REENTRANT}") from error
         self.loss.guard.check(self.state.step, whole.shard)
 
         losses = torch.stack([part.detach() for part in parts.values()])
@@ -428,7 +428,7 @@ def _divided(sums: list[Tensor], count: int) -> list[Tensor]:
 
 
 def _pack(views: list[Tensor], parameters: list[nn.Parameter]) -> None:
-    """Move gradients to their places; a parameter without one takes part as zeros, so that all ranks send the same."""
+    """Move gradients into the views, as zeros for parameters without one, so that all ranks send the same sizes."""
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
     copy_all(views, grads)
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Exact integer metrics, all derived from one confusion matrix, and how they depend on the images that were scored.
+"""Exact integer metrics, all derived from one confusion matrix, and how they vary with the images scored.
 
 Counts are int64, so adding the matrices of shards, images or ranks in any order gives the same bits.
 Rows are the target, columns the prediction.
@@ -22,7 +22,7 @@ from segpipe.keys import generator, sample_key
 
 LEVEL = 0.95
 RESAMPLES = 1000
-BINS = 10  # of confidence, in a reliability diagram
+BINS = 10  # confidence bins of a reliability diagram
 
 
 Counts = Tensor | NDArray[np.int64]  # a confusion matrix
@@ -34,7 +34,7 @@ class Validation:
 
     total: Tensor
     per_image: dict[int, Tensor]
-    # Loss and confidence of a part of the pixels, as `validate.confidences` has them.
+    # Loss and confidence of a subset of the pixels, as `validate.confidences` returns them.
     calibration: Tensor = field(default_factory=lambda: torch.zeros(BINS, 4))
 
     @property
@@ -47,46 +47,44 @@ class Validation:
 def confusion(pred: Tensor, target: Tensor, num_classes: int) -> Tensor:
     """Number of pixels per (target class, predicted class), on the device of `pred`.
 
-    Pixels with target 255 are ignored. A target id from `num_classes` to 254 raises DataError, a predicted id outside
+    Pixels with target 255 are ignored. A target id from `num_classes` to 254 raises DataError; a predicted id outside
     the classes raises ValueError.
 
-    Shapes: pred uint8 or int64, target uint8, both (...) alike -> int64 (C, C). No gradient, same bits on every device:
-    deterministic mode allows bincount without weights only.
+    Shapes: pred uint8 or int64, target uint8, both of one shape (...) -> int64 (C, C). No gradient. The same bits on
+    every device: deterministic mode only allows bincount without weights.
     """
     if pred.shape != target.shape:
         raise ValueError(
             f"pred has shape {tuple(pred.shape)}, but target has {tuple(target.shape)}."
         )
     if not ((pred >= 0) & (pred < num_classes)).all():
-        raise ValueError(
-            f"pred holds pixels outside the classes 0 to {num_classes - 1}."
-        )
+        raise ValueError(f"pred has class ids outside 0 to {num_classes - 1}.")
     cells = target.long() * num_classes + pred.long()
     counts = torch.bincount(cells.flatten(), minlength=256 * num_classes)
     return confusion_of(counts.reshape(256, num_classes))
 
 
 def confusion_of(counts: Tensor) -> Tensor:
-    """`confusion` from counts of pixels by target id, 0 to 255, and class.
+    """`confusion` from pixel counts by target id, 0 to 255, and predicted class.
 
-    Shapes: int64 (256, C) -> int64 (C, C). Raises DataError for targets that are no classes.
+    Shapes: int64 (256, C) -> int64 (C, C). Raises DataError for target ids that are not classes.
     """
     num_classes = counts.shape[1]
     invalid = counts[num_classes:IGNORE_INDEX].sum(1)
     if invalid.any():
         ids = (invalid.nonzero().flatten() + num_classes).tolist()
         raise DataError(
-            f"target holds class {', '.join(map(str, ids))} in {invalid.sum()} pixels, but ids 0 to {num_classes - 1} "
+            f"target has class {', '.join(map(str, ids))} in {invalid.sum()} pixels, but ids 0 to {num_classes - 1} "
             f"or {IGNORE_INDEX} (ignored) were needed. Map them in the class table."
         )
     return counts[:num_classes]
 
 
 def iou_per_class(confusion: Counts) -> list[float | None]:
-    """Intersection over union of each class; None for a class without a single target pixel.
+    """Intersection over union of each class; None for a class without target pixels.
 
-    For such a class 0 and 1 would be equally arbitrary. If it was predicted, those pixels already count as misses of
-    the classes they belong to, and `summary` names the class under `false_positives_only`.
+    For such a class, 0 and 1 would be equally arbitrary. If it was predicted, those pixels already count as misses of
+    their true classes, and `summary` names the class under `false_positives_only`.
     """
     return [
         both / (target + predicted - both) if target else None
@@ -95,7 +93,7 @@ def iou_per_class(confusion: Counts) -> list[float | None]:
 
 
 def _pixels(confusion: Counts) -> list[tuple[int, int, int]]:
-    """Of each class the pixels that are right, those of the target and those of the prediction."""
+    """Correct, target and predicted pixels of each class."""
     counts = (confusion.diagonal(), confusion.sum(1), confusion.sum(0))
     return list(zip(*(each.tolist() for each in counts), strict=True))
 
@@ -114,8 +112,8 @@ def miou(confusion: Counts) -> float:
 def summary(confusion: Counts, names: Sequence[str]) -> dict[str, Any]:
     """Figures of a validation as a plain dictionary, ready for JSON except for NaN.
 
-    Keys: miou, pixel_accuracy, iou ({name: 0 to 1, or None}), absent (names without a target pixel: left out of the
-    mean), false_positives_only (those of `absent` that were predicted somewhere), pixels (labelled ones).
+    Keys: miou, pixel_accuracy, iou ({name: 0 to 1, or None}), absent (names without a target pixel, left out of the
+    mean), false_positives_only (names in `absent` that were predicted somewhere), pixels (number of labelled pixels).
     """
     pixels = dict(zip(names, _pixels(confusion), strict=True))
     absent = [name for name, (_, target, _) in pixels.items() if not target]
@@ -136,7 +134,7 @@ def rates(
 ) -> dict[str, dict[str, float | None]]:
     """Precision, recall and F1 ("precision", "recall", "f1") of each class by name, 0 to 1.
 
-    None for a class without a target pixel, and the precision also where nothing was predicted as the class.
+    None for a class without target pixels; the precision is also None if the class was never predicted.
     """
     found: dict[str, dict[str, float | None]] = {
         "precision": {},
@@ -157,9 +155,9 @@ def scores(
     sequence_of: Sequence[str],
     seen: Collection[str] | None,
 ) -> dict[str, Any]:
-    """All figures of a validation: those of `metrics.summary` and `metrics.rates`, means, interval and sequences.
+    """All figures of a validation: `summary`, `rates` and their means, `interval` and `by_sequence`.
 
-    `names` are those of the classes; `sequence_of` and `seen` as for `by_sequence`.
+    `names`: of the classes; `sequence_of` and `seen` as for `by_sequence`.
     """
     per_class = rates(found.total, names)
 
@@ -175,9 +173,9 @@ def scores(
 def interval(per_image: Mapping[int, Tensor], names: Sequence[str]) -> dict[str, Any]:
     """95 % bootstrap interval of mIoU ("miou": [low, high]) and of the IoU of each class ("iou": {name: [low, high]}).
 
-    1,000 times, as many images as there are are drawn with replacement and scored together; the interval holds the
-    middle 95 % of these scores. A class that no resample has is None, and so is everything with a single image. The
-    draws depend on the number of images alone: equal matrices give equal intervals.
+    Draws 1,000 resamples of the images, of the same number, with replacement; the interval holds the middle 95 % of
+    their scores. A class that occurs in no resample is None, and so is everything with a single image. The draws depend
+    only on the number of images: equal matrices give equal intervals.
 
     per_image: confusion matrices int64 (C, C).
     """
@@ -194,7 +192,7 @@ def interval(per_image: Mapping[int, Tensor], names: Sequence[str]) -> dict[str,
     for row in times:
         row[:] = np.bincount(random.integers(0, num, num), minlength=num)
 
-    # In float64, which BLAS multiplies: whole numbers below 2**53, so the order of its sums does not matter.
+    # In float64, because BLAS is fast there: whole numbers below 2**53, so the order of sums does not matter.
     hits, target, pred = np.split(times @ pixels.astype(np.float64), 3, axis=1)
     union = np.where(target > 0, target + pred - hits, np.nan)
     scores = hits / union
@@ -218,10 +216,10 @@ def by_sequence(
     sequence_of: Sequence[str],
     seen: Collection[str] | None,
 ) -> dict[str, dict[str, Any]]:
-    """Score of each sequence, sorted: {"0016E5": {"images": 101, "miou": 0.62, "in_training": true}}.
+    """Score of each sequence, sorted by name: {"0016E5": {"images": 101, "miou": 0.62, "in_training": true}}.
 
-    Empty when each image is a sequence of its own: then names tell nothing. `sequence_of` has the sequence of each
-    image by index; `seen` holds those of the training images, and is None if they are not known, as is `in_training`.
+    Empty if each image is its own sequence, since names say nothing then. `sequence_of`: sequence of each image by
+    index. `seen`: sequences of the training images; None if unknown, and then `in_training` is None.
     """
     members: dict[str, list[Tensor]] = {}
     for index in sorted(per_image):
@@ -241,7 +239,7 @@ def by_sequence(
 
 
 def flattering(sequences: Mapping[str, Mapping[str, Any]]) -> str:
-    """A sentence when sequences of `by_sequence` are in training too; empty otherwise."""
+    """A warning sentence if sequences of `by_sequence` are also in training; empty otherwise."""
     both = [name for name, found in sequences.items() if found["in_training"]]
     if not both:
         return ""
@@ -250,6 +248,6 @@ def flattering(sequences: Mapping[str, Mapping[str, Any]]) -> str:
     total = sum(found["images"] for found in sequences.values())
 
     return (
-        f"{images} of {total} images are from sequences that training has seen too ({listed(both, 4)}): these scores "
-        f"flatter. Neighboring frames look alike; expect less in new places."
+        f"{images} of {total} images are from sequences that are also in training ({listed(both, 4)}): these scores "
+        f"are optimistic. Neighboring frames look alike; expect less in new places."
     )

@@ -1,4 +1,4 @@
-"""What happens before the first update: the state of a run, room on its disk, and what it says first."""
+"""What happens before the first update: the run's state, its disk space, and its header."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ MIB = 2**20
 def state_of(
     config: Config, group: Group, classes: ClassTable, found: checkpoint.Found | None
 ) -> tuple[TrainState, dict[str, Any], list[str]]:
-    """The state, fresh or that of the checkpoint; the fingerprint of rank 0, and warnings."""
+    """The state, new or from the checkpoint; the fingerprint of rank 0; warnings."""
     apply = partial(flags.apply, config.compute.threads, config.compute.mode)
-    apply()  # modules of plug-ins may have set others when they were imported
+    apply()  # plug-in modules may have changed the switches on import
     state = build_state(
         config, classes, group.device, None if found else checkpoint.read_start(config)
     )
     if config.loss.teacher:
         state.teacher = checkpoint.read_teacher(config).model.to(group.device)
-    apply()  # the network did
+    apply()  # and so may the network
     fingerprint, rank_differences = common_fingerprint(
         config, group, backend(config.loss, group.device.type)
     )
@@ -55,19 +55,19 @@ def state_of(
     warnings = []
     if group.device.type == "cuda" and config.train.precision == "fp32":
         warnings.append(
-            "train.precision = fp32 computes without TF32: an estimated third of the speed of train.precision=bf16. "
-            "tf32 lies between, with equal bits on GPUs of one kind."
+            "train.precision = fp32 runs without TF32, at an estimated third of the speed of train.precision=bf16. "
+            "tf32 lies in between, with equal bits on GPUs of one kind."
         )
     instructions = fingerprint["instructions"]
     bf16_on_cpu = group.device.type == "cpu" and config.train.precision == "bf16"
     if bf16_on_cpu and instructions is not None and "bf16" not in instructions:
         warnings.append(
-            "train.precision = bf16, but this CPU has no instruction for it: an update takes 12 to 16 times as long as "
+            "train.precision = bf16, but this CPU has no bf16 instructions: an update takes 12 to 16 times as long as "
             "with train.precision=fp32."
         )
     if rank_differences and config.compute.mode != "off":
         warnings.append(
-            f"ranks differ, so another number of processes may give other bits: {'; '.join(rank_differences[:4])}"
+            f"ranks differ, so another number of processes may give different bits: {'; '.join(rank_differences[:4])}"
         )
     return state, fingerprint, warnings
 
@@ -85,7 +85,7 @@ def counts_of(config: Config, group: Group, samples: DataSet) -> PixelCounts | N
 def write_origin(
     config: Config, state: TrainState, found: checkpoint.Found | None
 ) -> None:
-    """The files that say what the run starts from; a resumed run keeps those that it has."""
+    """Write the files that record what the run starts from; a resumed run keeps its own."""
     folder = config.run_dir
     longer = found and found.content["config"]["train"]["steps"] != config.train.steps
     if longer or not found:
@@ -119,21 +119,21 @@ def header(
         f"{len(val)} validation images{held_out}\n"
         f"batch   {config.global_batch} = {compute.shards} shards x {compute.samples_per_shard} samples; {steps} steps,"
         f" {epochs:.1f} epochs; {config.train.precision}\n"
-        f"device  {device}; processes {group.world_size}, threads of each {compute.threads}; mode {compute.mode}"
+        f"device  {device}; processes {group.world_size}, threads per process {compute.threads}; mode {compute.mode}"
     )
 
 
 def check_space(config: Config, state: TrainState, group: Group) -> None:
-    """Raise CheckpointError on rank 0 when the run's disk has less room than its checkpoints need."""
+    """Raise CheckpointError on rank 0 when the run's disk has too little space for its checkpoints."""
     if not group.is_main:
         return
 
     weights = 4 * _elements(state.model.state_dict().values())
     trained = 4 * _elements(p for p in state.model.parameters() if p.requires_grad)
     moments = 2 if config.optim.name == "adamw" else 1
-    one = 2 * weights + moments * trained  # with the average
+    one = 2 * weights + moments * trained  # weights and their average
 
-    # At once: last, best, the one being written, and those that are kept.
+    # At the same time: last, best, the one being written, and those that are kept.
     every, last = config.checkpoint.keep_every, config.checkpoint.keep_last
     kept = (config.train.steps - state.step - 1) // every if every else 0
     files = 3 + (min(kept, last) if last else kept)

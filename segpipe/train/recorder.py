@@ -1,4 +1,4 @@
-"""What observes the updates of a run: agreement between ranks, memory, and the ledger.
+"""Observers of a run's updates: agreement between ranks, and the ledger.
 
 The ledger holds digests of what every update read, computed and left behind. Level 0 (`compute.ledger`): one row per
 shard and one per step. Level 1 (`compute.mode=audit`): also one row per sample and per tensor.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from segpipe.distributed.group import Group
     from segpipe.train.state import TrainState
 
-# Spans of an update, in its order; see `Watch.span`.
+# Spans of an update, in order; see `Watch.span`.
 PARTS = (
     "data", "counts", "copy", "forward", "loss", "backward", "reduction", "clip", "optimizer", "average", "ledger",
 )  # fmt: skip
@@ -40,9 +40,9 @@ NamedTensors = Mapping[str, Sequence[Tensor]]
 
 
 class Watch(Agreement):
-    """Hooks that an update calls. This version keeps no ledger (compute.ledger=false, compute.mode=off).
+    """Hooks that an update calls. This class keeps no ledger (compute.ledger=false, compute.mode=off).
 
-    Ranks still compare the collectives that they called, and memory is still watched. No hook changes a number.
+    Ranks still compare the collectives that they called. No hook changes a number.
     """
 
     state: TrainState
@@ -51,14 +51,14 @@ class Watch(Agreement):
     span = staticmethod(record_function)
 
     def _nothing(self, *given: Any, **named: Any) -> None:
-        """What the hooks of a Recorder are here."""
+        """Stands in for the hooks of a Recorder."""
 
     forward = shard = whole_batch = reduced = applied = after_update = _nothing
     flush = close = _nothing
 
 
 class Recorder(Watch):
-    """Watch that writes this process's rows. Digests stay on the device until a flush, so nothing waits in between."""
+    """Watch that writes this process's rows. Digests stay on the device until a flush, so nothing waits for a GPU."""
 
     state_digest: Tensor  # int64, 0-d
 
@@ -70,12 +70,12 @@ class Recorder(Watch):
         samples: Samples,
         fingerprint: dict[str, Any],
     ) -> None:
-        """Open the run's ledger for a session that starts at `state.step`. Raises CheckpointError."""
+        """Open the run's ledger for a session that starts at `state.step`. Raises CheckpointError on failure."""
         super().__init__(group, state)
         self.samples = samples
         self.audits = config.compute.mode == "audit"
 
-        # On the device, before they are written.
+        # Steps whose digests stay on the device before they are written.
         self.steps_held = 10 if self.audits else 50
 
         named = dict(state.model.named_parameters())
@@ -112,13 +112,13 @@ class Recorder(Watch):
 
     @record_function("ledger")
     def forward(self, seen: Tensor, heads: Mapping[str, Tensor]) -> None:
-        """Digests of input and output of the shard's network, for its row."""
+        """Digest the network's input and output for the shard's row."""
         batch, logits = digest_groups([[seen], list(heads.values())])
         self._shard = {"batch": batch, "logits": logits}
 
     @record_function("ledger")
     def whole_batch(self, shards: Sequence[ShardBatch]) -> None:
-        """Rows of shards that have no forward of their own."""
+        """Write rows of shards that have no forward of their own."""
         for batch in shards:
             self._shard_row(batch, {})
 
@@ -130,7 +130,7 @@ class Recorder(Watch):
         statistics: Sequence[Tensor],
         gradients: Sequence[Tensor],
     ) -> None:
-        """Row of a shard, after its backward; `gradients` in the order of the trained parameters."""
+        """Write the row of a shard after its backward; `gradients` in the order of the trained parameters."""
         own, grads = digest_groups([statistics, gradients])
         found = {"statistics": own, "gradient": grads, "loss": float_bits(loss)}
         self._shard_row(batch, {**self._shard, **found})
@@ -153,7 +153,7 @@ class Recorder(Watch):
         )
 
     def _decoded(self, batch: ShardBatch) -> dict[str, Tensor]:
-        """Digests of the samples before augmentation; reads them again, in this process."""
+        """Digests of the samples before augmentation, which this process reads again."""
         frames = [self.samples.read(int(index)) for index in batch.index]
         images, targets = zip(*frames, strict=True)
 
@@ -164,7 +164,7 @@ class Recorder(Watch):
 
     @record_function("ledger")
     def reduced(self, valid: Tensor) -> None:
-        """Digests of the gradients of the step, before anything scales or clips them."""
+        """Digest the gradients of the step, before anything scales or clips them."""
         gradients = [
             p.grad if p.grad is not None else torch.zeros_like(p)
             for p in self._trained.values()
@@ -178,7 +178,7 @@ class Recorder(Watch):
 
     @record_function("ledger")
     def applied(self, rate: float) -> None:
-        """Row of the update."""
+        """Write the row of the update."""
         self._step |= {"lr": float_bits(rate), "scale": float_bits(1.0)}
         self._state_row(self.state.step - 1)
 
@@ -188,7 +188,7 @@ class Recorder(Watch):
         found = digest_groups(groups)
 
         scaler = self.state.scaler
-        # Also before a session's first update: a loaded scale decides what is skipped.
+        # Also before a session's first update: a loaded scale decides which updates are skipped.
         if scaler.is_enabled():
             scale = scaler._get_scale_async()  # no wait for a GPU
             self._step["scale"] = float_bits(
@@ -205,7 +205,7 @@ class Recorder(Watch):
                 self._writer.part_rows(step, -1, name, _each(named.values()))
 
     def _kinds(self) -> dict[str, NamedTensors]:
-        """Tensors of the state by kind and name, in the order of a row; the first updates make the moments."""
+        """Tensors of the state by kind and name, in row order; moments are missing before the first update."""
         moments = {
             name: _moments(self.state.optimizer, value)
             for name, value in self._trained.items()
@@ -219,7 +219,7 @@ class Recorder(Watch):
         }
 
     def state_parts(self) -> dict[str, dict[str, int]]:
-        """As that of Agreement."""
+        """As in Agreement."""
         return {
             kind: dict(zip(named, _each(named.values()).tolist(), strict=True))
             for kind, named in self._kinds().items()
@@ -227,27 +227,27 @@ class Recorder(Watch):
 
     @record_function("ledger")
     def after_update(self) -> None:
-        """Flush every `steps_held` updates, on all ranks or none: a full disk ends the run on all."""
+        """Flush every `steps_held` updates, on all ranks together: a full disk on one ends the run on all."""
         if self.state.step % self.steps_held == 0:
             self.group.together(self.flush)
 
     def flush(self, *, sync: bool = False) -> None:
-        """Write what is pending; with `sync` it is on the disk, as the checkpoint beside it will be."""
+        """Write pending rows; with `sync`, also to the physical disk, as for the checkpoint that follows."""
         self._writer.flush(sync=sync)
 
     def close(self) -> None:
-        """Write what is pending, and end."""
+        """Write pending rows and close the file."""
         self._writer.close()
 
 
 def _samples(batch: ShardBatch) -> dict[str, Tensor]:
-    """Digests of each image and of each target, int64 (b,)."""
+    """Digests of each image and each target, int64 (b,)."""
     found = digest_groups([[each] for each in (*batch.image, *batch.target)])
     return dict(zip(("image", "target"), found.chunk(2), strict=True))
 
 
 def _numbers(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Parameters and buffers by name, but for BatchNorm's counters of steps; they live as long as the model."""
+    """Parameters and buffers by name, except BatchNorm's step counters; valid as long as the model."""
     return {
         name: [value]
         for name, value in model.state_dict().items()
@@ -256,7 +256,7 @@ def _numbers(model: nn.Module) -> dict[str, list[Tensor]]:
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[Tensor]:
-    """The optimizer's state of a parameter, in the order of the names; nothing before the first update."""
+    """The optimizer's state of a parameter, ordered by name; empty before the first update."""
     kept = optimizer.state.get(parameter, {})
     return [kept[name] for name in sorted(kept) if isinstance(kept[name], Tensor)]
 
@@ -279,14 +279,14 @@ def open_watch(
     samples: Samples,
     fingerprint: dict[str, Any],
 ) -> Watch:
-    """What watches a run: a Recorder where it keeps a ledger."""
+    """The observer of a run: a Recorder if it keeps a ledger, else a Watch."""
     if not keeps_ledger(config):
         return Watch(group, state)
     return Recorder(config, group, state, samples, fingerprint)
 
 
 def spent(trace: profile, device: torch.device) -> dict[str, float]:
-    """Seconds in each of PARTS, on the device where it is a GPU; the host alone waits for data."""
+    """Seconds in each of PARTS: on the device if it is a GPU, except for data, which the host waits for."""
     found: dict[str, float] = {}
     for event in trace.key_averages():
         if event.key in PARTS:

@@ -1,4 +1,4 @@
-"""The files of weights that a run starts from: where they are, and which content its recipe means. Imports no torch."""
+"""The weights files that a run starts from: their paths, and the content its recipe pins. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ WEIGHTS = "weights.json"  # in a run's folder: what became of every tensor
 
 
 def pin_weights(config: Config) -> None:
-    """Set `model.weights_sha256` and `loss.teacher_sha256` to those of the files: the recipe names their content.
+    """Set `model.weights_sha256` and `loss.teacher_sha256` from the files, so that the recipe names their content.
 
-    A run that is resumed does not need the file any more: where it is gone, the value is that of config.json. Raises
-    ConfigError without a file, and CheckpointError when it has another SHA-256 than the setting.
+    A resumed run no longer needs the file of model.weights: if it is gone, the value comes from config.json. Raises
+    ConfigError if a file is missing, and CheckpointError if its SHA-256 differs from the setting.
     """
     model = config.model
     if config.loss.teacher:
@@ -37,11 +37,11 @@ def pin_weights(config: Config) -> None:
 
 
 def pinned_teacher(loss: LossConfig) -> Path:
-    """The file of `loss.teacher`, which is set, as that of `pin_weights`."""
+    """The file of `loss.teacher`, which must be set; pins and raises as `pin_weights`."""
     path = weights_file(loss.teacher)
     if not path.is_file():
         raise ConfigError(
-            f"loss.teacher = {loss.teacher}: {path} does not exist. Set it to the folder of a finished run, or to one "
+            f"loss.teacher = {loss.teacher}: {path} does not exist. Set it to the folder of a finished run or to one "
             f"of its checkpoints."
         )
     loss.teacher_sha256 = _pinned(path, "loss.teacher_sha256", loss.teacher_sha256)
@@ -49,18 +49,18 @@ def pinned_teacher(loss: LossConfig) -> Path:
 
 
 def _pinned(path: Path, key: str, expected: str) -> str:
-    """SHA-256 of the file. Raises CheckpointError where another one is expected."""
+    """SHA-256 of the file. Raises CheckpointError if it is not the expected one."""
     found = sha256(path)
     if expected not in ("", found):
         raise CheckpointError(
-            f"{path} has SHA-256 {found}, but {key} = {expected}. The file is not the one that was meant; fetch it "
-            f"again, or leave {key} out."
+            f"{path} has SHA-256 {found}, but {key} = {expected}. This is not the intended file: fetch it again, or "
+            f"leave {key} out."
         )
     return found
 
 
 def check_pins(config: Config, pins: Sequence[tuple[str, str]]) -> None:
-    """Refuse files of weights that differ between ranks, as copies on the disks of several machines may.
+    """Raise ConfigError if weights files differ between ranks, as copies on the disks of several machines may.
 
     `pins`: `model.weights_sha256` and `loss.teacher_sha256` of each rank.
     """
@@ -75,12 +75,12 @@ def check_pins(config: Config, pins: Sequence[tuple[str, str]]) -> None:
                 for rank, digest in enumerate(found[:8])
             )
             raise ConfigError(
-                f"{setting} has other content on other machines (SHA-256: {listed}). Copy one file to all of them."
+                f"{setting} has different content on other machines (SHA-256: {listed}). Copy one file to all of them."
             )
 
 
 def weights_file(name: str) -> Path:
-    """The file that `model.weights` or `loss.teacher` names; of a run's folder, last.pt."""
+    """The file that `model.weights` or `loss.teacher` names; last.pt if it is a run folder."""
     path = Path(name).expanduser()
     return path / "last.pt" if path.is_dir() else path
 
@@ -94,15 +94,15 @@ def _earlier_sha256(config: Config) -> str:
         if known and model.weights_sha256 in ("", saved.weights_sha256):
             return saved.weights_sha256
     raise ConfigError(
-        f"model.weights = {config.model.weights}: {path} does not exist. Set it to a file of weights (.pth, .pt, "
-        f".safetensors), or to the folder of a run."
+        f"model.weights = {config.model.weights}: {path} does not exist. Set it to a weights file (.pth, .pt, "
+        f".safetensors) or to the folder of a run."
     )
 
 
 def weights_summary(config: Config) -> dict[str, Any]:
-    """weights.json of the run with numbers of tensors in place of their names, as an entry of result.json.
+    """Entry of result.json from the run's weights.json, with counts of tensors instead of their names.
 
-    Empty for a run from the seed.
+    Empty for a run that starts from the seed.
     """
     try:
         record = dict(json.loads((config.run_dir / WEIGHTS).read_bytes()))

@@ -1,4 +1,4 @@
-"""Everything that a training run changes: network, average, optimizer; what is trained, and how fast."""
+"""Everything that a training run changes: network, average, optimizer. Also what is trained, and how fast."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 def freeze(
     model: nn.Module, patterns: Sequence[str], random: Sequence[str] = ()
 ) -> str:
-    """Stop the training of all parameters whose names match one of the patterns; returns what is frozen, for people.
+    """Freeze all parameters whose names match one of the patterns; returns a note on what is frozen.
 
-    random: names of what no file has set.
+    random: names of parameters that no weights file has set.
 
-    A frozen parameter has no gradient, so it gets no weight decay and no part in the gradient norm. `frozen_modules`
-    are put into eval mode: their BatchNorm uses its statistics and keeps them, and their dropout does nothing. Raises
-    ConfigError for a pattern that matches nothing or what is random, and when nothing is left to train.
+    A frozen parameter has no gradient, so it gets no weight decay and does not count in the gradient norm.
+    `frozen_modules` are put into eval mode: their BatchNorm uses its statistics and keeps them, and their dropout does
+    nothing. Raises ConfigError for a pattern that matches nothing or random values, and when nothing is left to train.
     """
     if not patterns:
         return ""
@@ -53,8 +53,8 @@ def freeze(
 
     if stuck := sorted(frozen.intersection(random)):
         raise ConfigError(
-            f"model.freeze = {list(patterns)} would keep {listed(stuck, 4)} at random initial values: the file of "
-            f"weights has none that fit. Narrow the patterns."
+            f"model.freeze = {list(patterns)} would keep {listed(stuck, 4)} at random initial values: the weights "
+            f"file has none that fit. Narrow the patterns."
         )
 
     for name in frozen:
@@ -68,7 +68,7 @@ def freeze(
 
 
 def _matches(model: nn.Module, pattern: str, key: str) -> list[str]:
-    """Names of the parameters that match, in the network's order. Raises ConfigError if there is none."""
+    """Names of the parameters that match, in network order. Raises ConfigError if none does."""
     names = [name for name, _ in model.named_parameters()]
     found = [name for name in names if fnmatchcase(name, pattern)]
 
@@ -84,11 +84,11 @@ def _matches(model: nn.Module, pattern: str, key: str) -> list[str]:
 def parameter_groups(
     model: nn.Module, weight_decay: float, lr_scale: Mapping[str, float] | None = None
 ) -> list[dict[str, Any]]:
-    """Convolution and linear weights with weight decay, then norms and biases (all 1-D tensors) without.
+    """Parameter groups: convolution and linear weights with weight decay, norms and biases (all 1-D tensors) without.
 
-    With `lr_scale`, the parameters of each pattern come after all others in two groups of their own, which hold their
-    factor as `lr_scale`. Patterns are sorted, so the groups do not depend on their order in a file. Raises ConfigError
-    for a pattern that matches nothing or only frozen parameters, and for a parameter that matches two.
+    With `lr_scale`, the parameters of each pattern follow in two groups of their own, with their factor as `lr_scale`.
+    Patterns are sorted, so the groups do not depend on their order in a file. Raises ConfigError for a pattern that
+    matches nothing or only frozen parameters, and for a parameter that matches two patterns.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -99,12 +99,12 @@ def parameter_groups(
         own = [left.pop(name) for name in names if name in left]
         if len(own) < len(trained.keys() & set(names)):
             raise ConfigError(
-                f"optim.lr_scale: {pattern!r} and another pattern match the same parameter. Give each parameter one "
-                f"pattern, so that the factor does not depend on their order."
+                f"optim.lr_scale: {pattern!r} and another pattern match the same parameter. Let each parameter match "
+                f"only one pattern, so that the factor does not depend on their order."
             )
         if not own:
             raise ConfigError(
-                f"optim.lr_scale: {pattern!r} matches only parameters that model.freeze keeps from training."
+                f"optim.lr_scale: {pattern!r} matches only parameters that model.freeze freezes."
             )
         scaled = {"lr_scale": float(factor)}
         groups += [group | scaled for group in _by_decay(own, weight_decay)]
@@ -123,7 +123,7 @@ def _by_decay(
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of every group: `rate`, times the factor of its group if it has one."""
+    """Set the learning rate of every group: `rate`, times the group's factor if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_scale", 1.0)
 
@@ -133,10 +133,10 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """SGD with Nesterov-free momentum, or AdamW, over `parameter_groups`.
 
-    `foreach` takes few kernels on a GPU. On a CPU it walks through all parameters once per operation, so none stays in
-    the caches: with 7.7 million parameters 15.2 ms per step of SGD where a loop over the parameters takes 6.3 ms, and
-    25.6 ms against 19.0 ms of AdamW. Both give the same bits. `fused` kernels (6.5 and 7.8 ms) give others, but leave
-    out an update that overflowed under a loss scale without a wait for the GPU.
+    On a GPU `foreach` launches few kernels. On a CPU it goes through all parameters once per operation, so none stays
+    in cache: with 7.7 million parameters, a step of SGD takes 15.2 ms, against 6.3 ms in a loop over the parameters,
+    and AdamW 25.6 ms against 19.0 ms. Both give the same bits. `fused` kernels (6.5 and 7.8 ms) give different bits,
+    but can skip an update that overflowed under a loss scale without waiting for the GPU.
     """
     groups = parameter_groups(model, config.weight_decay, config.lr_scale)
     way = {"fused": True} if fused else {"foreach": groups[0]["params"][0].is_cuda}
@@ -153,7 +153,7 @@ def build_optimizer(
 
 
 def _fill_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Start momenta at 0. torch's fused SGD takes fresh memory, and leaves it so if the first update overflowed."""
+    """Start momenta at 0. torch's fused SGD leaves them uninitialized if the first update overflowed."""
     for group in optimizer.param_groups:
         if not group.get("momentum"):
             continue
@@ -164,11 +164,11 @@ def _fill_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _light(kind: type[torch.optim.Optimizer]) -> Any:
-    """`kind` without the wrappers that shield its methods from torch.compile, which segpipe does not use.
+    """`kind` without the wrappers that shield its methods from torch.compile; optimizers here are not compiled.
 
-    In torch 2.14 every public optimizer imports torch._dynamo through them at its construction and at `step`: 1.7 s of
-    processor time (2.2 s against 3.9 s for a process that does one update) and 146 MiB per process. There is no public
-    switch. Where a method has no wrapper, it is used as it is, so a torch that mends this needs no change here.
+    In torch 2.14 these wrappers import torch._dynamo in every public optimizer's constructor and `step`: 1.7 s of CPU
+    time (2.2 s against 3.9 s for a process that does one update) and 146 MiB per process. There is no public switch. A
+    method without a wrapper is used as it is, so nothing here needs to change once torch fixes this.
     """
     names = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
 
@@ -182,7 +182,7 @@ _SGD, _ADAMW = _light(torch.optim.SGD), _light(torch.optim.AdamW)
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """Learning rate of update `step` of `steps`: linear warm-up, then poly or cosine down to 0 after the last."""
+    """Learning rate of update `step` of `steps`: linear warm-up, then poly or cosine decay to 0 after the last."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
 
@@ -195,14 +195,14 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
 class Ema:
     """Exponential moving average of parameters and float buffers, in a second network that is always in eval mode.
 
-    The decay of update t is min(decay, (1 + t) / (10 + t)), so that a short run is not dominated by its start.
+    The decay of update t is min(decay, (1 + t) / (10 + t)), so that the initial weights do not dominate a short run.
     """
 
     def __init__(self, model: SegmentationNet, config: EmaConfig) -> None:
         self.decay = config.decay
         self.model: SegmentationNet = copy.deepcopy(model).eval().requires_grad_(False)
         averaged = self.model.state_dict(keep_vars=True)
-        # Float tensors of the network and of the average, each once: tied ones have two names.
+        # Float tensors of the network and the average, each once: tied tensors have two names.
         self._pairs = {
             live: averaged[name]
             for name, live in model.state_dict(keep_vars=True).items()
@@ -228,9 +228,9 @@ class TrainState:
     step: int = 0  # updates done
     best_miou: float = -1.0
     weights: dict[str, Any] | None = (
-        None  # content of weights.json, if a file of weights was read
+        None  # content of weights.json, if a weights file was read
     )
-    notes: tuple[str, ...] = ()  # what a person should know about its start
+    notes: tuple[str, ...] = ()  # for the user, about the start
     stale: int = 0  # validations since the one with best_miou
     teacher: SegmentationNet | None = None  # of loss.teacher; never changes
 
@@ -241,9 +241,9 @@ def build_state(
     device: torch.device,
     start: WeightsSource | None = None,
 ) -> TrainState:
-    """A fresh state; its weights are a function of the seed, the network and the file of `model.weights` alone.
+    """A new state; its weights depend only on the seed, the network and the file of `model.weights`.
 
-    Without `start` the file is not read: for a state that a checkpoint is restored into. Raises ConfigError for
+    Omit `start`, the content of that file, for a state that a checkpoint is restored into. Raises ConfigError for
     patterns of model.freeze and optim.lr_scale that match nothing, and WeightsError for weights that do not fit.
     """
     torch.manual_seed(torch_seed(config.seed, 0, 0, "weights"))
@@ -274,7 +274,7 @@ def build_state(
 def _load(
     model: SegmentationNet, config: Config, classes: ClassTable, start: WeightsSource
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Put the weights of the file into the network; content of weights.json, and notes."""
+    """Load the weights of the file into the network; returns the content of weights.json, and notes."""
     partial = config.model.weights_partial
     if not start.tensors:
         path, tensors = model.pretrained()
@@ -285,13 +285,13 @@ def _load(
     notes = [f"weights of {start.where}, SHA-256 {start.sha256[:16]}: {found.summary}"]
     if start.class_names and not found.classes and start.class_names != classes.names:
         notes.append(
-            f"the class layers of {start.path} were kept, but its classes are {', '.join(start.class_names)}, those of "
-            f"the data set {', '.join(classes.names)}"
+            f"the class layers of {start.path} were kept, but its classes are {', '.join(start.class_names)}, and the "
+            f"data set has {', '.join(classes.names)}"
         )
     if start.standardize not in (None, config.model.standardize):
         notes.append(
-            f"{start.path} was trained with model.standardize={start.standardize}, this run has the opposite: its "
-            f"first layers get other values than they learned from"
+            f"{start.path} was trained with model.standardize={start.standardize}, but this run has the opposite: its "
+            f"first layers get inputs on another scale than they learned from"
         )
     return found.record(start), notes
 
@@ -299,9 +299,9 @@ def _load(
 def _with_sync_batchnorm(
     model: SegmentationNet, device: torch.device
 ) -> SegmentationNet:
-    """The network with statistics over all ranks. Parameter names stay, so checkpoints fit both."""
+    """The network with BatchNorm statistics over all ranks. Parameter names stay, so checkpoints fit both."""
     if device.type != "cuda":
         raise ConfigError(
-            "model.norm = sync, but torch has SyncBatchNorm for GPUs only. Set model.norm=batch."
+            "model.norm = sync, but torch's SyncBatchNorm needs a GPU. Set model.norm=batch."
         )
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call, no-any-return]

@@ -1,4 +1,4 @@
-"""One optimizer update from V logical shards, whichever way their gradients are summed."""
+"""One optimizer update from V logical shards, with either way of summing gradients."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ NEVER = torch.iinfo(torch.int64).max  # a step that no run reaches
 
 @dataclass(frozen=True)
 class StepResult:
-    """Figures of an update. Tensors stay on the device: reading one waits for it, which is left to the caller."""
+    """Figures of an update. Tensors stay on the device; the caller decides when to read them and so to synchronize."""
 
     loss: Tensor  # 0-d, over all shards
     parts: dict[str, Tensor]  # of each head, 0-d, over all shards
-    grad_norm: Tensor  # 0-d, of what is trained, after unscaling and before clipping
+    grad_norm: Tensor  # 0-d, of trained parameters, after unscaling and before clipping
     rate: float  # learning rate, before optim.lr_scale
     shard_losses: dict[int, Tensor]  # of this rank's shards
 
 
 class TrainStep:
-    """An update in two halves: the call finds the gradients, `apply` moves the state. `train_step` does a whole one."""
+    """An update in two halves: the call computes the gradients, `apply` changes the state. `train_step` does both."""
 
     def __init__(
         self, config: Config, watch: Watch, class_weights: Tensor | None = None
@@ -59,7 +59,7 @@ class TrainStep:
         self._rate = 0.0
         # BatchNorm statistics that `apply` copies into the network.
         self._means: list[Tensor] = []
-        # First update that was not finite, int64, 0-d, on the device: the host does not look at every update. An
+        # First update that was not finite, int64, 0-d, on the device, because the host does not check every update. An
         # overflow that the scaler skips does not count.
         self.first_bad = torch.full((), NEVER, device=self.group.device)
 
@@ -68,11 +68,11 @@ class TrainStep:
     ) -> StepResult:
         """Gradients and figures of update `state.step`, from this rank's shards. A collective.
 
-        Changes nothing of the state but `.grad`: until `apply`, a checkpoint of it is that of the last update.
-        `global_valid` is the number of valid pixels in all shards of all ranks, int64, 0-d, on the device.
+        Changes only `.grad`: until `apply`, a checkpoint of the state is still that of the last update. `global_valid`:
+        number of valid pixels in all shards of all ranks, int64, 0-d, on the device.
         """
         for module in self.frozen:
-            # Code of a network or of a test may have called train().
+            # The network's code, or a test, may have called train().
             module.training = False
 
         reduced = self.gradients(shards, global_valid)
@@ -100,7 +100,7 @@ class TrainStep:
 
         finite = torch.isfinite(total + norm)
         if state.scaler.is_enabled():
-            # It skips an update that overflowed, so its statistics must be dropped, too.
+            # The scaler skips an update that overflowed, so its BatchNorm statistics must be dropped too.
             fits = torch.isfinite(norm)
             pairs = zip(self._means, self.loss.norms.statistics, strict=True)
             self._means = [torch.where(fits, *pair) for pair in pairs]
@@ -111,7 +111,7 @@ class TrainStep:
         return StepResult(total, parts, norm, rate, reduced.shard_losses)
 
     def apply(self) -> None:
-        """Move weights and statistics by what the call found, then the average; counts the update."""
+        """Apply the call's gradients and statistics, then update the average and count the update."""
         state = self.state
         norms = self.loss.norms
         copy_all(norms.statistics, self._means)
@@ -124,7 +124,7 @@ class TrainStep:
             state.ema.update(state.step)
 
         state.step += 1
-        if norms.counters:  # of updates, for any number of shards
+        if norms.counters:  # count updates, for any number of shards
             torch._foreach_zero_(norms.counters)
             torch._foreach_add_(norms.counters, state.step)
 
@@ -139,11 +139,11 @@ def train_step(
     wait: bool = True,
     check: Callable[[StepResult], None] = lambda result: None,
 ) -> StepResult | None:
-    """One whole update from this rank's shards, as training and audit do it. A collective.
+    """One whole update from this rank's shards, as in training and audit. A collective.
 
-    Returns None, with the state as it was, when a rank asked to `stop`, unless an earlier update was not finite: then
-    the update goes on, and `check` reports it. `check` sees the result before it is applied, and may raise. Without
-    `wait` the host neither checks nor stops, so that a GPU is not waited for.
+    Returns None, with the state unchanged, when a rank asked to `stop`, unless an earlier update was not finite: then
+    the update goes on, and `check` reports it. `check` gets the result before it is applied, and may raise. Without
+    `wait` the host neither checks nor stops, so that it need not wait for a GPU.
     """
     watch, compute = step.watch, step.config.compute
     with watch.span("counts"):
@@ -156,7 +156,7 @@ def train_step(
     result = step(shards, pixels)
     if wait:
         check(result)
-    # Code of the user may have set others, which other processes run at other times.
+    # User code may have changed the switches, and other processes run it at other times.
     flags.apply(compute.threads, compute.mode)
     step.apply()
     watch.after_update()

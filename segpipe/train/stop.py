@@ -1,6 +1,6 @@
 """Ctrl-C and the signals of schedulers, deferred to the end of the step.
 
-SIGUSR1 is not among them: it writes the stacks of a rank (`segpipe.distributed.contract.Stacks`) and ends nothing.
+SIGUSR1 is not one of them: it writes the stacks of a rank (`segpipe.distributed.contract.Stacks`) and ends nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from multiprocessing import resource_tracker
 
 
 def stopping() -> list[signal.Signals]:
-    """Signals that save and stop a run. A terminal that closes does not, where nohup has SIGHUP ignored."""
+    """Signals that save and stop a run. SIGHUP, from a closing terminal, is not one of them under nohup."""
     hangup = (
         [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
     )
@@ -22,19 +22,19 @@ def stopping() -> list[signal.Signals]:
 
 
 def asking() -> list[signal.Signals]:
-    """Signals by which terminals and schedulers ask for something; SIGUSR1 is one, which asks for no end."""
+    """Signals that terminals and schedulers send: those that stop a run, and SIGUSR1, which does not."""
     return [signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, *stopping()]
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asks a process that waits for its children to stop them; its argument is the signal."""
+    """Raised by a signal in a process that waits for its children, to stop them; its argument is the signal."""
 
 
 @contextlib.contextmanager
 def stops_raised() -> Iterator[None]:
-    """SIGINT, SIGQUIT and the signals of `stopping` raise Stopped inside the block; a second Ctrl-C does so again.
+    """SIGINT, SIGQUIT and the signals of `stopping` raise Stopped inside the block; so does a second Ctrl-C.
 
-    SIGUSR1, which a scheduler may send to all processes of a job, does nothing meanwhile.
+    SIGUSR1, which a scheduler may send to all processes of a job, does nothing inside the block.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
@@ -58,15 +58,15 @@ def stops_raised() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_deferred_by_children() -> Iterator[None]:
-    """Children that the block starts have the signals of `asking` blocked until they unblock them.
+    """Children started in the block have the signals of `asking` blocked until they unblock them.
 
-    A terminal and a scheduler send them to all processes. One that imports torch would print a traceback, and the
-    server that forks the ranks would end, and they with it. Children inherit what the thread blocks that starts them.
-    Another thread receives the signals for this process; Python runs its handlers in the main one.
+    Terminals and schedulers signal all processes. A child that is importing torch would print a traceback, and the fork
+    server would end, and the ranks with it. Children inherit the blocked signals of the thread that starts them.
+    Another thread receives the signals for this process; Python runs its handlers in the main thread.
     """
     done = threading.Event()
     threading.Thread(target=done.wait, daemon=True).start()
-    resource_tracker.ensure_running()  # the start of the first process would start it, which unblocks the signal
+    resource_tracker.ensure_running()  # otherwise the first process start would do this, which unblocks the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, asking())
     try:
         yield
@@ -78,17 +78,16 @@ def signals_deferred_by_children() -> Iterator[None]:
 class StopRequest:
     """Defers SIGINT and the signals of `stopping` to the end of the step; a second Ctrl-C interrupts at once.
 
-    A terminal sends Ctrl-C to every process, and launchers forward it to their children, which then see it twice: what
-    follows within ECHO_S is the same Ctrl-C.
+    A terminal sends Ctrl-C to every process, and launchers forward it to their children, which then get it twice: a
+    signal within ECHO_S counts as the same Ctrl-C.
     """
 
     ECHO_S = 3.0
 
     def __init__(self, *, outlive_error: bool = False) -> None:
-        """With `outlive_error`, all but SIGINT are ignored once an exception has ended the steps.
+        """With `outlive_error`, all signals except SIGINT are ignored once an exception has ended the steps.
 
-        A launcher sends SIGTERM to all processes as soon as one has ended, and the others need a moment to report the
-        cause.
+        A launcher sends SIGTERM to all processes as soon as one ends, and the others need a moment to report the cause.
         """
         self.asked = False
         self._outlive_error = outlive_error
@@ -96,7 +95,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         is_main = threading.current_thread() is threading.main_thread()
-        # Other threads may not set handlers, and are not interrupted by signals.
+        # Only the main thread may set handlers, and only it is interrupted by signals.
         numbers = (signal.SIGINT, *stopping()) if is_main else ()
         self._before = {
             number: signal.signal(number, self._remember) for number in numbers

@@ -1,4 +1,4 @@
-"""Validation on whole images: each image once, on one rank, at its own size, with integer counts."""
+"""Validation on whole images: each image once, on one rank, at its original size, with integer counts."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 Answer = Callable[["SegmentationNet", "Preprocess", Tensor], Tensor]
 # Every 16th row and column: loss and confidences cost under 2 % of a validation.
 SPARSE = 16
-# A batch keeps this share of its mIoU in eval mode, or loses no more than these points.
+# No warning if eval mode keeps this share of a batch's mIoU, or loses at most these points.
 LEAST_SHARE, POINTS = 0.85, 0.05
 NAMED = 3  # layers in a warning
 
 
 def _classes(resized: Tensor) -> Tensor:
-    # argmax gives the same, but takes six times as long over an axis that is not the last.
+    # argmax gives the same, but takes six times as long over any axis but the last.
     return resized.max(1).indices.to(torch.uint8)
 
 
@@ -53,8 +53,8 @@ def classes_and_confusion(
 ) -> tuple[Tensor, Tensor]:
     """Class ids at the size of the target, and their confusion with it.
 
-    With the `backend` native of the loss, logits are never held at that size; a pixel whose two largest are equal but
-    for rounding may then get the other one of the two than by the other backends.
+    With the loss `backend` native, logits are never held at that size; where the two largest logits of a pixel are
+    equal up to rounding, it may choose the other one than the other backends.
 
     Shapes: logits float32 (B, C, h, w), target uint8 (B, H, W) -> uint8 (B, H, W), int64 (C, C), on their device.
     """
@@ -69,10 +69,10 @@ def classes_and_confusion(
 
 
 def confidences(logits: Tensor, target: Tensor, *, align_corners: bool) -> Tensor:
-    """Loss and calibration of every SPARSE-th row and column, summed by bin of confidence.
+    """Loss and calibration of every SPARSE-th row and column, summed by confidence bin.
 
-    Rows are the tenths of the largest probability; columns are the number of labelled pixels, the sum of their largest
-    probabilities, the right ones among them, and the sum of their cross-entropies.
+    Rows are tenths of the largest probability. Columns are the number of labelled pixels, the sum of their largest
+    probabilities, the number predicted correctly, and the sum of their cross-entropies.
 
     Shapes: logits float32 (B, C, h, w), target uint8 (B, H, W) -> float64 (BINS, 4) on the CPU.
     """
@@ -106,11 +106,11 @@ def validate(
     cache: CachedSamples | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Validation:
-    """Confusion of `model`, which must be in eval mode, over all samples, equal on every rank.
+    """Confusion of `model`, which must be in eval mode, over all samples; equal on every rank.
 
-    `answer` gives class ids of images at their own size, uint8 (B, H, W). Without it they are those of the largest
-    logits, computed by `backend` as the loss is.
-    Rank r takes images r, r + R, ...: none is padded, repeated or dropped, whatever the number of ranks.
+    `answer` returns class ids of images at their original size, uint8 (B, H, W). Without it, the largest logit decides,
+    computed by the loss's `backend`.
+    Rank r takes images r, r + R, ...: none is padded, repeated or dropped, for any number of ranks.
     """
     assert not model.training
     num_classes = samples.classes.num_classes
@@ -137,7 +137,7 @@ def validate(
     images = eval_images(
         samples,
         own,
-        # A GPU is faster than one process that decodes; the start of more costs a CPU more than they save.
+        # A GPU is faster than one decoding process; on a CPU, starting more costs more than it saves.
         workers=data.workers if group.device.type == "cuda" else min(data.workers, 1),
         start_method=data.start_method,
         timeout_s=data.timeout_s,
@@ -172,9 +172,9 @@ def eval_gap(
 ) -> str:
     """A warning if a training batch scores far worse in eval mode than with its own statistics in BatchNorm `layers`.
 
-    A network can train well and answer nonsense in eval mode, most often where BatchNorm sees maps of one pixel: a few
-    values per channel, alike in all images, whose mean drifts by many times their spread while running statistics
-    follow. Changes nothing, and needs no other process.
+    A network can train well and predict nonsense in eval mode, most often where BatchNorm sees 1x1 feature maps: a few
+    values per channel, alike in all images, whose mean drifts by many times their spread while running statistics lag.
+    Changes nothing, and is not a collective.
 
     Shapes: image uint8 (B, H, W, 3), target uint8 (B, H, W).
     """
@@ -193,9 +193,9 @@ def eval_gap(
         f"{name} (by {distance:.1f} standard deviations)" for name, distance in furthest
     ]
     return (
-        f"in eval mode a training batch has {100 * running:.1f} % mIoU, with its own BatchNorm statistics "
-        f"{100 * own:.1f} %. Running statistics are furthest from the batch's in {', '.join(named)}. On maps of one "
-        f"pixel, leave BatchNorm out or raise compute.samples_per_shard; elsewhere lower optim.lr."
+        f"in eval mode a training batch has {100 * running:.1f} % mIoU, but with its own BatchNorm statistics "
+        f"{100 * own:.1f} %. Running statistics are furthest from the batch's in {', '.join(named)}. On 1x1 feature "
+        f"maps, leave BatchNorm out or raise compute.samples_per_shard; elsewhere lower optim.lr."
     )
 
 
@@ -206,7 +206,7 @@ def _score(
     target: Tensor,
     precision: str,
 ) -> float:
-    """mIoU of a batch. One image at a time has logits at full resolution, so training needs more memory."""
+    """mIoU of a batch. Takes less memory than training: only one image at a time has logits at full resolution."""
     with torch.inference_mode():
         logits = _logits(model, preprocess, image, precision)
         corners = model.align_corners
@@ -223,9 +223,9 @@ def _take_statistics(
     layer: nn.modules.batchnorm._BatchNorm,
     given: tuple[Any, ...],
 ) -> None:
-    """Give the layer the statistics of its input, and note how far its running ones were.
+    """Forward pre-hook: replace the layer's running statistics by its input's, and store their distance.
 
-    The distance is that of outputs, root mean square over the batch, averaged over channels.
+    The distance is the root mean square change of the output over the batch, averaged over channels.
     """
     if layer.running_mean is None or layer.running_var is None:
         return

@@ -279,27 +279,27 @@ CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, str]]] = {
     "a byte of a checkpoint": (in_weights, {"step_000002.pt": "step_000002.pt"}),
     "an earlier checkpoint": (stale_checkpoint, {"result": "last.pt is of step 2"}),
     "the data set inside last.pt": (
-        other_setting("data", root="elsewhere"), {"last.pt": "settings are those of no session"}
+        other_setting("data", root="elsewhere"), {"last.pt": "settings match no session"}
     ),
     "the learning rate inside last.pt": (
-        other_setting("optim", lr=1.0), {"last.pt": "settings are those of no session"}
+        other_setting("optim", lr=1.0), {"last.pt": "settings match no session"}
     ),
     "a setting of no version": (
         lambda folder: edit_checkpoint(folder, lambda state: state["config"].update(surprise=1)),
-        {"step_000002.pt": "settings are those of no session"},
+        {"step_000002.pt": "settings match no session"},
     ),
     "a checkpoint without settings": (
         lambda folder: edit_checkpoint(folder, lambda state: state.update(config=7)),
-        {"step_000002.pt": "settings are those of no session"},
+        {"step_000002.pt": "settings match no session"},
     ),
     "weights of another training": (
         other_weights,
-        {"step_000002.pt": "is not what the replayed updates give", "replay": "step 1: weights differ"},
+        {"step_000002.pt": "differs from what the replayed updates give", "replay": "step 1: weights differ"},
     ),
     "the names of the classes": (
-        in_classes, {"last.pt": "classes.names is not what the replayed updates give"}
+        in_classes, {"last.pt": "classes.names differs from what the replayed updates give"}
     ),
-    "a buffer that no row covers": (in_count, {"step_000002.pt": "num_batches_tracked is not what the replayed"}),
+    "a buffer that no row covers": (in_count, {"step_000002.pt": "num_batches_tracked differs from what the replayed"}),
     "a byte of the ledger": (in_ledger, {"ledger": "row 5 of session 0 (after step 1, shard 0) was altered"}),
     "a digest in the ledger": (in_row, {"replay": "step 1: weights differ"}),
     "the file of a process": (without_rank, {"ledger": "rank 1 of 2 lacks session 0"}),
@@ -408,7 +408,7 @@ def test_another_environment_cannot_audit_unless_asked_to(
     ("change", "words"),
     [
         ("no run", "holds no run"),
-        ("no ledger", "holds no ledger"),
+        ("no ledger", "has no readable ledger"),
         ("no data", "does not exist here. Set data.root=FOLDER"),
     ],
 )
@@ -461,7 +461,7 @@ def test_a_report_that_cannot_be_written_is_told_before_the_work(
         == 2
     )
     assert (
-        f"nothing can be written to {tmp_path / 'file'}. Set out=FOLDER"
+        f"{tmp_path / 'file'} is not a writable folder. Set out=FOLDER"
         in capsys.readouterr().err
     )
 

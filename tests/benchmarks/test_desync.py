@@ -12,7 +12,7 @@ BOTH = (
 )
 LATE = (
     "collective 18, {}, was not reached by rank 3, last seen after 17, all_gather float32 [8] at reduce.py:90 finish; "
-    "ranks 0, 1, 2 waited. Where it only needs longer, raise compute.timeout_s."
+    "ranks 0, 1, 2 waited. If it only needs more time, raise compute.timeout_s."
 )
 SILENT = LATE + (
     " No answer from rank 3: ended, stopped, or inside a call that holds the interpreter."

@@ -258,7 +258,7 @@ def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
         (
             "python",
             "randomness of torch's generator alone",
-            "Draw from torch's generator alone",
+            "Draw only from torch's generator",
         ),
         (
             "counter",
@@ -339,7 +339,7 @@ def test_what_wrong_shapes_would_break_too_is_not_checked(
             "weights",
             "net.conv.weight differs. Draw initial weights from torch's generator",
         ),
-        ("Net", "python", "Draw from torch's generator alone"),
+        ("Net", "python", "Draw only from torch's generator"),
         ("Net", "running", "keep nothing from one call to the next"),
         ("Net", "eval", "Keep all state in parameters and buffers"),
         ("Net", "dropout", "F.dropout training=self.training"),

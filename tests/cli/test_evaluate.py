@@ -106,7 +106,7 @@ def test_a_split_that_is_named_is_scored_whole(
         "b": (4, False),
     }
     assert found["note"].startswith(
-        "4 of 8 images are from sequences that training has seen too (a)"
+        "4 of 8 images are from sequences that are also in training (a)"
     )
     assert found["note"] in tables
     assert str(page) in tables

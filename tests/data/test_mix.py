@@ -287,7 +287,7 @@ def test_sequences_of_a_mixture_are_those_of_its_sets(
     balanced = ("data.balance_by=sequence", "train.steps=1", "compute.shards=1")
     assert run(folder, *data, *balanced) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "sequences that training has seen too (d0, d1)" in said
+    assert "sequences that are also in training (d0, d1)" in said
     found = json.loads((folder / "result.json").read_text())["sequences"]
     assert {name: each["in_training"] for name, each in found.items()} == {
         "d0": True,

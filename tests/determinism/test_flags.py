@@ -124,7 +124,7 @@ def test_the_environment_is_not_set_after_cuda_has_started(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(
         AssertionError,
-        match="CUDA has already started: CUBLAS_WORKSPACE_CONFIG would come too late",
+        match="CUDA has already started: it is too late to set CUBLAS_WORKSPACE_CONFIG",
     ):
         flags.set_environment()
     for name, value in flags.ENVIRONMENT.items():

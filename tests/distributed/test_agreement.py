@@ -184,7 +184,7 @@ def test_one_rank_that_drifts_away_ends_the_run(
     folder, stopped = said
     assert stopped[""] == ""  # the control
     assert stopped[plant].startswith(
-        f"step {plants.STEP + 1}: ranks that must hold the same bits do not."
+        f"step {plants.STEP + 1}: ranks that must hold the same bits differ."
     )
     assert "rank 1 " in stopped[plant]
     assert plants.LAYER in stopped[plant]

@@ -468,7 +468,7 @@ def test_the_command_refuses_what_it_cannot_read(
     told = {
         "absent": "does not exist. Give the folder of a run",
         "empty": "holds no ledger. Give the folder of a run",
-        "foreign": "is no ledger",
+        "foreign": "is not a ledger",
         "altered": "was altered after it was written",
     }[damage]
     assert segpipe(["compare", str(a), str(b)]) == 2

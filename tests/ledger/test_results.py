@@ -137,7 +137,7 @@ def test_changed_files_and_sources_are_named(
     changed = {(1, 0, "loss", 0): 1}
     ledgers.write_session(tmp_path / "b", ledgers.header(), range(3), changed=changed)
     found = compare(read_run(tmp_path / "a"), read_run(tmp_path / "b"))
-    assert "Data files or the code of segpipe differ" in found.advice
+    assert "Data files or segpipe's code differ" in found.advice
 
 
 def test_results_after_other_numbers_of_updates_are_not_compared(

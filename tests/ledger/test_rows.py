@@ -149,7 +149,7 @@ def test_foreign_files_and_versions_are_refused(
     path = tmp_path / "rank00.bin"
     for content in (b"PK\x03\x04 a zip", b"\n", bytes(30) + b"x"):
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"rank00.bin is no ledger"):
+        with pytest.raises(CheckpointError, match=r"rank00.bin is not a ledger"):
             read_file(path)
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_file(tmp_path / "absent.bin")

@@ -134,9 +134,7 @@ def test_what_is_missing_is_noted(tmp_path: Path) -> None:
     )
     run = read_run(tmp_path)
     row = read_file(path).sessions[0].rows.itemsize
-    assert run.notes == (
-        f"rank01.bin: {2 * row - 150} bytes of a torn tail were ignored",
-    )
+    assert run.notes == (f"rank01.bin: ignored {2 * row - 150} bytes of a torn tail",)
     assert run.faults == (
         "shards are missing in step 4 (1 such steps)",
         "no shard rows between step 4 and step 8",

@@ -390,7 +390,7 @@ def test_a_teacher_that_does_not_fit_is_refused(
     config.loss.teacher = str(tmp_path / "teacher")
     known = read_teacher(config).classes.names
     check_teacher(config, known)
-    with pytest.raises(ConfigError, match="knows the classes"):
+    with pytest.raises(ConfigError, match="has the classes"):
         check_teacher(config, (*known, "one more"))
     config.model.standardize = True
     with pytest.raises(ConfigError, match=r"Set model\.standardize=False"):
@@ -399,4 +399,4 @@ def test_a_teacher_that_does_not_fit_is_refused(
     teacher = f"loss.teacher={tmp_path / 'teacher'}"
     other = f"loss.teacher_sha256={'0' * 64}"
     assert runs.run(tmp_path / "run", teacher, other) == 2
-    assert "The file is not the one that was meant" in capsys.readouterr().err
+    assert "This is not the intended file" in capsys.readouterr().err

@@ -124,7 +124,7 @@ def test_heads_may_be_fewer_in_eval_mode_only() -> None:
     assert list(net.logits(IMAGE, aux=False)) == ["main"]
     assert net.eval()(IMAGE).shape == (2, 5, 16, 24)
     with pytest.raises(
-        ConfigError, match="returned the heads main, and before that main, aux1"
+        ConfigError, match="returned the heads main, but before that main, aux1"
     ):
         net.train().logits(IMAGE, aux=True)
 
@@ -132,7 +132,7 @@ def test_heads_may_be_fewer_in_eval_mode_only() -> None:
 def test_state_outside_batchnorm_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match="changes the buffer seen, which is no statistic of a BatchNorm",
+        match="changes the buffer seen, which is not a BatchNorm statistic",
     ):
         heads(lambda x: x, counts=True)
     net = PluginNetwork(Outputs(lambda x: x), 5, "net:Net")
@@ -160,7 +160,7 @@ def test_state_is_refused_however_and_whenever_it_changes(way: str) -> None:
         net.net.seen = torch.zeros(())
     with pytest.raises(
         ConfigError,
-        match="changes the buffer seen, which is no statistic of a BatchNorm",
+        match="changes the buffer seen, which is not a BatchNorm statistic",
     ):
         net.train().logits(IMAGE, aux=True)
 
@@ -190,11 +190,11 @@ class OwnNorm(nn.BatchNorm2d):
         ("in place", ""),
         (
             "replaced",
-            r"puts another tensor in the place of norm.running_mean, .* it: running_mean.copy_",
+            r"replaces the buffer norm.running_mean by another tensor, .* instead: running_mean.copy_",
         ),
         (
             "beside",
-            "changes the buffer norm.largest, which is no statistic of a BatchNorm",
+            "changes the buffer norm.largest, which is not a BatchNorm statistic",
         ),
     ],
 )

@@ -176,7 +176,7 @@ def test_without_timm_the_message_names_the_command(
     [
         (
             {"encoder": "resnet81"},
-            "'resnet81' is not an encoder of timm. Did you mean resnet",
+            "'resnet81' is not a timm encoder. Did you mean resnet",
         ),
         (
             {"encoder": "vit_tiny_patch16_224"},

@@ -405,7 +405,7 @@ def test_no_file_runs_code(tmp_path: Path) -> None:
         torch.save(content, path)
         with pytest.raises(
             CheckpointError,
-            match=f"holds {kind}, a Python object.* nothing of it was run",
+            match=f"holds {kind}, a Python object.* none of it was run",
         ) as caught:
             read_torch(path)
         assert "weights_only" not in str(caught.value)
@@ -425,9 +425,9 @@ def test_damaged_files_are_told_apart(tmp_path: Path) -> None:
     empty = tmp_path / "empty.pth"
     empty.touch()
     for path, reason in (
-        (cut, r"\(\d+ bytes\) cannot be read as a file of torch: .* \w.* Fetch"),
+        (cut, r"\(\d+ bytes\) cannot be read as a torch file: .* \w.* Fetch"),
         (text, "cannot be read"),
-        (empty, r"\(0 bytes\) cannot be read as a file of torch: EOFError\. .*Fetch"),
+        (empty, r"\(0 bytes\) cannot be read as a torch file: EOFError\. .*Fetch"),
         (tmp_path / "n", "not exist"),
     ):
         with pytest.raises(CheckpointError, match=reason):

@@ -552,7 +552,7 @@ def test_without_a_whole_last_pt_the_newest_whole_checkpoint_is_continued(
     assert run(folder, *STEPPED, "run.exists=resume") == 0
     (said,) = capsys.readouterr().err.splitlines()
     assert f"{last} is {'missing' if 'missing' in damage else 'damaged'}" in said
-    assert f"the newest whole checkpoint is {found} of step {step}" in said
+    assert f"the newest intact checkpoint is {found} of step {step}" in said
     assert outcome(folder) == outcome(stepped)
     assert [(line["step"], line["kind"]) for line in metrics(folder)] == [
         (line["step"], line["kind"]) for line in metrics(stepped)
@@ -593,7 +593,7 @@ def test_a_run_with_progress_and_nothing_whole_never_starts_again_unasked(
     assert run(folder, *STEPPED, "run.exists=resume") == 2
     said = capsys.readouterr().err
     assert (
-        "no whole checkpoint" in said
+        "no intact checkpoint" in said
         if left == "torn checkpoints"
         else "no checkpoint" in said
     )

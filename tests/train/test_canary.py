@@ -303,7 +303,7 @@ def test_a_file_that_changes_is_said_to_be_possible() -> None:
 
     with pytest.raises(
         ImpureAugmentError,
-        match="What was read differs already: the file was changed meanwhile",
+        match="The sample already differed when it was read: the file was changed meanwhile",
     ):
         batches(Augmenter(config(canary=1)), 0, Rewritten(num=10))
 

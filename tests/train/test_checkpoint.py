@@ -546,7 +546,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(
     last = tmp_path / "last.pt"
     assert bool(answer.note) is (found != "last.pt")
     if answer.note:
-        assert f"the newest whole checkpoint is {found} of step {step}" in answer.note
+        assert f"the newest intact checkpoint is {found} of step {step}" in answer.note
         assert (
             f"{last} is damaged ({last} (" if last.is_file() else f"{last} is missing"
         ) in answer.note
@@ -557,7 +557,7 @@ def test_without_a_whole_checkpoint_nothing_is_found_or_the_faults_are_named(
 ) -> None:
     assert newest_whole(tmp_path) is None
     folder_of(tmp_path, last=-8, best=-4, step_3=-3)
-    with pytest.raises(CheckpointError, match="holds no whole checkpoint") as caught:
+    with pytest.raises(CheckpointError, match="holds no intact checkpoint") as caught:
         newest_whole(tmp_path)
     message = str(caught.value)
     assert f"{tmp_path / 'last.pt'} (" in message

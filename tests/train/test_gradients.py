@@ -529,7 +529,7 @@ def test_statistics_over_all_ranks_are_refused_where_they_break_a_promise() -> N
         check(config, world_size=1)
     config.compute.mode = "ddp"
     check(config, world_size=1)
-    with pytest.raises(ConfigError, match="for GPUs only"):
+    with pytest.raises(ConfigError, match="needs a GPU"):
         build_state(config, CAMVID, CPU)
 
 

@@ -126,14 +126,14 @@ def test_takes_numpy_counts_too() -> None:
 @pytest.mark.parametrize("stranger", [3, 17, 254])
 def test_unknown_target_id_is_an_error_not_an_ignored_pixel(stranger: int) -> None:
     target = torch.tensor([0, 1, stranger, 255], dtype=torch.uint8)
-    with pytest.raises(DataError, match=f"target holds class {stranger} in 1 pixels"):
+    with pytest.raises(DataError, match=f"target has class {stranger} in 1 pixels"):
         metrics.confusion(torch.zeros(4, dtype=torch.uint8), target, 3)
 
 
 @pytest.mark.parametrize("stranger", [3, 254, -1])
 def test_unknown_prediction_does_not_land_in_the_next_row(stranger: int) -> None:
     target = torch.tensor([0, 1], dtype=torch.uint8)
-    with pytest.raises(ValueError, match="pred holds pixels outside the classes"):
+    with pytest.raises(ValueError, match="pred has class ids outside 0 to"):
         metrics.confusion(torch.tensor([stranger, 0]), target, 3)
 
 

@@ -413,7 +413,7 @@ def test_wrong_patterns_are_refused_with_the_names() -> None:
     freeze(frozen, ["encoder.*"])
     with pytest.raises(
         ConfigError,
-        match=r"'encoder\.0\.\*' matches only parameters that model\.freeze keeps",
+        match=r"'encoder\.0\.\*' matches only parameters that model\.freeze freezes",
     ):
         parameter_groups(frozen, 0.1, {"encoder.0.*": 0.5})
 

@@ -97,7 +97,7 @@ def test_sequences_are_scored_together_and_those_of_training_are_named() -> None
     }
     assert found["night"] == {"images": 1, "miou": 0.0, "in_training": True}
     assert (
-        "1 of 3 images are from sequences that training has seen too (night)"
+        "1 of 3 images are from sequences that are also in training (night)"
         in flattering(found)
     )
     assert flattering({"day": found["day"]}) == ""

@@ -403,7 +403,7 @@ def test_a_cpu_that_emulates_bf16_is_told(
     )
     group = Group(0, 0, 1, torch.device("cpu"))
     *_, warnings = opening.state_of(config, group, STREET, None)
-    assert told == any("no instruction" in warning for warning in warnings)
+    assert told == any("no bf16 instructions" in warning for warning in warnings)
 
 
 def test_what_no_file_has_set_is_not_frozen(tensors_file: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_target_that_is_no_class_is_refused_by_its_id(backend: str) -> None:
     target[0, 0, :2], target[0, 1, 0] = 3, 200
     with pytest.raises(
         DataError,
-        match=r"target holds class 3, 200 in 3 pixels, but ids 0 to 2 or 255 \(ignored\)",
+        match=r"target has class 3, 200 in 3 pixels, but ids 0 to 2 or 255 \(ignored\)",
     ):
         classes_and_confusion(logits, target, align_corners=False, backend=backend)
 
