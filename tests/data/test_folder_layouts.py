@@ -214,7 +214,7 @@ def test_settings_name_other_folders(tmp_path: Path) -> None:
     assert config.data.masks == "x/SPLIT/*_v2.png"
     check(config, world_size=1)
     with pytest.raises(
-        ConfigError, match=r"data\.images is set, but only data in files reads it"
+        ConfigError, match=r"data\.images is set, but only data sets in files use it"
     ):
         check(compose(["data.images=x"]), world_size=1)
 

@@ -344,7 +344,7 @@ def test_no_folder_for_a_pack(data: DataConfig) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"pack": "auto"}, "the samples of data=synthetic do not lie in files"),
+        ({"pack": "auto"}, "the samples of data=synthetic are not files"),
         ({"pack": "", "name": "folder", "root": "x"}, "data.pack is empty"),
     ],
 )

@@ -160,9 +160,9 @@ def test_a_newcomer_gets_from_masks_to_a_checked_split(
     assert not (tmp_path / "classes.yaml").exists()
     assert segpipe(["doctor", "data=folder", root, "write=true"]) == 0
     text = capsys.readouterr().out
-    assert f"This table is written to {tmp_path}/classes.yaml." in text
+    assert f"Wrote this table to {tmp_path}/classes.yaml." in text
     assert (
-        f"is not divided into train and val yet, so no more was checked. Next: `segpipe split {root} val=0.2`"
+        f"is not divided into train and val yet, so nothing else was checked. Next: `segpipe split {root} val=0.2`"
         in text
     )
     assert "problem" not in text
@@ -383,7 +383,7 @@ def test_images_of_a_test_list_are_in_no_other(
     (tmp_path / "link").symlink_to(tmp_path)
     listing.write_text(lines[suffix])
     assert segpipe(["split", root, "val=0.3", "by=image"]) == 0
-    assert "1 images of the split test are left out" in capsys.readouterr().out
+    assert "1 images of the test split are left out" in capsys.readouterr().out
     lists = [tmp_path / f"{split}.txt" for split in ("train", "val")]
     names = [name for path in lists for name in path.read_text().split()]
     assert sorted(names) == ["a_0", "b_0", "b_1"]

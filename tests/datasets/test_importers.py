@@ -529,7 +529,7 @@ def test_labels_are_ignored_by_color(
     mask = np.asarray(Image.open(out / "masks/a.png"))
     assert np.array_equal(mask, scene(0, 1, 255))
     assert imported(tmp_path / "source", tmp_path / "no", "voc", "ignore=[1,2,3]") == 2
-    assert "ignore = [1, 2, 3] is the color of no label" in capsys.readouterr().err
+    assert "ignore = [1, 2, 3] is not the color of a label" in capsys.readouterr().err
 
 
 def test_an_import_divides_what_has_no_splits(
