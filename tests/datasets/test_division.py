@@ -121,9 +121,9 @@ def test_copies_of_one_image_stay_together() -> None:
 @pytest.mark.parametrize("by", ["sequence", "image"])
 def test_a_single_sequence_is_refused_with_the_ways_on(by: str) -> None:
     names = [f"frame{number}" for number in range(9)] if by == "sequence" else ["a"]
-    with pytest.raises(DataError, match=r"are of one .*by=tail.*by=image.*pattern="):
+    with pytest.raises(DataError, match=r"belong to one .*by=tail.*by=image.*pattern="):
         divide(names, val=0.2, by=by, seed=0)
-    with pytest.raises(DataError, match="no sequence of two"):
+    with pytest.raises(DataError, match="no sequence with two"):
         divide(["a", "b"], val=0.5, by="tail", seed=0)
 
 
@@ -316,7 +316,7 @@ def test_many_ids_get_a_warning(tmp_path: Path, number: int, warned: bool) -> No
 def test_masks_of_one_id_get_no_table(tmp_path: Path, ids: tuple[int, ...]) -> None:
     with pytest.raises(
         DataError,
-        match=f"all 2 masks hold nothing but {' and '.join(map(str, ids))}, .*exported",
+        match=f"all 2 masks hold only {' and '.join(map(str, ids))}, .*exported",
     ):
         proposal(tmp_path, [mask_of(*ids)] * 2)
 
