@@ -209,7 +209,7 @@ def test_split_refuses_folders_that_are_divided(
 ) -> None:
     (tmp_path / "images/train").mkdir(parents=True)
     assert segpipe(["split", f"data.root={tmp_path}"]) == 2
-    assert "divided into splits already" in capsys.readouterr().err
+    assert "already divided into splits" in capsys.readouterr().err
     assert segpipe(["split", "data.root=/no/where"]) == 2
 
 
