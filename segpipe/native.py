@@ -1,9 +1,9 @@
-"""Pages of C, compiled for this processor at first use and kept in the user's cache.
+"""C code, compiled for this processor at first use and kept in the user's cache.
 
-Their loops are divided by OpenMP, among the threads that torch has: others would wait for a core where torch's still
-spin after its own loops. Where the compiler has no OpenMP they take one thread.
+OpenMP divides its loops among torch's own threads, since other threads would wait for cores on which torch's still
+spin after a loop. Without OpenMP in the compiler, it uses one thread.
 
-Without a compiler, or a cache that can be written, the caller does the same in numpy or torch.
+Without a compiler or a writable cache, the caller does the same in numpy or torch.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-# Without contraction, and without -ffast-math, the bits of floats do not depend on the instruction set: IEEE 754 gives
-# those of every sum and product, and the compiler may not change their order.
+# Without contraction and -ffast-math, the bits of floats do not depend on the instruction set: IEEE 754 defines every
+# sum and product, and the compiler must not reorder them.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
 COMPILE_S = 300
 _PROCESS = os.getpid()
@@ -30,7 +30,7 @@ _PROCESS = os.getpid()
 
 @lru_cache(maxsize=8)
 def load(source: Path) -> ctypes.CDLL | None:
-    """The C file as a library, whose calls release the GIL; None where it cannot be compiled or loaded."""
+    """The C file as a library, whose calls release the GIL; None if it cannot be compiled or loaded."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     for threads, folder in itertools.product(
         (["-fopenmp"], []), _folders() if compiler else ()
@@ -43,16 +43,16 @@ def load(source: Path) -> ctypes.CDLL | None:
 
 
 def threads() -> int:
-    """How many threads a call may take: those of torch, whose team of OpenMP it shares; one in a forked process.
+    """Number of threads that a call may use: torch's, whose OpenMP team it shares; 1 in a forked process.
 
-    The team does not survive a fork, and a call that needed it there would wait for ever.
+    The team does not survive a fork: a call that used it there would wait forever.
     """
     return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs torch on one CPU thread: their number changes sums. Around a block, or as the decorator of a function."""
+    """Runs torch on one CPU thread, since the number of threads changes sums. For a block, or as a decorator."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -62,7 +62,7 @@ def one_thread() -> Iterator[None]:
 
 
 def _folders() -> Iterator[Path]:
-    with contextlib.suppress(RuntimeError):  # no home
+    with contextlib.suppress(RuntimeError):  # no home folder
         yield (
             Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segpipe"
         )
@@ -70,7 +70,7 @@ def _folders() -> Iterator[Path]:
 
 
 def _library(source: Path, command: Sequence[str], folder: Path) -> Path:
-    """The compiled file; several processes may compile it at once. Raises OSError and SubprocessError."""
+    """Path of the compiled file; several processes may compile it at once. Raises OSError and SubprocessError."""
     command = [
         *command,
         *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
@@ -78,7 +78,7 @@ def _library(source: Path, command: Sequence[str], folder: Path) -> Path:
     parts = [source.read_text(), *command, _processor()]
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _is_private(folder):  # code loaded from there runs as this user
+    if not _is_private(folder):  # its code runs as this user
         raise PermissionError(f"others can write into {folder}")
     path = folder / f"{source.stem}-{key}.so"
     if not (path.exists() and _is_private(path)):
@@ -99,7 +99,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _processor() -> str:
-    """What `-march=native` means here: machines of several kinds may share a home folder."""
+    """Features of this processor, since different machines with `-march=native` may share a home folder."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
