@@ -1,4 +1,4 @@
-"""Disks that hesitate are tried again, within limits: what is read from them is hashed, what is appended is whole."""
+"""Disk access that retries transient errors: hashes of files, and appends that are complete or undone."""
 
 import contextlib
 import errno
@@ -12,16 +12,16 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Errors that may pass; Python itself tries EINTR again.
+# Transient errors; Python itself retries EINTR.
 PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT)
-# A file server that restarts answers again within seconds.
+# A restarting file server answers again within seconds.
 PAUSES_S = (0.1, 0.4, 1.5, 4.0, 10.0)
 
 
 def patiently(path: Path | str, work: Callable[[], T]) -> T:
-    """What `work` returns; an error that may pass (PASSING) is waited for, with one line on the console.
+    """The result of `work`, retried after a transient error (PASSING), with one line on the console.
 
-    `work` is called up to 6 times within 16 s, so it must start anew each time. Raises the last OSError.
+    `work` is called up to 6 times within 16 s, so it must start over each time. Raises the last OSError.
     """
     for number, pause in enumerate(PAUSES_S):
         try:
@@ -37,20 +37,20 @@ def patiently(path: Path | str, work: Callable[[], T]) -> T:
 
 
 def open_to_append(path: Path) -> int:
-    """Descriptor of the file at `path`, made if there is none, for `append`. Raises OSError.
+    """Descriptor for `append` of the file at `path`, which is created if missing. Raises OSError.
 
-    Unbuffered: a forked loader process would write a buffer's content a second time.
+    Unbuffered, because a forked loader process would write a buffer's content a second time.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     return patiently(path, lambda: os.open(path, flags, 0o666))
 
 
 def append(path: Path, descriptor: int, content: bytes) -> None:
-    """Append all of `content` to the file that is open at `path`, or nothing. Raises OSError."""
+    """Append all of `content` to the open file at `path`, or nothing. Raises OSError."""
     before = os.lseek(descriptor, 0, os.SEEK_END)
 
     def attempt() -> None:
-        # A part of it would spoil all that follows.
+        # A partial record would corrupt everything after it.
         os.ftruncate(descriptor, before)
         left = memoryview(content)
         while left:

@@ -1,18 +1,18 @@
-"""All errors that segpipe raises on purpose, with the exit code that each one ends a command with.
+"""All errors that segpipe raises on purpose, with their exit codes.
 
-A message says where and what was found, what was needed, and what to do. Code never parses it: what code needs to know
-is an attribute. Exit codes have one meaning each, see docs/exit-codes.md.
+A message says where and what was found, what was needed, and what to do. Code never parses a message: what code needs
+is an attribute. Each exit code has one meaning, see docs/exit-codes.md.
 """
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-CHECKED_IN_PART = 14  # exit code: nothing wrong was found, but not all could be checked
+CHECKED_IN_PART = 14  # exit code: found nothing wrong, but could not check everything
 
 
 class SegpipeError(Exception):
-    """Root of all errors below. Commands print them without a traceback."""
+    """Base class of all errors below. Commands print them without a traceback."""
 
     exit_code = 1
     told = False  # whether another rank has already printed it
@@ -27,7 +27,7 @@ class ConfigError(SegpipeError):
 class DataError(SegpipeError):
     """A file of the data set is missing, damaged, or does not match the class table.
 
-    cause, where: what is wrong, the same for all files that one correction helps, and the file; empty if not said.
+    cause: what is wrong, the same for all files that one fix corrects. where: the file. Both are empty if not given.
     """
 
     exit_code = 2
@@ -44,7 +44,7 @@ class CheckpointError(SegpipeError):
 
 
 class WeightsError(CheckpointError):
-    """The weights of a checkpoint do not fit its network: missing, of another shape, or not finite."""
+    """The weights of a checkpoint do not fit its network: missing, of a different shape, or not finite."""
 
 
 class ExportError(SegpipeError):
@@ -54,9 +54,9 @@ class ExportError(SegpipeError):
 
 
 class ExportMismatch(ExportError):
-    """An exported file does not compute what the trained network computes; no file is published.
+    """An exported file computes something else than the trained network; no file is published.
 
-    failed: (file name, GateResult) of every gate that failed, with its figures.
+    failed: (file name, GateResult) of every failed gate, with its figures.
     """
 
     exit_code = 4
@@ -91,7 +91,7 @@ class ImpureAugmentError(SegpipeError):
 
 
 class CollectiveError(SegpipeError):
-    """Ranks called different collectives, a rank was lost, or they could not connect; the message names both sides."""
+    """Ranks called different collectives, lost a rank, or could not connect; the message names both sides."""
 
     exit_code = 9
 
@@ -121,13 +121,13 @@ class Interrupted(SegpipeError):
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raise ConfigError with a line for each problem that is not empty; nothing without one."""
+    """Raise ConfigError with a line for each non-empty problem, if there is one."""
     if lines := list(dict.fromkeys(filter(None, problems))):
         raise ConfigError("\n".join(lines))
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """A sentence that names the choice most similar to `word`, with a leading space; empty if none is alike."""
+    """A sentence that names the choice most similar to `word`, with a leading space; empty if none is similar."""
     best = get_close_matches(word, choices, 1)
     return f" Did you mean {best[0]}?" if best else ""
 
@@ -139,6 +139,6 @@ def first_line(error: BaseException) -> str:
 
 
 def listed(names: Sequence[str], most: int = 5, joint: str = ", ") -> str:
-    """The first names, and how many more there are."""
+    """The first `most` names, and the number of others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return joint.join(names[:most]) + more

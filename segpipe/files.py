@@ -1,4 +1,4 @@
-"""Files on disk, written so that they are whole or not there."""
+"""Files on disk, written atomically."""
 
 import contextlib
 import errno
@@ -18,13 +18,13 @@ from segpipe.processes import process_start, this_host
 
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout, if it is one
 FULL = "Free some space"
-FAULTY = f"It was tried {len(PAUSES_S) + 1} times: see dmesg, check the disk or the file server"
-# What to do about an error of a disk, wherever it comes from.
+FAULTY = f"All {len(PAUSES_S) + 1} attempts failed: see dmesg, and check the disk or the file server"
+# What to do about a disk error.
 ADVICE = {
     errno.ENOSPC: FULL,
     errno.EDQUOT: FULL,
-    errno.EROFS: "Its file system is read-only, as after a fault of a disk: see dmesg and mount it writable",
-    errno.EACCES: "This user may not write it: see its owner and permissions (ls -l)",
+    errno.EROFS: "Its file system is read-only, perhaps after a disk fault: see dmesg and mount it writable",
+    errno.EACCES: "This user may not write it: check its owner and permissions (ls -l)",
     errno.EFBIG: "This process may not write a file of this size: raise the limit (ulimit -f)",
     **dict.fromkeys(PASSING, FAULTY),
 }
@@ -32,14 +32,14 @@ FOLDER = "A folder is in its place: move it away"
 
 
 def sha256_of(content: bytes | memoryview) -> str:
-    """SHA-256 of these bytes, as hex digits."""
+    """SHA-256 of the bytes, as hex digits."""
     return hashlib.sha256(content).hexdigest()
 
 
 def files_below(folder: Path | str) -> list[str]:
-    """Paths of all files below a folder that lie in no hidden one, through links to folders too.
+    """Paths of all files below a folder, except in hidden folders; follows links to folders.
 
-    Each real folder is visited once, so that links in a circle end; those that need no link come first.
+    Visits each real folder once, so that circular links end; files reachable without links come first.
     """
     found: list[str] = []
     seen: set[str] = set()
@@ -64,7 +64,7 @@ def files_below(folder: Path | str) -> list[str]:
 
 
 def not_written(path: Path, error: OSError, kept: str = "") -> CheckpointError:
-    """The error for a file that the disk rejects, with what to do; `kept` is what is still there."""
+    """The error for a file that could not be written, with what to do; `kept` says what still exists."""
     advice = (
         FOLDER if error.errno == errno.EISDIR else ADVICE.get(error.errno or 0, FULL)
     )
@@ -75,9 +75,9 @@ def not_written(path: Path, error: OSError, kept: str = "") -> CheckpointError:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """`put` that survives a power cut and waits for a disk that hesitates.
+    """As `put`, but survives a power cut and retries transient disk errors.
 
-    Raises CheckpointError when it cannot be written (a full disk, say); what was at `path` is then still there.
+    Raises CheckpointError if it cannot be written, for example to a full disk; the old file is then still at `path`.
     """
     try:
         patiently(path, lambda: put(path, content, durable=True))
@@ -93,9 +93,9 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def put(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Put `content` at `path` so that a crash leaves either the old file or the new one, never a part.
+    """Write `content` to `path` so that a crash leaves either the old file or the new one, never a partial one.
 
-    With `durable` it is on the disk afterwards, and what killed processes left is removed. Raises OSError.
+    With `durable`, it is on the disk afterwards, and temporary files of killed processes are removed. Raises OSError.
     """
     writer = f".{this_host()}.{os.getpid()}" if durable else ""
     aside = path.with_name(f".{path.name}{writer}.tmp")
@@ -127,21 +127,21 @@ def sync(path: Path) -> None:
 
 
 def _writer_was_killed(aside: Path, name: str) -> bool:
-    """Whether a temporary file of `put` was left by a process of this host that is gone."""
+    """Whether a temporary file of `put` was left by a dead process of this host."""
     host, _, pid = aside.name[len(name) + 2 : -len(".tmp")].rpartition(".")
     return host == this_host() and pid.isdecimal() and process_start(int(pid)) is None
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a file. Raises OSError, and ValueError for what is no JSON or is nested too deep."""
+    """The JSON value in a file. Raises OSError, and ValueError for invalid or too deeply nested JSON."""
     try:
         return json.loads(path.read_bytes())
     except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
+        raise ValueError("it is nested too deeply") from error
 
 
 def plain(value: Any) -> Any:
-    """`value` in JSON's types; arrays and tensors become lists, NaN and infinities become None."""
+    """`value` as JSON types; arrays and tensors become lists, NaN and infinities become None."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -159,7 +159,7 @@ def to_json(content: Mapping[str, Any]) -> bytes:
 
 
 def git_state(root: Path) -> dict[str, Any] | None:
-    """Commit of the checkout at `root` and whether tracked files differ; None without a checkout or without git."""
+    """Commit of the checkout at `root`, and whether tracked files differ; None without a checkout or git."""
     if not (root / ".git").exists():
         return None
     try:

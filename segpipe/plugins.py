@@ -1,8 +1,8 @@
-"""The user's own code by import path, `package.module:Name`: where it lies, whether it may be imported, and its hash.
+"""The user's code by import path, `package.module:Name`: its location, permission to import it, and its hashes.
 
-The current folder is searched first. A name that the user gave on the command line or in a configuration is imported
-from anywhere. A name that only a run's files give is imported if it lies in the project: in a module or package below
-the current folder that is neither installed, nor segpipe itself, nor in the same folder as a run.
+The current folder is searched first. A name from the command line or a configuration is imported from anywhere. A name
+that comes only from a run's files is imported only if it lies in the project: in a module or package below the current
+folder that is neither installed, nor segpipe itself, nor in the same folder as a run.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 RECORDED = ("albumentations", "cv2", "numpy", "segpipe", "torch")  # in each fingerprint
 RUN_FILES = ("last.pt", "best.pt", "step_*.pt", "metrics.jsonl", "inputs.json")
 _trusted: set[str] = set()  # import paths, and packages
-# Of import paths that a training of this process named: what was found, and the files behind it.
+# For each import path used by a training of this process: the imported value, and the hashes of its files.
 _trained: dict[str, tuple[Any, dict[str, str]]] = {}
 
 
 def is_path(name: str) -> bool:
-    """Whether a name in the configuration is meant as an import path."""
+    """Whether a name in the configuration is an import path."""
     return ":" in name
 
 
@@ -51,9 +51,9 @@ def is_trusted(path: str) -> bool:
 
 
 def load(key: str, path: str) -> Any:
-    """The class or function that `path`, the value of setting `key`, names.
+    """The class or function at import path `path`, the value of setting `key`.
 
-    Raises ConfigError when it cannot be found or imported, names no callable, or may not be imported.
+    Raises ConfigError if it cannot be found or imported, is not callable, or may not be imported.
     """
     module, name = split(key, path)
     check_place(key, path)
@@ -69,16 +69,16 @@ def load(key: str, path: str) -> Any:
 
 
 def check_current(key: str, path: str) -> None:
-    """Raise ConfigError where files behind an import path changed since an earlier training of this process.
+    """Raise ConfigError if files behind an import path changed since an earlier training of this process.
 
-    It would run what it imported then.
+    This process would still run the code that it imported then.
     """
     value, now = load(key, path), sources([(key, path)])
     earlier, then = _trained.get(path, (value, now))
     changed = sorted({file for file, _ in now.items() ^ then.items()})
     if changed and earlier is value:
         raise ConfigError(
-            f"{key} = {path}: {listed(changed)} changed since this process imported it. Start another process, such as "
+            f"{key} = {path}: {listed(changed)} changed since this process imported it. Start a new process, such as "
             f"by restarting a notebook's kernel."
         )
     _trained[path] = value, now
@@ -97,7 +97,7 @@ def _not_imported(key: str, path: str, error: BaseException) -> str:
 
 
 def split(key: str, path: str) -> tuple[str, str]:
-    """Module and name of an import path. Raises ConfigError for another form."""
+    """Module and name of an import path. Raises ConfigError for any other form."""
     match = FORM.fullmatch(path)
     if match is None or match[1].endswith(".py"):
         raise ConfigError(
@@ -107,33 +107,33 @@ def split(key: str, path: str) -> tuple[str, str]:
 
 
 def check_place(key: str, path: str) -> None:
-    """Raise ConfigError unless the module exists and the user named it, or it lies in the project. Imports nothing."""
+    """Raise ConfigError unless the module exists and is named by the user or lies in the project. Imports nothing."""
     top, place = _top(path), _place(key, path)
     if not is_trusted(path) and (fault := _fault_of_place(top, place)):
         raise ConfigError(
             f"{key} = {path} is named by a run, but {top} {fault}. Code that a run "
             f"names must be a module or package of the project, here {Path.cwd()}, "
-            f"away from runs. If you trust it, add trust=[{top}]."
+            f"outside of runs. If you trust it, add trust=[{top}]."
         )
 
 
 def _top(path: str) -> str:
-    """The package or module of the top level in an import path."""
+    """The top-level package or module of an import path."""
     return path.partition(":")[0].partition(".")[0]
 
 
 def _place(key: str, path: str) -> Path:
     """Folder of the package, or file of the module, at the top of an import path. Imports nothing.
 
-    A relative path stands for what is built into Python. Raises ConfigError where there is none.
+    A relative path means built into Python. Raises ConfigError if the module does not exist.
     """
     split(key, path)
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    invalidate_caches()  # it may have been written a moment ago
+    invalidate_caches()  # the module may be new
     top = _top(path)
-    with suppress(ValueError):  # imported in a way that left no spec, as __main__
+    with suppress(ValueError):  # imported without a spec, as __main__ is
         if spec := find_spec(top):
             folders = spec.submodule_search_locations
             return Path(next(iter(folders)) if folders else spec.origin or "")
@@ -141,20 +141,20 @@ def _place(key: str, path: str) -> Path:
 
 
 def _fault_of_place(top: str, place: Path) -> str:
-    """Why a run's word is not enough to import a package or module; empty if it is."""
+    """Why a package or module must not be imported only because a run names it; empty if it may."""
     here = Path.cwd()
     if not place.is_absolute():
         return "lies in Python itself, outside the project"
     if not place.is_relative_to(here) or top == "segpipe" or _is_installed(place):
         return f"lies in {place}, outside the project"
     if place.is_dir() and not (place / "__init__.py").is_file():
-        return f"is no package: {place}/__init__.py is missing"
+        return f"is not a package: {place}/__init__.py is missing"
     around = [folder for folder in place.parents if folder.is_relative_to(here)]
     for pattern in ("*.pt", *RUN_FILES):  # a checkpoint inside may have any name
         folders = around if pattern in RUN_FILES else []
         beside = (path for folder in folders for path in folder.glob(pattern))
         if path := next(chain(place.rglob(pattern), beside), None):
-            return f"lies in one folder with a run: {path}"
+            return f"shares a folder with a run: {path}"
     return ""
 
 
@@ -168,7 +168,7 @@ def _is_installed(place: Path) -> bool:
 def _no_module(key: str, path: str, missing: str) -> str:
     return (
         f"{key} = {path}, but there is no module {missing} in {Path.cwd()} or among the installed packages. Run the "
-        f"command in the folder that holds {_top(missing)}."
+        f"command in the folder that contains {_top(missing)}."
     )
 
 
@@ -201,14 +201,14 @@ def call(
     *given: Any,
     **named: Any,
 ) -> Any:
-    """`function(*given, **named, **args)` for the value `name` of the setting `key`; `args` are the user's own.
+    """The result of `function(*given, **named, **args)`, which setting `key` names; `args` come from the user.
 
-    Raises ConfigError for an argument that it does not have, one that is missing, and an error inside it.
+    Raises ConfigError for an unknown or missing argument, and for an error inside the function.
     """
     check_arguments(key, name, function, args, *given, **named)
     try:
         return function(*given, **named, **args)
-    except ConfigError:  # of a network of segpipe, which says all there is to say
+    except ConfigError:  # from a network of segpipe, already complete
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key} = {name}: {located(error)}.") from error
@@ -222,7 +222,7 @@ def check_arguments(
     *given: Any,
     **named: Any,
 ) -> None:
-    """Raise ConfigError unless `function(*given, **named, **args)` is a possible call. Calls nothing."""
+    """Raise ConfigError unless `function(*given, **named, **args)` fits the signature. Calls nothing."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C
@@ -239,23 +239,23 @@ def check_arguments(
                 )
         for keyword in named:
             if keyword not in taken:
-                raise ConfigError(f"{key} = {name} must take the keyword {keyword}.")
+                raise ConfigError(f"{key} = {name} must accept the keyword {keyword}.")
     try:
         signature.bind(*given, **{**args, **named})
     except TypeError as error:
         raise ConfigError(
             f"{key} = {name} cannot be called as {getattr(function, '__name__', name)}"
-            f"({', '.join([*('...' for _ in given), *named])}): {error}. Set what is missing with "
+            f"({', '.join([*('...' for _ in given), *named])}): {error}. Set missing arguments with "
             f"{key.rpartition('.')[0]}.args.NAME=VALUE."
         ) from None
 
 
 def sources(named: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """SHA-256 of the files behind import paths, each given with its setting, and versions of packages that they import.
+    """SHA-256 of the files behind (setting, import path) pairs, and versions of the packages that they import.
 
-    The files are the module itself, the packages it lies in, and the modules beside them that these import, and so on,
-    as the import statements say, wherever they stand; keys are relative to the folder on the search path. Imports
-    nothing. Raises ConfigError for a module that does not exist.
+    The files are the module itself, its packages, and the modules next to them that these import, recursively, by all
+    import statements anywhere in a file; keys are relative to the folder on the search path. Imports nothing. Raises
+    ConfigError for a module that does not exist.
     """
     found: dict[str, str] = {}
     for key, path in named:
@@ -275,7 +275,7 @@ def _closure(module: str, root: Path) -> dict[str, str]:
             continue
         seen.add(name)
         top = _top(name)
-        # torch has 1,800 files, and its version is in each fingerprint.
+        # torch has 1,800 files, and its version is in every fingerprint.
         hashed = is_local or top == _top(module) != "torch"
         files = list(_files(root, name)) if hashed else []
         for file, package in files:
@@ -293,7 +293,7 @@ def _closure(module: str, root: Path) -> dict[str, str]:
 
 
 def _files(root: Path, name: str) -> Iterator[tuple[Path, str]]:
-    """Files that importing a module runs, its packages first, each with the package that relative imports start at."""
+    """Files that an import of a module runs, packages first, each with the base package of its relative imports."""
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         folder, package = root.joinpath(*parts[:count]), ".".join(parts[:count])
@@ -304,7 +304,7 @@ def _files(root: Path, name: str) -> Iterator[tuple[Path, str]]:
 
 
 def _imports(text: bytes, package: str) -> list[str]:
-    """Modules, or attributes of modules, that a file imports; empty for one that is not Python."""
+    """Modules, or attributes of modules, that a file imports; empty if it is not Python."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -324,7 +324,7 @@ def _imports(text: bytes, package: str) -> list[str]:
 
 @cache
 def _version(package: str) -> str | None:
-    """Version of an installed package that has the name of its distribution; else None."""
+    """Version of an installed package; None unless its distribution has the same name."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -334,9 +334,9 @@ def _version(package: str) -> str | None:
 def check_unchanged(
     key: str, path: str, recorded: Mapping[str, str], where: object
 ) -> None:
-    """Raise CheckpointError when a plug-in's files are not those that `where` was trained with.
+    """Raise CheckpointError if a plug-in's files differ from those that `where` was trained with.
 
-    Not for a path or package that the user named: then it is taken as it is now.
+    A path or package that the user named is used as it is now, without this check.
     """
     if is_trusted(path):
         return
@@ -346,5 +346,5 @@ def check_unchanged(
         raise CheckpointError(
             f"{where}: {key} = {path}, but {', '.join(changed[:4])} changed since the "
             f"training, so it may compute something else. Restore the file, or add "
-            f"trust=[{_top(path)}] to take it as it is now."
+            f"trust=[{_top(path)}] to use it as it is now."
         )

@@ -1,6 +1,6 @@
-"""Processes of this machine: who they are, whether they live, what they hold; and the threads that watch.
+"""Processes of this machine: identity, liveness and memory; and the watching threads.
 
-What /proc says about processes is read here, but by the runtime on a robot, which stands alone.
+/proc is read only here, except by the runtime on a robot, which is standalone.
 """
 
 import contextlib
@@ -11,13 +11,15 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-PERIOD_S = 0.3  # between the rounds of a watching thread
+PERIOD_S = 0.3  # between calls by a watching thread
 HURRY_S = 0.03  # the same while a look is in a hurry
-REMOVAL_S = 1.5  # for a look that is under way; a store or a disk may hold it for ever
+REMOVAL_S = (
+    1.5  # time for a running look to end; a store or a disk may block it forever
+)
 
 
 def proc_lines(name: str) -> list[str]:
-    """Lines of /proc/`name`, stripped; empty where there is none."""
+    """Lines of /proc/`name`, stripped; empty if it does not exist."""
     try:
         return [line.strip() for line in Path("/proc", name).read_text().splitlines()]
     except OSError:
@@ -25,9 +27,9 @@ def proc_lines(name: str) -> list[str]:
 
 
 def this_host() -> str:
-    """This machine's name, its boot and process namespace: inside it, a pid means one process.
+    """This machine's name, boot id and pid namespace, within which a pid identifies one process.
 
-    Machines of one name, and containers that share a host's name, differ.
+    It differs for machines with the same name, and for containers that share a host's name.
     """
     boot = "".join(proc_lines("sys/kernel/random/boot_id"))[:8]
     namespace = ""
@@ -37,22 +39,22 @@ def this_host() -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """When a process of this host started, in ticks since the boot; None if it has ended, "" if it is not known."""
+    """Start time of a process of this host, in ticks since boot; None if it has ended, "" if not known."""
     fields = " ".join(proc_lines(f"{pid}/stat")).rpartition(")")[2].split()
     if fields:
-        # Z: ended, but its parent has not noticed yet.
+        # Z: ended, but not yet reaped by its parent.
         return None if fields[0] in "ZX" else fields[19]
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return None
-    except PermissionError:  # of another user, who hides it
+    except PermissionError:  # a hidden process of another user
         pass
     return ""
 
 
 def memory_mib(name: str, pid: int | str | None = "self") -> float:
-    """A figure of /proc/PID/status, such as VmRSS; 0 if there is none."""
+    """A memory figure of /proc/PID/status in MiB, such as VmRSS; 0 if it is missing."""
     for line in proc_lines(f"{pid}/status"):
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) / 1024
@@ -60,29 +62,29 @@ def memory_mib(name: str, pid: int | str | None = "self") -> float:
 
 
 class Rounds:
-    """The threads of this process that watch: each calls one look every PERIOD_S.
+    """The watching threads of this process: each calls one look (a callback) every PERIOD_S.
 
-    A look must not raise. It returns whether it is in a hurry. One that a store or a disk holds keeps up no other.
+    A look must not raise. It returns whether it is in a hurry. A look blocked by a store or a disk delays no other.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Start afresh, as in a forked child, which has no threads."""
+        """Forget all looks, as needed in a forked child, which has no threads."""
         self._looks: dict[
             Callable[[], bool], tuple[threading.RLock, threading.Event]
         ] = {}
 
     def add(self, look: Callable[[], bool]) -> None:
-        """Call `look` in every round from now on."""
+        """Start a thread that calls `look` repeatedly."""
         going, wake = self._looks[look] = threading.RLock(), threading.Event()
         threading.Thread(
             target=self._run, args=(look, going, wake), name="watch", daemon=True
         ).start()
 
     def remove(self, look: Callable[[], bool]) -> None:
-        """Call it no more; waits REMOVAL_S at most for one that is under way."""
+        """Stop calling `look`; waits at most REMOVAL_S for a running call."""
         if look in self._looks:
             going, wake = self._looks.pop(look)
             wake.set()
@@ -90,7 +92,7 @@ class Rounds:
                 going.release()
 
     def hurry(self) -> None:
-        """Begin the next rounds now."""
+        """Make all looks run now."""
         for _, wake in tuple(self._looks.values()):
             wake.set()
 
@@ -109,14 +111,14 @@ class Rounds:
 rounds = Rounds()
 os.register_at_fork(after_in_child=rounds.forget)
 
-# What `end_process` has to let go.
+# Cleanup actions of `end_process`.
 before_end: list[Callable[[], None]] = []
 
 
 def end_process(exit_code: int) -> None:
-    """End this process at once, also where its main thread hangs.
+    """End this process at once, even if its main thread hangs.
 
-    Each action of `before_end` has REMOVAL_S, as a disk may hang too.
+    Each action of `before_end` gets at most REMOVAL_S, since a disk may hang, too.
     """
     for action in tuple(before_end):
         thread = threading.Thread(target=action, daemon=True)

@@ -70,9 +70,9 @@ FAULTS = [  # call, errno, times; what is said in the end, if it fails
         "os.fsync",
         errno.EIO,
         ALWAYS,
-        "Input/output error.*tried 6 times.*disk or the file server",
+        "Input/output error.*6 attempts failed.*disk or the file server",
     ),
-    ("os.replace", errno.ESTALE, ALWAYS, "Stale file handle.*tried 6 times"),
+    ("os.replace", errno.ESTALE, ALWAYS, "Stale file handle.*6 attempts failed"),
     ("os.replace", errno.EROFS, ALWAYS, "Read-only file system.*mount it writable"),
     ("os.fsync", errno.ENOSPC, 1, "No space left on device.*Free some space"),
     ("os.fsync", errno.EDQUOT, 1, "Disk quota exceeded.*Free some space"),
@@ -126,7 +126,7 @@ def test_a_torn_row_is_cut_off_before_the_next_try(
     else:
         with pytest.raises(
             CheckpointError,
-            match=r"rank00\.bin could not be written: Input/output error.*6 times",
+            match=r"rank00\.bin could not be written: Input/output error.*6 attempts",
         ):
             writer.flush()
         assert path.read_bytes() == before
@@ -177,7 +177,7 @@ READS: list[tuple[Callable[[Path], object], str]] = [
     [
         (errno.EIO, 3, ""),
         (errno.ESTALE, 1, ""),
-        (errno.EIO, ALWAYS, "Input/output error, at six tries"),
+        (errno.EIO, ALWAYS, "Input/output error, in six attempts"),
         (errno.EACCES, 1, "Permission denied"),
     ],
 )

@@ -37,7 +37,7 @@ def test_code_of_the_current_folder_is_found(project: Write) -> None:
             "nets:Net",
             "there is no module nets in .*project or among the installed packages",
         ),
-        ("other:Net", "Run the command in the folder that holds other"),
+        ("other:Net", "Run the command in the folder that contains other"),
         (
             "pack.nets:Net",
             "there is no module pack.nets in ",
@@ -194,7 +194,7 @@ def test_arguments_are_those_of_the_signature() -> None:
         (
             {},
             {"num_classes": 2},
-            "must take the keyword num_classes.",
+            "must accept the keyword num_classes.",
         ),
         ({"depth": 0}, {}, r"test_plugins.py, line \d+ .*ValueError: depth is 0"),
     ):

@@ -1,1 +1,1 @@
-"""What a network, a loss, a data set and a transform must keep, ours and those of the user: one contract each."""
+"""Contracts that networks, losses, data sets and transforms must keep, ours and the user's."""

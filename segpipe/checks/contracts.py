@@ -1,6 +1,6 @@
-"""The contracts of a network, a loss, a data set and transforms: clauses, and whether each is kept.
+"""Contracts of networks, losses, data sets and transforms: their clauses, and checks of each.
 
-They are checked on the CPU: all clauses on demand, and before a training those whose breach would spoil it unseen.
+They run on the CPU: all clauses on demand; before a training, those whose breach would silently spoil it.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ if TYPE_CHECKING:
     from segpipe.settings.config import Config
 
 NOTE = "note: "
-# Returns the problem of a clause, or an empty text; "note: ..." does not fail.
+# Returns the problem of a clause, or an empty text; "note: ..." is not a failure.
 Question = Callable[[], str]
 
-SOME = 6  # samples of a split that are read
+SOME = 6  # samples to read per split
 
 CLASSES = 5
 SHAPE = (4, 12, 16)  # images, height, width
-CLOSE = 1e-4  # relative
-CONFIDENT = 40.0  # factor of the logits at which probabilities round to 0 and 1
+CLOSE = 1e-4  # relative tolerance
+CONFIDENT = 40.0  # logit factor at which probabilities round to 0 and 1
 
-LARGEST = 256  # side of the images, where the crop is larger
-QUICK = 64  # the same before a training
-MISTAKES = (AttributeError, LookupError, NameError, TypeError)  # on a GPU the same
-ODD = (13, 27)  # rows and columns that an odd image has less than the crop
+LARGEST = 256  # maximum image height and width, if the crop is larger
+QUICK = 64  # the same, before a training
+MISTAKES = (AttributeError, LookupError, NameError, TypeError)  # also occur on a GPU
+ODD = (13, 27)  # rows and columns by which an odd image is smaller than the crop
 
 
 @dataclass(frozen=True)
 class Clause:
-    """A clause, and what came of its check."""
+    """A clause and the result of its check."""
 
     part: str  # model, loss, data or augment
     name: str
-    problem: str = ""  # what is wrong and what to do; empty when it is kept
-    note: str = ""  # worth knowing, though it is kept
+    problem: str = ""  # what is wrong and what to do; empty if the clause is kept
+    note: str = ""  # a remark on a clause that is kept
 
 
 def answer(ask: Question) -> str:
-    """The answer to a question. An error of the user's code is a problem, with its file and line."""
+    """The answer to a question. An error in the user's code becomes a problem, with its file and line."""
     try:
         return ask()
     except SegpipeError as error:
@@ -80,7 +80,7 @@ def answer(ask: Question) -> str:
 def answers(
     part: str, questions: Mapping[str, Question], vital: int = 1
 ) -> Iterator[Clause]:
-    """A clause for each question; after a problem of one of the first `vital`, the others could only repeat it."""
+    """A clause for each question; stops after a problem in one of the first `vital`, which the others would repeat."""
     for place, (name, ask) in enumerate(questions.items()):
         found = answer(ask)
         if found.startswith(NOTE):
@@ -92,13 +92,13 @@ def answers(
 
 
 def refusal(*questions: Question) -> str:
-    """The first problem that an answer tells; empty when there is none."""
+    """The first problem among the answers; empty if there is none."""
     found = map(answer, questions)
     return next((each for each in found if each and not each.startswith(NOTE)), "")
 
 
 def forbidden_ops(call: Callable[[], object]) -> str:
-    """Answer to the question whether CUDA repeats the ops of a call."""
+    """Problem or note if a call uses ops that are not deterministic, or are slow, on CUDA; else empty."""
     found = check_ops(call)
     if refused := [str(one) for one in found if one.rule.state != SLOW]:
         return " ".join(refused[:3])
@@ -106,13 +106,13 @@ def forbidden_ops(call: Callable[[], object]) -> str:
 
 
 class DataContract:
-    """The contract of a split of a configuration: equal bytes for every process that asks."""
+    """The contract of a configuration's split: equal bytes in every process that reads it."""
 
     def __init__(self, config: Config, split: str) -> None:
         self.config, self.split = config, split
 
     def clauses(self) -> Iterator[Clause]:
-        """All clauses; the first alone when the split cannot be opened."""
+        """All clauses; only the first if the split cannot be opened."""
         split = self.split
         questions = {
             f"{split}: can be opened": self._opened,
@@ -123,7 +123,7 @@ class DataContract:
         return answers("data", questions)
 
     def refusal(self) -> str:
-        """Why no training should start with this data set; empty when one may."""
+        """Why a training must not start with this data set; empty if it may."""
         return refusal(self._opened, self._twice, self._other_process)
 
     def _open(self) -> DataSet:
@@ -138,7 +138,7 @@ class DataContract:
         return " ".join([*self.samples.problems(self.indices)][:3])
 
     def _twice(self) -> str:
-        """In another order, by another object, with other global generators."""
+        """Read again in another order, by another object, with other states of the global generators."""
         seed_globals(1)
 
         before = contents(self.samples, self.indices)
@@ -148,11 +148,11 @@ class DataContract:
         return self._different(
             before,
             again,
-            "read twice. Let the index alone decide, and draw nothing at random.",
+            "read twice. A sample must depend only on its index; draw nothing at random.",
         )
 
     def _other_process(self) -> str:
-        """A forked one, as loader processes are, and one of another start of the program."""
+        """Read in a forked process, like a loader process, and in another start of the program."""
         expected = contents(self.samples, self.indices)
         for method in ("fork", "spawn"):
             try:
@@ -173,13 +173,15 @@ class DataContract:
     def _different(self, before: list[str], now: list[str], how: str) -> str:
         for index, one, two in zip(self.indices, before, now, strict=True):
             if one != two:
-                return f"sample {self.samples.name(index)} has other bytes when {how}"
+                return (
+                    f"sample {self.samples.name(index)} has different bytes when {how}"
+                )
         return ""
 
 
-@one_thread()  # as loaders give to torch; more do not survive a fork
+@one_thread()  # as in loaders; torch's other threads do not survive a fork
 def contents(samples: Samples, indices: list[int]) -> list[str]:
-    """The bytes of these samples with their names, as text."""
+    """Names, shapes and bytes of these samples, as text."""
     found = []
     for index in indices:
         image, target = samples.read(index)
@@ -189,7 +191,7 @@ def contents(samples: Samples, indices: list[int]) -> list[str]:
 
 
 def check_data(config: Config) -> None:
-    """Raise ConfigError for a training set of the user whose samples have other bytes when read again, or elsewhere."""
+    """Raise ConfigError if samples of the user's training set differ when read again or in another process."""
     if not is_path(config.data.name):
         return
     with preserved():
@@ -200,7 +202,7 @@ def check_data(config: Config) -> None:
 def augment_clauses(
     config: Config, progress: Callable[..., None] = lambda *_: None
 ) -> Iterator[Clause]:
-    """A clause for each transform, and for all together, by the purity check. Raises ConfigError when it cannot run."""
+    """A purity clause for each transform and for all together. Raises ConfigError if the check cannot run."""
     samples = CachedSamples(open_samples(config.data, "train", config.seed), 64)
     augmenter = Augmenter(config.augment)
     findings = purity.check(augmenter, samples, progress=progress)
@@ -210,7 +212,7 @@ def augment_clauses(
 
 
 class LossContract:
-    """The contract of the loss of a configuration, checked on random logits.
+    """The contract of a configuration's loss, checked on random logits.
 
     Shards add up, ignored pixels do not count, gradients are finite.
     """
@@ -224,14 +226,14 @@ class LossContract:
         self.target = torch.randint(
             0, CLASSES, SHAPE, generator=draws, dtype=torch.uint8
         )
-        # Halves with 2 and 1 parts of valid pixels: a mean then differs from a sum also by its weights.
+        # Halves with valid pixels in the ratio 2 to 1, so that a mean differs from a sum by its weights, too.
         self.target[batch // 2 :, : height // 2] = IGNORE_INDEX
 
     def clauses(self) -> Iterator[Clause]:
-        """All clauses; the first alone when the function cannot be called."""
+        """All clauses; only the first if the function cannot be called."""
         questions = {
             "can be called": self._call,
-            "no randomness": self._randomness,  # which breaks others, too
+            "no randomness": self._randomness,  # early, since it breaks others, too
             "shards add up": self._sums,
             "ignored pixels do not count": self._ignored,
             "a batch without labels": self._unlabelled,
@@ -244,7 +246,7 @@ class LossContract:
         return answers("loss", questions)
 
     def refusal(self) -> str:
-        """Why no training should start with this loss; empty when one may. Raises what the call raises."""
+        """Why a training must not start with this loss; empty if it may. Raises what the call raises."""
         with preserved():
             return self._call() or self._randomness() or self._sums()
 
@@ -262,7 +264,7 @@ class LossContract:
         )["total"]
 
     def _call(self) -> str:
-        """Whether it takes these arguments. Raises what the call raises."""
+        """Whether it accepts these arguments. Raises what the call raises."""
         if is_path(self.name):
             losses.check_call(self.config.loss)
         self.total()
@@ -284,13 +286,13 @@ class LossContract:
             return ""
         mean = " It looks like a mean." * (min(one, two) <= whole <= max(one, two))
         return (
-            f"{losses.KEY} = {self.name}: a batch has the loss {whole:.6g}, its halves together {one + two:.6g}.{mean} "
+            f"{losses.KEY} = {self.name}: a batch has loss {whole:.6g}, but its halves together {one + two:.6g}.{mean} "
             f'Return the loss of each pixel (reduction="none"), or their sum: segpipe divides by the number of valid '
             f"pixels of the whole update."
         )
 
     def _gradient(self, logits: Tensor, **given: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss and its gradient. Raises ConfigError when there is none."""
+        """The loss and its gradient. Raises ConfigError if there is no gradient."""
         logits = logits.clone().requires_grad_()
         loss = self.total(logits=logits, **given)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -301,7 +303,7 @@ class LossContract:
         return loss.detach(), logits.grad
 
     def _ignored(self) -> str:
-        """Whether other logits of ignored pixels leave it as it is."""
+        """Whether the loss is independent of the logits of ignored pixels."""
         ignored = self.target == IGNORE_INDEX
         changed = self.logits + 3.0 * ignored.unsqueeze(1)
         changed[:, 0] += 2.0 * ignored
@@ -309,13 +311,13 @@ class LossContract:
         loss, gradient = self._gradient(self.logits)
         moved, _ = self._gradient(changed)
         if not torch.equal(loss, moved):
-            return f"logits of ignored pixels move it from {loss:.6g} to {moved:.6g}. Leave out target == ignore_index."
+            return f"logits of ignored pixels move it from {loss:.6g} to {moved:.6g}. Mask out target == ignore_index."
         if gradient.movedim(1, -1)[ignored].any():
-            return "ignored pixels have a gradient. Leave out target == ignore_index."
+            return "ignored pixels have a gradient. Mask out target == ignore_index."
         return "" if gradient.any() else "the gradient is 0 everywhere."
 
     def _unlabelled(self) -> str:
-        """Whether it is 0 with gradient 0 without a valid pixel."""
+        """Whether loss and gradient are 0 without a valid pixel."""
         ignored = torch.full_like(self.target, IGNORE_INDEX)
         loss, gradient = self._gradient(self.logits, target=ignored)
         if loss != 0 or gradient.any():
@@ -323,8 +325,8 @@ class LossContract:
         return ""
 
     def _finite(self) -> str:
-        """Whether loss and gradient are finite, also where the network is sure."""
-        sure = {1.0: "", CONFIDENT: " of a network that is sure of its answers"}
+        """Whether loss and gradient are finite, also for very confident logits."""
+        sure = {1.0: "", CONFIDENT: " of a very confident network"}
         for factor, which in sure.items():
             loss, gradient = self._gradient(factor * self.logits)
             if not (loss.isfinite() and gradient.isfinite().all()):
@@ -332,13 +334,13 @@ class LossContract:
         return ""
 
     def _randomness(self) -> str:
-        """Whether the global generators leave it as it is."""
+        """Whether the loss is independent of the global generators."""
         if _moved_by_seeds(self.total):
             return f"{losses.KEY} = {self.name}: two calls with the same logits differ. Draw nothing at random."
         return ""
 
     def _weights(self) -> str:
-        """Whether weights of the classes change it."""
+        """Whether class weights change the loss."""
         if is_path(self.name):
             loss = plugins.load(losses.KEY, self.name)
             if "class_weights" not in inspect.signature(loss).parameters:
@@ -348,14 +350,14 @@ class LossContract:
 
         weights = torch.tensor([10.0, *[1.0] * (CLASSES - 1)])
         if torch.equal(self.total(weights), self.total()):
-            return "class_weights change nothing. Multiply the loss of a pixel by the weight of its class."
+            return "class_weights have no effect. Multiply the loss of a pixel by the weight of its class."
         return ""
 
 
 def check_plugins(config: Config) -> None:
-    """Import the code that the configuration names, and raise ConfigError for what is known to be wrong before it runs.
+    """Import the code that the configuration names; raise ConfigError for problems that show before a training.
 
-    Arguments that a signature does not have, and a loss whose shards do not add up.
+    These are arguments that a signature does not have, and a loss whose shards do not add up.
     """
     losses._loss.cache_clear()  # its module may have been loaded again
     for key, path in config.import_paths:
@@ -367,9 +369,9 @@ def check_plugins(config: Config) -> None:
 
 
 class NetworkContract:
-    """What training, validation and export take for granted of the network of a configuration.
+    """Assumptions of training, validation and export about the network of a configuration.
 
-    It gets random images of the size of the crop, at most `largest` rows and columns. `export` is
+    The network gets random images of the crop's size, at most `largest` rows and columns. `export` is
     `export.publish.trial_export`.
     """
 
@@ -391,18 +393,18 @@ class NetworkContract:
         self.target[:, :3] = IGNORE_INDEX
 
     def clauses(self) -> Iterator[Clause]:
-        """All clauses; none further when there is no network, or one of other weights each time or of wrong shapes."""
+        """All clauses; stops if the network cannot be built, has new weights each time, or wrong shapes."""
         return answers("model", self.questions(), vital=3)
 
     def questions(self) -> dict[str, Callable[[], str]]:
-        """What answers each clause with what is wrong, or nothing."""
+        """The question behind each clause; its answer is a problem, or empty."""
         return {
             "is built": self._is_built,
             "equal seeds give equal weights": self._equal_weights,
             "logits of every head in training": self._training_shapes,
             "odd image sizes": self._odd_sizes,
             "gradients reach all parameters": self._gradients,
-            "randomness of torch's generator alone": self._training_randomness,
+            "randomness only from torch's generator": self._training_randomness,
             "the same in another start, on rank 1 of 2": lambda: self._another_start(
                 self._afresh
             ),
@@ -413,9 +415,9 @@ class NetworkContract:
         }
 
     def failure(self) -> Exception | None:
-        """What the network, which this builds, raises for these images on the CPU. Raises SegpipeError for its outputs.
+        """Build the network; the error that it raises for these images on the CPU. Raises SegpipeError for bad outputs.
 
-        Many networks need more rows, and some need a GPU.
+        Many networks need larger images, and some need a GPU.
         """
         self._is_built()
         try:
@@ -428,12 +430,12 @@ class NetworkContract:
         return None
 
     def refusal(self, afresh: Callable[[], Any]) -> str:
-        """Why no training should start with a network without `failure`; empty when one may.
+        """Why a training must not start with a network that has no `failure`; empty if it may.
 
-        `afresh` returns what `passed_afresh` does, in another process.
+        `afresh` returns the result of `passed_afresh` in another process.
         """
         return refusal(
-            self._is_built,  # again, since forwards moved its statistics
+            self._is_built,  # again, since forward passes changed its statistics
             self._equal_weights,
             self._training_randomness,
             self._eval_randomness,
@@ -442,7 +444,7 @@ class NetworkContract:
         )
 
     def passed(self) -> list[Tensor]:
-        """Logits of all heads and gradients of all parameters, of one forward and backward in training mode."""
+        """Logits of all heads and gradients of all parameters from one forward and backward pass in training mode."""
         heads = list(self._heads().values())
         scalar = torch.stack([logits.float().square().mean() for logits in heads]).sum()
         if scalar.requires_grad:
@@ -453,13 +455,13 @@ class NetworkContract:
         return [value.detach() for value in (*heads, *grads) if value is not None]
 
     def _build(self) -> SegmentationNet:
-        """The network with its weights of step 0."""
+        """The network with its initial weights."""
         torch.manual_seed(0)
         model = self.config.model
         return build_model(model.name, self.num_classes, model.args)
 
     def _is_built(self) -> str:
-        """Build the network that the other questions ask, whose gradients are summed in fp32."""
+        """Build the network for the other questions. Trained parameters must be fp32, like the sums of gradients."""
         self.net = self._build()
         for name, own in self.net.named_parameters():
             if own.requires_grad and own.dtype != torch.float32:
@@ -467,7 +469,7 @@ class NetworkContract:
         return ""
 
     def _equal_weights(self) -> str:
-        """Whether the seed of torch decides the initial weights."""
+        """Whether torch's seed determines the initial weights."""
         seed_globals(1)
         again = self._build().state_dict()
         for name, value in self.net.state_dict().items():
@@ -476,7 +478,7 @@ class NetworkContract:
         return ""
 
     def _heads(self, image: Tensor | None = None) -> dict[str, Tensor]:
-        """Heads in training mode for two images."""
+        """Logits of all heads in training mode for two images."""
         torch.manual_seed(0)
         images = self.image[:2] if image is None else image
         heads = self.net.train().logits(images, aux=True)
@@ -490,13 +492,13 @@ class NetworkContract:
         return logits
 
     def _training_shapes(self) -> str:
-        """Whether the heads fit; a note of their sizes."""
+        """Whether the heads have valid shapes; a note with their sizes."""
         heads = self._heads().items()
         sizes = [f"{name} {tuple(logits.shape[-2:])}" for name, logits in heads]
         return f"{NOTE}{', '.join(sizes)} for images of {self.size}"
 
     def _odd_sizes(self) -> str:
-        """Whether images of another size than the crop pass, as they do in a validation."""
+        """Whether images of a different size than the crop work, as in validation."""
 
         height, width = (self.size[axis] - ODD[axis] for axis in range(2))
         try:
@@ -509,7 +511,7 @@ class NetworkContract:
         return ""
 
     def _backward(self) -> dict[str, Tensor | None]:
-        """Forward, loss and backward, as in training: gradients of the trained parameters by name."""
+        """Gradients of the trained parameters by name, from forward, loss and backward as in training."""
         self.net.zero_grad(set_to_none=True)
         loss = shard_loss(
             self._heads(),
@@ -534,7 +536,7 @@ class NetworkContract:
         without = [name for name, grad in grads.items() if grad is None]
         if without:
             return (
-                f"{listed(without, 4)} get none. Use them in forward, delete them, or set requires_grad=False; "
+                f"{listed(without, 4)} get no gradient. Use them in forward, delete them, or set requires_grad=False; "
                 f"compute.mode=ddp would stop."
             )
         for name, grad in grads.items():
@@ -543,7 +545,7 @@ class NetworkContract:
         return ""
 
     def _training_randomness(self) -> str:
-        """Twice the same in training mode, though all other generators moved and other images came between."""
+        """Whether training mode repeats its results after other images and with other states of other generators."""
         state = copy.deepcopy(self.net.state_dict())
         guard = ShardGuard(self.config, self.net)
         seed_globals(1)
@@ -554,8 +556,8 @@ class NetworkContract:
 
         for name, parameter in self.net.named_parameters():
             if not _same(parameter, state[name]):
-                # By way of .data, which counts no version.
-                return f"its forward or backward changes {name}. Leave parameters to the optimizer."
+                # Changed through .data, which does not increase the version counter.
+                return f"its forward or backward changes {name}. Only the optimizer may change parameters."
 
         # Other images in between, then the same with other global generators.
         self._heads(2 * self.image[1:] + 1)
@@ -563,20 +565,20 @@ class NetworkContract:
         seed_globals(2)
         if _differ(passed, self.passed()):
             return (
-                "two passes of the same images in training mode differ under one seed of torch. Draw from torch's "
-                "generator alone, and keep nothing from one call to the next."
+                "two passes of the same images in training mode differ under the same torch seed. Draw only from "
+                "torch's generator, and keep nothing from one call to the next."
             )
         return ""
 
     def _afresh(self) -> Any:
-        """What `passed` returns in another start of the program."""
+        """The result of `passed` in another start of the program."""
         sizes, mode = [self.largest], torch.get_deterministic_debug_mode()
         return elsewhere(
             "spawn", passed_afresh, self.config, self.num_classes, sizes, mode
         )
 
     def _another_start(self, afresh: Callable[[], Any]) -> str:
-        """Whether another start of the program, as rank 1 of 2, computes the same."""
+        """Whether another start of the program, as rank 1 of 2, gives the same results."""
         self._is_built()
         try:
             there = [torch.from_numpy(value) for value in afresh()]
@@ -584,20 +586,20 @@ class NetworkContract:
             return f"{NOTE}not checked in a spawned process: {error}"
         if _differ(self.passed(), there):
             return (
-                "logits or gradients of the same images are others in a process that was started again, as rank 1 of "
+                "logits or gradients of the same images differ in a process that was started again, as rank 1 of "
                 "2. Use no rank, process id, clock, uuid, hash() of text, environment variable or sys.argv, not even "
                 "at import."
             )
         return ""
 
     def _eval_randomness(self) -> str:
-        """Whether other global generators leave the logits in eval mode as they are."""
+        """Whether the logits in eval mode are independent of the global generators."""
         if _moved_by_seeds(lambda: self._logits(self.image)):
-            return "two forwards in eval mode differ. Give F.dropout training=self.training, or use nn.Dropout."
+            return "two forward passes in eval mode differ. Give F.dropout training=self.training, or use nn.Dropout."
         return ""
 
     def _round_trip(self) -> str:
-        """Whether copies compute the same: the average of the weights is one, and so is what is exported."""
+        """Whether copies compute the same; the averaged weights and the exported network are copies."""
         expected = self._logits(self.image)
         loaded = self._build()
         loaded.load_state_dict(self.net.state_dict())
@@ -609,26 +611,26 @@ class NetworkContract:
 
         for what, net in copies.items():
             if not _same(self._logits(self.image, net), expected):
-                return f"{what} computes other logits. Keep all state in parameters and buffers."
+                return f"{what} computes different logits. Keep all state in parameters and buffers."
         return ""
 
     def _export(self) -> str:
-        """Whether the export of these weights, with images of this size, would be published."""
+        """Whether an export of these weights, with images of this size, would be published."""
         return NOTE + self.export(self.config, self.net, self.num_classes, self.size)
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
-    """Whether all values are equal, also those that are no numbers."""
+    """Whether all values are equal; NaN equals NaN."""
     return torch.equal(one.nan_to_num(), two.nan_to_num())
 
 
 def _differ(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether two lists hold other values, or another number of tensors."""
+    """Whether two lists differ in values or in number of tensors."""
     return len(ones) != len(others) or not all(map(_same, ones, others))
 
 
 def _moved_by_seeds(call: Callable[[], Tensor]) -> bool:
-    """Whether the global generators decide what a call returns."""
+    """Whether the result of a call depends on the global generators."""
     seed_globals(1)
     first = call()
     seed_globals(2)
@@ -638,7 +640,7 @@ def _moved_by_seeds(call: Callable[[], Tensor]) -> bool:
 def passed_afresh(
     config: Config, num_classes: int, sizes: Sequence[int], mode: int
 ) -> list[NDArray[Any]]:
-    """What `NetworkContract.passed` returns for the first size of images that runs, in a process of its own."""
+    """The result of `NetworkContract.passed` for the first image size that runs; to be called in its own process."""
     torch.set_deterministic_debug_mode(mode)
     plugins.trust([config.model.name])
 
@@ -651,10 +653,10 @@ def passed_afresh(
 
 
 def check_network(config: Config, classes: ClassTable) -> None:
-    """Refuse what stops or spoils a training, before any process starts.
+    """Refuse networks that would stop or spoil a training, before any process starts.
 
-    Networks of the user with state or foreign randomness, weights that do not fit, patterns that match no parameter,
-    and classes of export.critical_classes that the data set does not have.
+    Refuses the user's networks with hidden state or foreign randomness, weights that do not fit, patterns that match no
+    parameter, and classes of export.critical_classes that the data set does not have.
     """
     check_critical_classes(config.export.critical_classes, classes.names)
     checkpoint.check_teacher(config, classes.names)
@@ -672,10 +674,10 @@ def check_network(config: Config, classes: ClassTable) -> None:
 
 
 def check_plugin(config: Config, num_classes: int) -> None:
-    """Raise ConfigError for a plug-in network whose training or validation would not be repeated.
+    """Raise ConfigError for a plug-in network whose training or validation would not be repeatable.
 
-    Runs it on the CPU with small images, or with those of the crop, and one of the sizes must run. Only a training on a
-    GPU may start with a network that this process, without a GPU, cannot run, unless its code has a plain mistake.
+    Runs it on the CPU with small images, or else with images of the crop's size; one of the two must run. Only a
+    training on a GPU may use a network that does not run on the CPU, unless its code has an obvious mistake.
     """
     sizes = (QUICK, max(config.augment.crop_size))
     mode = torch.get_deterministic_debug_mode()

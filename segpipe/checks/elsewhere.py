@@ -1,4 +1,4 @@
-"""What a function returns in another process: a forked one, or a spawned one that looks like another start."""
+"""Calls a function in another process: a forked one, or a spawned one that looks like another start."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from segpipe.checks import tripwire
 from segpipe.determinism.flags import SELECTING
 from segpipe.errors import ConfigError, SegpipeError
 
-PATIENCE_S = 300.0  # for an answer; the longest, on a busy machine, takes 30
-START_SEED = 20_001  # of the global generators in a spawned process
-# Numbers in these variables are those of the interpreter and of devices.
+PATIENCE_S = 300.0  # for an answer; the slowest, on a busy machine, takes 30
+START_SEED = 20_001  # seed of the global generators in a spawned process
+# Prefixes of variables for the interpreter and for devices; their numbers are kept.
 KEPT = ("PYTHON", "CUDA")
 RANK_1 = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
 
 class UnansweredError(SegpipeError):
-    """Why another process gave no answer."""
+    """Another process gave no answer; the message says why."""
 
 
 def elsewhere(method: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns in another process. Raises what it raises, and UnansweredError."""
+    """The result of a function in another process. Raises what it raises, and UnansweredError."""
     with started(method, function, *arguments) as answer:
         return answer()
 
@@ -43,10 +43,10 @@ def elsewhere(method: str, function: Callable[..., Any], *arguments: Any) -> Any
 def started(
     method: str, function: Callable[..., Any], *arguments: Any
 ) -> Iterator[Callable[[], Any]]:
-    """Calls a function in another process while this one goes on with the block; what is yielded waits for the answer.
+    """Calls a function in another process during the block; yields a function that waits for the answer.
 
-    With `spawn`, nothing but the code and the arguments is as here: the interpreter is a new one, with another hash of
-    text, other arguments, generators and numbers in its environment, and as it were the main process of rank 1 of 2.
+    With `spawn`, only the code and the arguments are the same: the interpreter is new, with a different hash seed,
+    sys.argv, generators and numbers in its environment, and looks like the main process of rank 1 of 2.
     """
     import torch
 
@@ -68,7 +68,7 @@ def started(
                 warnings.catch_warnings(),
                 _another_environment() if spawns else nullcontext(),
             ):
-                # Python 3.12 and later warn of any thread; this code takes no lock that a thread could hold.
+                # Python 3.12 and later warn about any thread; this code takes no lock that a thread could hold.
                 warnings.filterwarnings(
                     "ignore", ".*multi-threaded, use of fork", DeprecationWarning
                 )
@@ -97,7 +97,7 @@ def _received(receiver: Connection) -> Any:
 
 
 def _send(sender: Connection, call: Callable[[], Any]) -> None:
-    """Send what the call returns, or raises."""
+    """Send the result of the call, or its error."""
     try:
         sender.send(call())
     except SegpipeError as error:
@@ -109,7 +109,7 @@ def _send(sender: Connection, call: Callable[[], Any]) -> None:
 
 
 def _send_from_another_start(sender: Connection, content: bytes, threads: int) -> None:
-    """`_send` for a pickled call, whose code of the user is imported when all looks like the main process of rank 1."""
+    """`_send` for a pickled call; imports the user's code after all looks like the main process of rank 1."""
     import torch
     from torch import distributed
 
@@ -129,7 +129,7 @@ def _send_from_another_start(sender: Connection, content: bytes, threads: int) -
 
 
 def other_environment() -> None:
-    """Raise each number in an environment variable by 3, but for those of the interpreter and of devices."""
+    """Add 3 to each number in an environment variable, except those of the interpreter and of devices."""
     for name, value in [*os.environ.items()]:
         kept = name.startswith(KEPT) or SELECTING.match(name)
         if value.isdecimal() and not kept:
@@ -138,7 +138,7 @@ def other_environment() -> None:
 
 @contextmanager
 def _another_environment() -> Iterator[None]:
-    """Variables and arguments of the processes that are spawned in the block."""
+    """Sets environment variables and arguments for processes spawned in the block."""
     arguments = [*sys.argv[:1], *(["started=again"] * (len(sys.argv) + 1))]
     with patch.dict(os.environ), patch.object(sys, "argv", arguments):
         hashed = os.environ.get("PYTHONHASHSEED")

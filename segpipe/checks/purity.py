@@ -1,9 +1,9 @@
 """Checks that an augmentation is a pure function of (sample, key).
 
-f(sample, key) -> bytes may depend on nothing else. Two processes that have called nothing yet call every transform,
-always applied, and the whole pipeline: in opposite orders, the second as if it were another loader worker. A third is
-another start of the program. Whatever is kept from call to call, and wherever, the results differ. The first process
-also watches the calls, so that a finding names the cause.
+f(sample, key) -> bytes may depend on nothing else. Two fresh processes call every transform, with probability 1, and
+the whole pipeline: in opposite orders, the second as if it were another loader worker. A third process is another start
+of the program. If anything is kept from call to call, anywhere, the results differ. The first process also watches the
+calls, so that a finding names the cause.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter
     from segpipe.data.data_set import Samples
 
-MANY = 32  # images for each transform of the user: a bank of earlier ones needs some
+MANY = 32  # images for each of the user's transforms: one may keep a bank of earlier images
 KEYS = tuple(sample_key(0, 0, index, "purity") for index in range(MANY))
-QUICK_SIZE = 256  # largest height and width at which `quick` probes single transforms
-ANOTHER_SEED = 20_000  # of the global generators of another worker
+QUICK_SIZE = 256  # maximum height and width at which `quick` probes single transforms
+ANOTHER_SEED = 20_000  # seed of another worker's global generators
 
-# The probes, and what to do about what they find.
+# The probes, and advice for their findings.
 CALLS = "tripwires"
 STATE = "own state"
 REPEAT = "same key twice"
@@ -50,30 +50,30 @@ STATELESS = (
     "call to the next."
 )
 KEYED = "Draw only from self.py_random and self.random_generator, or from the rng of a call."
-ADVICE = {  # by probe, the most telling first
+ADVICE = {  # by probe, the most informative first
     CALLS: f"{KEYED} Clocks and entropy differ in every process.",
     STATE: STATELESS,
     REPEAT: f"{KEYED} {STATELESS} Return a new array every time.",
     ANOTHER_WORKER: (
-        "Keep nothing from one call to the next, and do not ask which worker this is, how many there are, or how many "
-        "threads. A cache may hold what follows from its keys alone."
+        "Keep nothing from one call to the next, and do not use the worker's id or the number of workers or "
+        "threads. A cache may hold only values that depend on nothing but their keys."
     ),
     ANOTHER_START: (
         "It depends on how or when the program was started. Use no clock, uuid, process id, hash() of text, address, "
         "order of a set, environment variable, sys.argv, rank or torch.initial_seed(), not even at import or in "
-        "__init__, nor module data set after the import."
+        "__init__, and no module data that is set after the import."
     ),
 }
 WAITS_FOR_THREADS = "A transform may wait for threads, which do not survive a fork."
-NOT_IMPORTABLE = "Define functions in TRANSFORMS at the top of a module; otherwise only data.start_method=fork works."
-COMBINED = "No transform alone shows it: set augment.keyed=true, or look for data that two transforms share."
-Place = tuple[int, int]  # numbers of a sample and a key
+NOT_IMPORTABLE = "Define functions in TRANSFORMS at module level; otherwise only data.start_method=fork works."
+COMBINED = "No single transform shows it: set augment.keyed=true, or look for data that two transforms share."
+Place = tuple[int, int]  # indices of a sample and a key
 Outputs = dict[Place, Frame]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A failed probe. `str` gives one line for a person."""
+    """A failed probe. `str` gives a one-line message."""
 
     transform: str
     probe: str
@@ -87,13 +87,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Probed:
-    """A function, and the samples for which it is called."""
+    """A function, and the samples to call it with."""
 
     function: Augmenter
     frames: Sequence[Frame]
 
     def places(self) -> list[Place]:
-        """Two samples under two keys, and each further sample under a key of its own."""
+        """Two samples with two keys each, and each further sample with its own key."""
         further = range(2, len(self.frames))
         return [(0, 0), (0, 1), (1, 0), (1, 1), *zip(further, further, strict=True)]
 
@@ -102,22 +102,22 @@ class Probed:
         return self.function(*_copied(self.frames[place[0]]), KEYS[place[1]])
 
     def outputs(self, order: int = 1) -> Outputs:
-        """All outputs; calls backwards for -1."""
+        """All outputs; an order of -1 reverses the calls."""
         return {place: _copied(self.call(place)) for place in self.places()[::order]}
 
 
 class Observation(NamedTuple):
-    """What came of the calls in the first process."""
+    """Results of the calls in the first process."""
 
     outputs: Outputs
-    problems: dict[str, str]  # by probe; an empty text where there is none
+    problems: dict[str, str]  # by probe; empty if there is none
 
 
 def quick(augmenter: Augmenter, samples: Samples) -> str:
-    """The check before every training; returns a note if another start of the program could not be compared.
+    """Check before every training; returns a note if another start of the program could not be compared.
 
     Single transforms are probed at up to 256x256 pixels, the whole pipeline at its own size; another start is compared
-    for transforms of the user. Does nothing with `augment.check=false`.
+    only for the user's transforms. Does nothing with `augment.check=false`.
 
     Raises ImpureAugmentError naming transform, probe, pixel and what to do.
     """
@@ -136,7 +136,7 @@ def quick(augmenter: Augmenter, samples: Samples) -> str:
     return " ".join(f"purity of the augmentation: {finding}" for finding in findings)
 
 
-@one_thread()  # as loaders give to torch; more do not survive a fork
+@one_thread()  # as in loaders; torch's other threads do not survive a fork
 def check(
     augmenter: Augmenter,
     samples: Samples,
@@ -145,15 +145,15 @@ def check(
     spawns: bool = True,
     progress: Callable[..., None] = lambda *_: None,
 ) -> list[Finding]:
-    """The first finding of each transform, or that of the whole pipeline if no transform has one.
+    """The first finding of each transform, or of the whole pipeline if no transform has one.
 
-    Other processes do the work, so this one stays as it is. `progress` gets done, total and what is done next.
+    Other processes do the work, so this one is unchanged. `progress` gets done, total and the next task.
     """
     probed = _probed(augmenter, samples, largest)
     others: dict[str, list[Outputs | str]] = {}
     findings = []
     with started("spawn", _outputs, probed) if spawns else nullcontext() as start:
-        # One after the other: both would write into memory that a transform shares between processes.
+        # One after the other, since both would write into memory that a transform shares between processes.
         try:
             progress(0, 3, f"{len(probed)} transforms, each key twice")
             observations = elsewhere("fork", lambda: [*map(observed, probed)])
@@ -164,7 +164,7 @@ def check(
         except UnansweredError as error:
             return [Finding(augmenter.name, REPEAT, str(error), WAITS_FOR_THREADS)]
 
-        # A process that gives no answer is no reason not to train; other results are.
+        # A process without an answer does not prevent training; different results do.
         try:
             if start is not None:
                 progress(2, 3, "in another start of the program")
@@ -184,7 +184,7 @@ def _findings(
     observations: Sequence[Observation],
     others: dict[str, list[Outputs | str]],
 ) -> list[Finding]:
-    """The first problem of each transform by its cause; that of the whole pipeline, the last, if there is no other."""
+    """The most informative problem of each transform; the whole pipeline's, the last, only if there is no other."""
     findings: list[Finding] = []
     for number, observation in enumerate(observations):
         problems = observation.problems | {
@@ -202,7 +202,7 @@ def _findings(
 
 
 def _difference(observation: Observation, outputs: Outputs | str) -> str:
-    """How the outputs of another process differ first; text if it raised an error."""
+    """The first difference to the outputs of another process, or its error; empty if they are equal."""
     if isinstance(outputs, str):
         return outputs if observation.outputs else ""
     for place, frame in observation.outputs.items():
@@ -218,12 +218,12 @@ def _probed(
     frames = samples.read(0), samples.read(len(samples) // 2)
     first, *parts = augmenter.parts()
 
-    # What each transform is probed with, cut to the largest size that is asked for.
+    # Samples for each transform, cut to the largest size requested.
     cut = slice(largest)
     made = [first.fresh()(*_copied(frame), KEYS[0]) for frame in frames]
     small = [(image[cut, cut], target[cut, cut]) for image, target in made]
 
-    # Further images for transforms of the user, each of another brightness.
+    # Further images for the user's transforms, each with a different brightness.
     image, target = small[0]
     many = small + [(image // 2 + np.uint8(4 * i), target) for i in range(MANY - 2)]
 
@@ -232,7 +232,7 @@ def _probed(
 
 
 def _outputs(probed: Sequence[Probed], order: int = 1) -> list[Outputs | str]:
-    """What each function makes, in their order; text of one that raises an error. Calls them backwards for -1."""
+    """Outputs of each function, in order, or the text of its error; an order of -1 reverses the calls."""
     made: list[Outputs | str] = []
     for one in probed[::order]:
         try:
@@ -243,7 +243,7 @@ def _outputs(probed: Sequence[Probed], order: int = 1) -> list[Outputs | str]:
 
 
 def _outputs_of_another_worker(probed: Sequence[Probed]) -> list[Outputs | str]:
-    """`_outputs`, called backwards by what looks like a worker of another layout."""
+    """`_outputs` with reversed calls, in what looks like a worker of a different layout."""
     other_environment()
     tripwire.seed_globals(ANOTHER_SEED)
     tripwire.set_opencv_threads(4 if cv2.getNumThreads() == 1 else 1)
@@ -252,10 +252,10 @@ def _outputs_of_another_worker(probed: Sequence[Probed]) -> list[Outputs | str]:
 
 
 def observed(probed: Probed) -> Observation:
-    """What the probes find that need one process alone. Raises ConfigError for a function that raises at once."""
+    """Results of the probes that need only one process. Raises ConfigError if the first call raises an error."""
     function = probed.function
     try:
-        probed.call((1, 2))  # may build what a function builds once
+        probed.call((1, 2))  # may initialize what a function builds only once
     except SegpipeError:
         raise
     except Exception as error:
@@ -265,15 +265,15 @@ def observed(probed: Probed) -> Observation:
         with tripwire.watching() as called:
             outputs = probed.outputs()
 
-        # Two calls with one key: only what counts calls then changes in the second.
+        # Two calls with the same key: the second changes only what depends on the number of calls.
         first = tripwire.object_state(function.ready())
         repeated = probed.call((0, 0))
         second = tripwire.object_state(function.ready())
         again = probed.call((0, 0))
         third = tripwire.object_state(function.ready())
-        probed.call((1, 1))  # may not write into what was returned
+        probed.call((1, 1))  # must not write into arrays returned before
     except Exception as error:
-        return Observation({}, {REPEAT: f"later it {_raises(error)}"})
+        return Observation({}, {REPEAT: f"a later call {_raises(error)}"})
 
     calls = [f"{name} at {where}" if where else name for name, where in called.items()]
     changes = tripwire.changed_by_call(first, second, third)
@@ -287,7 +287,7 @@ def observed(probed: Probed) -> Observation:
 
 
 def _copied(frame: Frame) -> Frame:
-    """A frame that nothing else writes into."""
+    """A copy of a frame."""
     image, target = frame
     return image.copy(), target.copy()
 

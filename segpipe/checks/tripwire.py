@@ -1,6 +1,6 @@
-"""Detects what a function asks of the world besides its arguments, and what it keeps from one call to the next.
+"""Detects inputs of a function besides its arguments, and state that it keeps between calls.
 
-Kept is all data that its objects, classes, modules and closures hold.
+State is all data in its objects, classes, modules and closures.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from typing import Any
 import cv2
 import numpy as np
 
-# torch is imported inside functions: a spawned process imports this module before it has read its arguments, for which
-# the other process waits.
+# torch is imported inside functions: a spawned process imports this module before it reads its arguments, while the
+# other process waits.
 
-# Functions that no transform may call, and no library for it: clocks and entropy.
+# Functions that a transform must not call, not even through a library: clocks and entropy.
 CLOCKS_AND_ENTROPY = {
     "os": "urandom getrandom",
     "uuid": "_generate_time_safe",
     "time": "time time_ns monotonic monotonic_ns perf_counter perf_counter_ns process_time",
 }
-# What differs between processes, machines and moments. Libraries may ask for it; a transform may not.
+# Functions whose results differ between processes, machines and times. Libraries may call them; transforms may not.
 SURROUNDINGS = {
     "posix": (
         "getpid getppid cpu_count sched_getaffinity stat lstat access listdir scandir open mkdir remove unlink rename "
@@ -60,29 +60,29 @@ SURROUNDINGS = {
     "torch.utils.data": "get_worker_info",
     "multiprocessing.process": "current_process parent_process",
     "threading": "current_thread",
-    "platform": "uname",  # which keeps its answer
+    "platform": "uname",  # which caches its result
 }
-# Of these, only direct calls count: the standard library asks for them on its own account, for a copy say.
+# Of these, only direct calls count, since the standard library calls them for its own purposes, such as a copy.
 DIRECT = (
     "builtins.id", "_thread.get_ident", "_thread.get_native_id", "threading.current_thread",
     "multiprocessing.process.current_process",
 )  # fmt: skip
-DATES = ("now", "utcnow", "today")  # of classes of datetime
+DATES = ("now", "utcnow", "today")  # methods of datetime's classes
 LIBRARIES = {
     "albumentations", "albucore", "numpy", "torch", "torchvision", "cv2", "scipy", "skimage", "PIL", "segpipe",
 }  # fmt: skip
 STANDARD = sys.stdlib_module_names
-# Parts of the standard library that may ask for anything.
+# Parts of the standard library that may call anything.
 SILENT = (
     "importlib", "_frozen_importlib", "_frozen_importlib_external", "logging", "warnings", "linecache", "inspect",
 )  # fmt: skip
 
 
-State = dict[str, str]  # what is held, by its path, such as `Blur.apply.cache`
-Parts = Iterator[tuple[str, Any]]  # by their paths
-# What cannot change: its text is all there is to know.
+State = dict[str, str]  # data as text, by path, such as `Blur.apply.cache`
+Parts = Iterator[tuple[str, Any]]  # path and object
+# Immutable types, fully described by their text.
 ATOMS = (type(None), int, float, complex, str, bytes)
-# What leads to a function or an object by one of the names in WRAPPED.
+# Types that lead to a function or an object through an attribute in WRAPPED.
 WRAPPERS = (
     staticmethod,
     classmethod,
@@ -92,18 +92,18 @@ WRAPPERS = (
     functools._lru_cache_wrapper,
 )
 WRAPPED = ("__self__", "__func__", "__wrapped__", "fget", "func", "args", "keywords")
-# Attributes that albumentations sets in every call: the same after two calls with one key. A generator that a transform
-# keeps is none of them: drawn before it is seeded, it tells of the call before.
+# Attributes that albumentations sets in every call: equal after two calls with the same key. A generator that a
+# transform keeps is not one of them: if used before it is seeded, its output depends on the call before.
 SET_BY_CALL = re.compile(r"\.(random_generator|py_random|params)\b")
 
 
 class _Watch:
-    """What the watched calls were, and where: `called` holds the name of each and its `file:line`, if known."""
+    """Recorder of watched calls: `called` maps the name of each to its `file:line`, empty if not known."""
 
     def __init__(self) -> None:
         self.called: dict[str, str] = {}
         self._thread = threading.get_ident()
-        # With the name, whether only the user's own code must not call it.
+        # Name of each function, and whether only calls by the user's own code count.
         self._watched = {
             key: (name, own)
             for own, table in enumerate((CLOCKS_AND_ENTROPY, SURROUNDINGS))
@@ -112,7 +112,7 @@ class _Watch:
         self._environment = type(os.environ).__getitem__.__code__
 
     def profile(self, frame: FrameType, event: str, function: Any) -> None:
-        """Sees calls whatever name the function has at the caller: imported by name, a default, in a closure."""
+        """Profile hook; finds calls under any name: imported by name, as a default argument, in a closure."""
         if event not in ("call", "c_call"):
             return
         caller: FrameType | None = frame
@@ -127,7 +127,7 @@ class _Watch:
             self._note(name, caller, own)
 
     def _note(self, name: str, frame: FrameType | None, own: int) -> None:
-        """A call was made in `frame`; with `own`, it counts only if the code of no library asked for it."""
+        """Record a call made in `frame`; with `own`, only if the user's own code made it."""
         caller = frame if name in DIRECT else _caller(frame)
         if caller is None or threading.get_ident() != self._thread:
             return
@@ -139,10 +139,10 @@ class _Watch:
 
 @contextmanager
 def watching() -> Iterator[dict[str, str]]:
-    """Names of the watched functions that this thread calls in the block, and where; the calls go through.
+    """Yields the watched functions that this thread calls in the block, and where. Does not block the calls.
 
-    Functions are seen under any name that they were imported by. Of SURROUNDINGS, only calls by the user's own code
-    count: libraries may ask.
+    Finds functions under any name. For SURROUNDINGS, only calls by the user's own code count, since libraries may call
+    them.
     """
     watch = _Watch()
     profile = sys.getprofile()
@@ -154,7 +154,7 @@ def watching() -> Iterator[dict[str, str]]:
 
 
 def _by_id(table: Mapping[str, str]) -> Iterator[tuple[int, str]]:
-    """`module.name` of each function of the imported modules, after its id, or that of its code if it is Python."""
+    """(id, `module.name`) of each function of imported modules; for a Python function, the id of its code."""
     for module, names in table.items():
         for name in names.split():
             function = getattr(sys.modules.get(module), name, None)
@@ -163,7 +163,7 @@ def _by_id(table: Mapping[str, str]) -> Iterator[tuple[int, str]]:
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
-    """The nearest frame outside the standard library; None for an import, and for a line of a log."""
+    """The nearest frame outside the standard library; None for imports, logging and other SILENT modules."""
     while frame is not None and (top := _top(frame)) in STANDARD:
         if top in SILENT:
             return None
@@ -172,23 +172,23 @@ def _caller(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_default_seed(frame: FrameType) -> bool:
-    """Whether numpy asks for the entropy of a bit generator, as it does for one with a key, too."""
+    """Whether numpy draws entropy for a bit generator, which it does even if the generator has a key."""
     is_draw = frame.f_code is random.SystemRandom.getrandbits.__code__
     return is_draw and frame.f_locals["k"] == 128
 
 
 def _is_date(function: Any) -> bool:
-    """Whether a function in C asks for the present date."""
+    """Whether a C function returns the current date."""
     return function.__name__ in DATES and "datetime" in repr(function.__self__)
 
 
 def _top(frame: FrameType) -> str:
-    """The package of a frame."""
+    """Top-level package of a frame."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def is_foreign(module: str | None) -> bool:
-    """Whether a module is no code of the user: part of Python, a known library, or installed."""
+    """Whether a module is not the user's code: part of Python, a known library, or installed."""
     name = module or "builtins"
     if name.partition(".")[0] in LIBRARIES | STANDARD:
         return name != "__main__"
@@ -197,7 +197,7 @@ def is_foreign(module: str | None) -> bool:
 
 
 def seed_globals(seed: int) -> None:
-    """Seed every global generator except those of CUDA."""
+    """Seed every global generator except CUDA's."""
     import torch
 
     random.seed(seed)
@@ -208,7 +208,7 @@ def seed_globals(seed: int) -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Restores the global generators after the block; OpenCV's restarts."""
+    """Restores the global generators after the block; reseeds OpenCV's, which cannot be restored."""
     import torch
 
     python, numpy = random.getstate(), np.random.get_state()
@@ -223,27 +223,26 @@ def preserved() -> Iterator[None]:
 
 
 def set_opencv_threads(number: int) -> None:
-    """Set OpenCV's number of threads after ending its running ones.
+    """Set OpenCV's number of threads after ending its running threads.
 
     A forked process inherits OpenCV's pool without its threads, and can wait for them forever.
     """
-    cv2.setNumThreads(1)  # only this number ends OpenCV's threads at once
+    cv2.setNumThreads(1)  # only 1 ends OpenCV's threads at once
     cv2.setNumThreads(number)
 
 
 def object_state(thing: object) -> State:
-    """The data of an object, its class and its functions, and of all objects, modules and closures that these reach.
+    """Data of an object, its class and functions, and of all objects, modules and closures reachable from these.
 
-    Modules and classes of libraries are left out, and files that are mapped to be read. Everything is visited once, the
-    nearest first.
+    Skips modules and classes of libraries, and files mapped read-only. Visits everything once, breadth first.
     """
     state: State = {}
-    seen: dict[int, Any] = {}  # keeps a reference, so that no id comes twice
+    seen: dict[int, Any] = {}  # keeps references, so that no id is reused
     waiting: deque[tuple[str, Any]] = deque([("", thing)])
     while waiting:
         path, found = waiting.popleft()
         if isinstance(found, ATOMS):
-            # A class and its object may have attributes of one name.
+            # A class and its object may have attributes with the same name.
             state[path] = state.get(path, "") + repr(found)
         elif id(found) not in seen:
             seen[id(found)] = found
@@ -253,9 +252,9 @@ def object_state(thing: object) -> State:
 
 
 def changed(before: State, after: State) -> list[str]:
-    """Paths whose data differ; entries that were added to a mapping or a cache do not count.
+    """Paths whose data differ; new entries of a mapping or a cache do not count.
 
-    A memo of a pure function is no fault, and one that is not pure shows in what comes out.
+    A memo of a pure function is allowed; an impure one shows in the results.
     """
     return sorted(
         path
@@ -265,9 +264,9 @@ def changed(before: State, after: State) -> list[str]:
 
 
 def changed_by_call(first: State, other_key: State, same_key: State) -> list[str]:
-    """Paths that calls change, of the states after three calls, the last two with one sample and key.
+    """Paths that calls change, from the states after three calls, the last two with the same sample and key.
 
-    What albumentations sets in each call follows the key, but does not change in the last call.
+    Attributes that albumentations sets in each call change with the key, but must not change in the last call.
     """
     paths = [path for path in changed(first, other_key) if not SET_BY_CALL.search(path)]
     again = changed(other_key, same_key)
@@ -275,12 +274,12 @@ def changed_by_call(first: State, other_key: State, same_key: State) -> list[str
 
 
 def _parts(path: str, thing: Any) -> Parts:
-    """What a thing holds itself, as an atom, and what it refers to."""
+    """An object's own data, as an atom, and the objects it refers to."""
     content = _memory(thing)
     if content is not None:
         yield path, content
     elif isinstance(thing, Mapping):
-        # Entries that are added are a memo; a value that changes is none.
+        # Added entries are a memo; a changed value is not.
         for key, value in [*thing.items()]:
             yield f"{path}[{key!r}]", value
     elif isinstance(thing, set | frozenset):
@@ -301,14 +300,14 @@ def _parts(path: str, thing: Any) -> Parts:
 
 
 def _members(path: str, values: Mapping[str, Any]) -> Parts:
-    """Attributes, but for those of Python itself."""
+    """Attributes except Python's own (dunder names)."""
     for name, value in values.items():
         if not name.startswith("__"):
             yield f"{path}.{name}", value
 
 
 def _scope(scope: type | ModuleType) -> Parts:
-    """A class with its module, or a module, of the user."""
+    """Members of the user's class and its module, or of the user's module."""
     module = scope.__module__ if isinstance(scope, type) else scope.__name__
     if not is_foreign(module):
         yield from _members(scope.__name__, vars(scope))
@@ -316,7 +315,7 @@ def _scope(scope: type | ModuleType) -> Parts:
 
 
 def _function(path: str, function: FunctionType) -> Parts:
-    """A function of the user: its attributes, default arguments, closure and module."""
+    """Attributes, default arguments, closure and module of the user's function."""
     module = function.__module__
     if is_foreign(module):
         return
@@ -324,7 +323,7 @@ def _function(path: str, function: FunctionType) -> Parts:
 
     keyword_defaults = function.__kwdefaults__ or {}
     defaults = (*(function.__defaults__ or ()), *keyword_defaults.values())
-    # A list as a default argument is shared by all calls.
+    # All calls share a list that is a default argument.
     for number, value in enumerate(defaults):
         yield f"default argument {number} of {path}", value
 
@@ -340,12 +339,12 @@ def _function(path: str, function: FunctionType) -> Parts:
 
 
 def _object(path: str, thing: Any) -> Parts:
-    """Any other object: its class, and its attributes or what else can be seen of it."""
+    """Any other object: its classes, and its attributes or a snapshot."""
     kind = type(thing)
     if kind.__module__ == "logging":
-        return  # a logger keeps what it has looked up
+        return  # a logger caches its lookups
 
-    # First the classes: a method is named by its class, not by the object.
+    # Classes first, so that a method is named by its class, not by the object.
     for owner in kind.__mro__:
         yield owner.__name__, owner
 
@@ -361,7 +360,7 @@ def _object(path: str, thing: Any) -> Parts:
 
 
 def _memory(thing: Any) -> str | None:
-    """A digest of an array, a tensor, or any other object that is a piece of memory; None for the rest."""
+    """Digest of an array, a tensor, or any other object with a buffer; None for other objects."""
     import torch
 
     if isinstance(thing, torch.Tensor):
@@ -374,19 +373,19 @@ def _memory(thing: Any) -> str | None:
         return None
 
     kind = f"{view.format}{view.shape}"
-    # A file that is mapped to be read cannot change, and may be larger than memory.
+    # A file mapped read-only cannot change, and may be larger than memory.
     if view.readonly and isinstance(thing, np.memmap | mmap):
         return kind
     return kind + hashlib.blake2b(view.tobytes(), digest_size=16).hexdigest()
 
 
 def _attributes(thing: Any) -> dict[str, Any]:
-    """Attributes of an object, of its `__slots__` and its `__dict__`."""
+    """Attributes of an object, from its `__slots__` and its `__dict__`."""
     found = {}
-    # Each class names its own slots only.
+    # Each class lists only its own slots.
     for owner in type(thing).__mro__:
         slots = vars(owner).get("__slots__", ())
-        if isinstance(slots, str):  # of one slot
+        if isinstance(slots, str):  # a single slot
             slots = (slots,)
         for name in slots:
             if hasattr(thing, name):
@@ -395,7 +394,7 @@ def _attributes(thing: Any) -> dict[str, Any]:
 
 
 def _snapshot(thing: Any) -> str:
-    """What an object without attributes holds, such as a generator of numbers or the position of an iterator."""
+    """Content of an object without attributes, such as a random generator or the position of an iterator."""
     import torch
 
     if isinstance(thing, GeneratorType):
@@ -408,6 +407,6 @@ def _snapshot(thing: Any) -> str:
     try:
         return pickle.dumps(thing).hex()
     except Exception:
-        # No address: another object in its place is seen by its path.
+        # Leave out text with an address; a different object in its place shows under its path.
         text = repr(thing)
         return "" if " at 0x" in text else text

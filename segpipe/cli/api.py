@@ -1,11 +1,11 @@
-"""segpipe from Python: the functions that the commands of the same names call.
+"""The Python API: the functions behind the commands of the same names.
 
     import segpipe
     run = segpipe.train(["model=ddrnet23_slim", "data=folder", "data.root=ours", "train.epochs=100"])
     ids, confidence = segpipe.load(run.folder).predict(image)  # uint8 RGB (H, W, 3)
 
-Errors are those of segpipe.errors. `settings` are those of the run that are replaced, {"data.split": "test"}; `keys`
-are the other keys of the command, as `segpipe evaluate --help` lists them.
+Functions raise the errors of segpipe.errors. `settings` replace settings of the run, {"data.split": "test"}; `keys`
+are the other keys of the command, as in `segpipe evaluate --help`.
 """
 
 from __future__ import annotations
@@ -49,29 +49,30 @@ if TYPE_CHECKING:
 Settings = Sequence[str] | Mapping[str, Any] | Config
 
 
-# Settings of a run that are replaced.
+# Replacements for settings of a run.
 Replaced = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished training: its folder, the content of result.json, and the mIoU of the validation, from 0 to 1."""
+    """A finished training: its folder, the content of result.json, and the validation mIoU, from 0 to 1."""
 
     folder: Path
     figures: Given
 
     @property
     def miou(self) -> float | None:
-        """None if no pixel of the validation is labelled."""
+        """Validation mIoU; None if no validation pixel is labelled."""
         found: float | None = self.figures["miou"]
         return found
 
 
 def train(settings: Settings = ()) -> RunResult:
-    """Train a network into a folder of its own and export it; what the run ended with.
+    """Train a network in its own run folder and export it; returns the run's result.
 
-    settings: as typed (["model=pidnet_s", "optim.lr=0.1"]), by name ({"model": "pidnet_s", "optim": {"lr": 0.1}}), or a
-    Config. A script needs `if __name__ == "__main__":` for several processes. Sets torch's determinism in this process.
+    settings: as typed (["model=pidnet_s", "optim.lr=0.1"]), by name ({"model": "pidnet_s", "optim": {"lr": 0.1}}),
+    or a Config. For several processes, a script needs `if __name__ == "__main__":`. Sets torch's determinism in this
+    process.
     """
     return run(configuration(settings))
 
@@ -92,16 +93,16 @@ def load(
     settings: Replaced = None,
     **keys: Any,
 ) -> Predictor:
-    """The network of a run, or of an exported folder: `.predict(image)` gives class ids and confidence.
+    """The network of a run or of an exported folder: `.predict(image)` returns class ids and confidence.
 
-    Shapes: image uint8 RGB (H, W, 3) -> uint8 (H, W), float32 (H, W) from 0 to 1. `.names` and `.palette` are those of
-    the classes. Keys are those of `segpipe predict` but for its files, such as which="best" or tta=["flip"].
+    Shapes: image uint8 RGB (H, W, 3) -> uint8 (H, W), float32 (H, W) from 0 to 1. `.names` and `.palette` describe
+    the classes. Takes the keys of `segpipe predict` except its files, such as which="best" or tta=["flip"].
     """
     from segpipe.cli import predict
     from segpipe.runtime.artifact import MANIFEST
 
     kind = "artifact" if (Path(folder) / MANIFEST).is_file() else "run"
-    # What `segpipe predict` does with its files is of no account here.
+    # The file arguments of `segpipe predict` do not matter here.
     values = keys | {kind: folder, "source": "-", "out": "-"}
     given = _given("predict", values, settings)
     predict.check(given, has_video=False)
@@ -115,7 +116,7 @@ def evaluate(
     settings: Replaced = None,
     **keys: Any,
 ) -> Given:
-    """Scores of a run on a split: what `segpipe evaluate` prints, by the same names."""
+    """Scores of a run on a split, by the names that `segpipe evaluate` prints."""
     from segpipe.cli.evaluate import scored
 
     return scored(_given("evaluate", keys | {"run": run}, settings))[0]
@@ -128,7 +129,7 @@ def export(
     settings: Replaced = None,
     **keys: Any,
 ) -> ExportReport:
-    """Export a run; the published folder with the result of every gate. Raises ExportMismatch if it fails one."""
+    """Export a run; returns the published folder and the result of every gate. Raises ExportMismatch if one fails."""
     from segpipe.cli import export as command
 
     return command.export(_given("export", keys | {"run": run}, settings))
@@ -142,14 +143,14 @@ def compare(a: Path | str, b: Path | str, **keys: Any) -> Comparison:
 
 
 def _given(name: str, values: Mapping[str, Any], settings: Replaced) -> Given:
-    """What the command line of these values would give."""
+    """The values of a command's keys, as parsed from its command line."""
     given = complete({**values, **(settings or {})}, COMMANDS[name].known)
     plugins.trust(given["trust"])
     return given
 
 
 def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The settings as they would be typed."""
+    """The settings as command-line arguments."""
     for name, value in settings.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and key not in SETTINGS:
@@ -173,7 +174,7 @@ def _typed(value: Any) -> str:
 
 
 def _key(name: Any) -> str:
-    """A key of a mapping in Hydra's grammar, which knows no quotes there."""
+    """A key of a mapping in Hydra's grammar, which does not allow quotes there."""
     return re.sub(r"([\\()\[\]{}:=,\s])", r"\\\1", str(name))
 
 
@@ -201,7 +202,7 @@ def train_main(given: Given) -> int:
 
 @cache
 def _is_of_joblib() -> bool:
-    """Whether this is a process of joblib's, whose start method ours would not know."""
+    """Whether this is a joblib process. Sets a start method that our child processes know."""
     found = multiprocessing.get_start_method(allow_none=True) == "loky"
     if found:
         multiprocessing.set_start_method("spawn", force=True)
@@ -209,10 +210,10 @@ def _is_of_joblib() -> bool:
 
 
 def train_job(job: DictConfig) -> int:
-    """Exit code of a job, in the process that its launcher started; its own processes do the training."""
+    """Exit code of a sweep's job, in its launcher's process; child processes do the training."""
     config = resolve(job)
     if _is_of_joblib():
-        # Nobody could tell whose line it is that one of several jobs prints.
+        # Console lines of concurrent jobs could not be told apart.
         log = Path(config.run.root, ".joblib", f"{config.run.name}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
@@ -226,9 +227,9 @@ def train_job(job: DictConfig) -> int:
 
 
 def run(config: Config) -> RunResult:
-    """Train and export, in this process or in compute.nproc others; what the run ended with.
+    """Train and export, in this process or in compute.nproc others; returns the run's result.
 
-    Raises the SegpipeError that the exit code stands for, which says whether its message was printed.
+    Raises the SegpipeError of the exit code; its `told` says whether the message was printed.
     """
     before = failure(config.run_dir)
     code = launch(config)

@@ -1,4 +1,4 @@
-"""`segpipe audit`: what a run says of itself, found again, as a table and a report."""
+"""`segpipe audit`: checks a run's claims and prints them as a table and a report."""
 
 import secrets
 from pathlib import Path
@@ -19,9 +19,9 @@ def main(given: Given) -> int:
     check_folder(out)
 
     def gates(config: Config, folder: Path) -> str:
-        """The last line of `segpipe verify`, against the checkpoint that the folder says it was made of.
+        """The last line of `segpipe verify`, against the checkpoint that the folder names as its source.
 
-        Whether it was, verify finds out by the digest of the weights.
+        `verify` checks that claim by the digest of the weights.
         """
         made_of = read_manifest(folder)["source"]["checkpoint"] or {}
         which = "best" if made_of.get("file") == "best.pt" else "last"

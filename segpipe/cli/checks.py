@@ -1,4 +1,4 @@
-"""`segpipe check-augment` and `check-plugin`: contracts of augmentation, networks, losses and data sets, as a table."""
+"""`segpipe check-augment` and `check-plugin`: check augmentation, networks, losses and data sets against contracts."""
 
 from collections.abc import Iterable, Iterator
 
@@ -30,7 +30,7 @@ PARTS = {
 
 
 def check_augment(given: Given) -> int:
-    """Exit code: that of an impure augmentation if a probe fails."""
+    """Exit code: ImpureAugmentError's if a probe fails, else 0."""
     config = with_crop(compose(given["overrides"]))
     check(config)
     flags.apply(config.compute.threads, config.compute.mode)
@@ -40,7 +40,7 @@ def check_augment(given: Given) -> int:
 
 
 def check_plugin(given: Given) -> int:
-    """Exit code: that of a wrong setting if a check fails."""
+    """Exit code: ConfigError's if a check fails, else 0."""
     arguments = given["overrides"]
     config = with_crop(compose(arguments))
     parts = chosen(arguments, config)
@@ -53,15 +53,15 @@ def check_plugin(given: Given) -> int:
 
 
 def chosen(arguments: list[str], config: Config) -> list[str]:
-    """Parts that the arguments name, and those that are plug-ins."""
+    """Parts that the arguments name, and parts that are plug-ins."""
     given = {text.lstrip("+").partition("=")[0] for text in arguments}
-    # Those of a configuration file are plug-ins by their import paths.
+    # Parts that a configuration file names are plug-ins if they have an import path.
     own = {key for key, _ in config.import_paths}
     return [part for part, key in PARTS.items() if {part, key} & given or key in own]
 
 
 def clauses(config: Config, parts: list[str]) -> Iterator[Clause]:
-    """Clauses of these parts, as they are checked."""
+    """Clauses of these parts; each is checked when it is taken from the iterator."""
     if "model" in parts:
         num_classes = _num_classes(config)
         yield from NetworkContract(config, num_classes, export=trial_export).clauses()
@@ -75,7 +75,7 @@ def clauses(config: Config, parts: list[str]) -> Iterator[Clause]:
 
 
 def _num_classes(config: Config) -> int:
-    """Classes of the data set, or of an example where there is none: a network is checked without data too."""
+    """Number of classes of the data set, or a default without data, since a network can be checked without any."""
     try:
         return open_samples(config.data, "train", config.seed).classes.num_classes
     except (ConfigError, DataError):
@@ -83,7 +83,7 @@ def _num_classes(config: Config) -> int:
 
 
 def _show(checked: Iterable[Clause], what: str) -> bool:
-    """Whether a check failed. Prints a table of the checks, then what is wrong and what to do."""
+    """Print a table of the checks, then each problem with what to do. Returns whether a check failed."""
     with CONSOLE.status(f"checking {what}"):
         found = list(checked)
     rows = [

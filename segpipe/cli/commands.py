@@ -1,4 +1,4 @@
-"""All commands with their keys: what --help and the parser read. Imports no torch."""
+"""All commands and their keys, for --help and the parser. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from segpipe.settings.config import SETTINGS
 from segpipe.settings.setting import Setting
 
-Given = dict[str, Any]  # what was given of a command's keys, with their defaults
+Given = dict[str, Any]  # values of a command's keys, defaults included
 
 RUN = Setting("run", "runs/NAME", "folder of the run", required=True)
 WHICH = Setting("which", "last", "checkpoint to use", choices=("last", "best"))
@@ -19,7 +19,7 @@ TRUST = Setting(
 TTA = Setting(
     "tta",
     [],
-    "average over views of the image: [flip,0.75,1.25] for mirrored and scaled ones",
+    "test-time augmentation, averaged: [flip,0.75,1.25] for mirrored and scaled images",
 )
 LINES = Setting("lines", 20, "problems to print; 0: all")
 JSON = Setting("json", False, "print one line of JSON")
@@ -32,7 +32,7 @@ EXPORT = tuple(
 
 @dataclass(frozen=True)
 class Command:
-    """A command takes `overrides` of the settings, as `segpipe train` does, its own `keys`, or both."""
+    """A command that takes `overrides` of settings, as `segpipe train` does, its own `keys`, or both."""
 
     summary: str
     details: str
@@ -44,7 +44,7 @@ class Command:
 
     @property
     def known(self) -> list[Setting]:
-        """All that may be given by name, but for overrides."""
+        """All keys that may be given by name, except overrides."""
         return [*self.keys, *(SETTINGS[name] for name in self.settings)]
 
 
@@ -52,15 +52,15 @@ COMMANDS = {
     "train": Command(
         "train a network",
         "Starts compute.nproc processes itself; `torchrun ... -m segpipe train key=value ...` works too.\n"
-        "-m: one run per combination of key=1,2,3; --cfg job: print the configuration; --config-dir FOLDER: files as\n"
-        "in conf/, of your own.",
+        "-m: one run per combination of key=1,2,3; --cfg job: print the configuration; --config-dir FOLDER: your own\n"
+        "files as in conf/.",
         overrides=ALL,
         starts="api.train_main",
     ),
     "evaluate": Command(
         "evaluate a run on a split",
-        "Prints one line of JSON with `miou` and scores per class and sequence, and tables of them on stderr: whole\n"
-        "images at their own size, fp32, averaged weights. What the figures mean: docs/evaluate.md.",
+        "Prints one line of JSON with `miou` and scores per class and sequence, and tables of them on stderr. Uses\n"
+        "whole images at their own size, fp32 and averaged weights. Meaning of the figures: docs/evaluate.md.",
         (
             RUN,
             WHICH,
@@ -84,7 +84,7 @@ COMMANDS = {
     "predict": Command(
         "segment images and videos",
         "Writes masks (PNG, pixel values are class ids), overlays (JPEG, or MP4 for a video) and predictions.json\n"
-        "into `out`. Give run= or artifact=. What the same model has already written is kept. See docs/predict.md.",
+        "into `out`. Give run= or artifact=. Keeps outputs that the same model already wrote. See docs/predict.md.",
         (
             Setting(
                 "source",
@@ -95,12 +95,12 @@ COMMANDS = {
             Setting("out", "predictions", "folder for the results", required=True),
             Setting("run", "", "folder of the run"),
             WHICH,
-            Setting("artifact", "", "exported folder, in place of a run"),
+            Setting("artifact", "", "exported folder, instead of a run"),
             TTA,
             Setting(
                 "precision",
                 "fp32",
-                "of the network; int8: an exported file",
+                "precision of the network; int8: exported files only",
                 choices=("fp32", "bf16", "fp16", "int8"),
             ),
             Setting(
@@ -114,12 +114,12 @@ COMMANDS = {
             Setting(
                 "seconds",
                 0.0,
-                "camera or stream: stop after this time; 0: at Ctrl-C",
+                "camera or stream: stop after this time; 0: on Ctrl-C",
             ),
             Setting(
                 "exists",
                 "keep",
-                "other outputs in `out`: keep them and stop, or replace",
+                "if `out` holds other outputs: keep them and stop, or replace them",
                 choices=("keep", "replace"),
             ),
             TRUST,
@@ -129,8 +129,8 @@ COMMANDS = {
     "doctor": Command(
         "check a data set",
         "Reports all problems in one pass, or the content of the splits if there are none. For a folder without a\n"
-        "classes.yaml, it proposes one from the masks. out=doctor.html shows all of it with pictures. Without\n"
-        "data.root, it says where a published data set comes from and where its files belong.",
+        "classes.yaml, it proposes one from the masks. out=doctor.html adds a page with pictures. Without\n"
+        "data.root, it prints where to download a published data set and where its files belong.",
         (
             Setting(
                 "out",
@@ -145,15 +145,15 @@ COMMANDS = {
     "pack": Command(
         "decode a data set once, for all epochs and runs",
         "segpipe pack data=folder data.root=FOLDER fills FOLDER/.segpipe-pack (or data.pack=OTHER) with training and\n"
-        "validation samples, and checks those that are there. Training reads them with data.pack=auto. A command that\n"
-        "was interrupted goes on where it stopped. See docs/data.md.",
+        "validation samples, and checks existing ones. Training reads them with data.pack=auto. Run an interrupted\n"
+        "command again to continue it. See docs/data.md.",
         overrides=("data",),
         starts="data_sets.pack",
     ),
     "split": Command(
         "divide a folder of images into training and validation",
-        "Writes train.txt and val.txt. Whole sequences go to one side, since neighboring frames of a video in both\n"
-        "flatter every score. The same arguments give the same lists.",
+        "Writes train.txt and val.txt. Whole sequences go to one side: neighboring video frames in both would inflate\n"
+        "every score. The same arguments give the same lists.",
         (
             Setting(
                 "val", 0.2, "share of the images for validation", low=0.01, high=0.99
@@ -161,15 +161,15 @@ COMMANDS = {
             Setting(
                 "by",
                 "sequence",
-                "what stays together; tail: the last frames of each sequence",
+                "unit of division; tail: validate on the last frames of each sequence",
                 choices=("sequence", "image", "tail"),
             ),
             Setting(
                 "pattern",
                 "",
-                "regular expression whose first group is the sequence; empty: docs/data.md",
+                "regular expression whose first group is the sequence; empty: see docs/data.md",
             ),
-            Setting("seed", 0, "seed of the choice"),
+            Setting("seed", 0, "seed of the random division"),
             Setting("replace", False, "replace train.txt and val.txt"),
         ),
         ("data.root", "data.classes", "data.images", "data.masks"),
@@ -178,8 +178,8 @@ COMMANDS = {
     "import": Command(
         "turn labels of another format into a data set",
         "segpipe import labelme source=FOLDER out=FOLDER writes masks, links to the images and classes.yaml, which\n"
-        "data=folder reads. What cannot be imported is reported all together, and then nothing is finished. The same\n"
-        "command continues an import that was interrupted. Formats: docs/data.md.",
+        "data=folder reads. Reports all that cannot be imported at once, and then does not finish. Run the same\n"
+        "command again to continue an interrupted import. Formats: docs/data.md.",
         (
             Setting(
                 "format",
@@ -198,18 +198,18 @@ COMMANDS = {
             Setting(
                 "names",
                 [],
-                "classes in this order; empty: those found, in the order of the format",
+                "classes in this order; empty: all that are found, in the order of the format",
             ),
             Setting(
                 "background",
                 "class",
-                "what pixels outside all shapes are",
+                "how to label pixels outside all shapes",
                 choices=("class", "ignore"),
             ),
             Setting(
                 "ignore",
                 [],
-                "labels whose pixels are ignored; [0,0,0]: the label of this color",
+                "labels whose pixels to ignore; [0,0,0]: the label of this color",
             ),
             Setting(
                 "val",
@@ -217,8 +217,8 @@ COMMANDS = {
                 "share of the images for validation, if the format has no splits; 0: none",
                 high=0.99,
             ),
-            Setting("copy", False, "copy the images; links to them otherwise"),
-            Setting("skip", False, "leave out what cannot be imported"),
+            Setting("copy", False, "copy the images instead of linking to them"),
+            Setting("skip", False, "skip images that cannot be imported"),
             LINES,
         ),
         positional=("format",),
@@ -226,13 +226,13 @@ COMMANDS = {
     ),
     "export": Command(
         "export a run to model files",
-        "Publishes files that compute what the trained network computes, or nothing.",
+        "Publishes files only if they compute what the trained network computes.",
         (RUN, WHICH, TRUST),
         (*EXPORT, *DATA),
     ),
     "verify": Command(
         "repeat all gates on an exported folder",
-        "Compares the files as they are now with the run that they claim to come from.",
+        "Compares the current files with the run that they claim to come from.",
         (
             Setting("artifact", "runs/NAME/export", "exported folder", required=True),
             RUN,
@@ -251,8 +251,8 @@ COMMANDS = {
     ),
     "weights": Command(
         "write the weights of a run to a .safetensors file",
-        "Writes the averaged weights and what is needed to use them: model.weights=FILE starts another run from them,\n"
-        "and docs/weights.md says how other programs read them.",
+        "Writes the averaged weights and what is needed to use them: model.weights=FILE starts another run from them.\n"
+        "docs/weights.md shows how other programs read them.",
         (
             RUN,
             WHICH,
@@ -265,7 +265,7 @@ COMMANDS = {
             Setting(
                 "names",
                 "segpipe",
-                "names of the tensors: as in segpipe, or as in the authors' code, timm, or your own network",
+                "tensor names: as in segpipe, or as in the authors' code, timm, or your own network",
                 choices=("segpipe", "original"),
             ),
             TRUST,
@@ -274,13 +274,11 @@ COMMANDS = {
     ),
     "compare": Command(
         "find the first difference between two runs",
-        "segpipe compare runs/A runs/B names the first step that differs, and there the first stage in causal order,\n"
-        "shard, sample, file and layer. The runs may have used different numbers of processes.",
+        "segpipe compare runs/A runs/B prints the first step that differs and, within it, the first stage in causal\n"
+        "order, shard, sample, file and layer. The runs may have used different numbers of processes.",
         (
             Setting("a", "runs/A", "folder of a run", required=True),
-            Setting(
-                "b", "runs/B", "folder of the run to compare it with", required=True
-            ),
+            Setting("b", "runs/B", "folder of the other run", required=True),
             JSON,
             TRUST,
         ),
@@ -288,7 +286,7 @@ COMMANDS = {
         starts="runs.compare_main",
     ),
     "audit": Command(
-        "audit a run that somebody else made",
+        "audit a run that someone else made",
         "Checks the files of a run against each other and trains parts of it again. Writes report.json.",
         (
             RUN,
@@ -296,7 +294,7 @@ COMMANDS = {
             Setting(
                 "span_steps",
                 100,
-                "largest number of updates per part; 0: up to the next checkpoint",
+                "maximum number of updates per part; 0: up to the next checkpoint",
             ),
             Setting("seed", -1, "seed that chooses the parts; -1: random", low=-1),
             Setting(
@@ -319,25 +317,27 @@ COMMANDS = {
     ),
     "check-augment": Command(
         "check that augmentation is a pure function of sample and key",
-        "Checks every transform, and all of them together, in two processes and in another start of the program.",
+        "Checks every transform, and all of them together, in two processes and in a second start of the program.",
         overrides=("data", "augment"),
         starts="checks.check_augment",
     ),
     "check-plugin": Command(
-        "check a network, loss, data set or transform of your own",
+        "check your own network, loss, data set or transform",
         "segpipe check-plugin model.name=package.module:Class loss.name=... data.name=... augment.extra=[...]\n"
-        "names what training, validation or export would stumble over, see docs/plugins.md.",
+        "reports what would fail in training, validation or export, see docs/plugins.md.",
         overrides=("model", "loss", "data", "augment"),
         starts="checks.check_plugin",
     ),
     "describe": Command(
         "parameters, operations and latency of a network",
-        "segpipe describe model=NAME size=512x1024 counts without computing, then times forwards on this machine.\n"
+        "segpipe describe model=NAME size=512x1024 counts without computing, then times forward passes here.\n"
         "docs/models.md compares all networks.",
         (
             Setting("size", "1024x2048", "HEIGHTxWIDTH of the image"),
             Setting("classes", 19, "number of classes", low=1, high=255),
-            Setting("runs", 5, "forwards whose median is the latency; 0: none"),
+            Setting(
+                "runs", 5, "timed forward passes; latency is their median; 0: none"
+            ),
             JSON,
         ),
         overrides=("model",),
@@ -345,22 +345,20 @@ COMMANDS = {
     ),
     "profile": Command(
         "show where an update spends its time",
-        "segpipe profile experiment=... runs a few updates of a fresh network in this process, or those of torchrun,\n"
-        "prints a table of their parts, and writes a trace to runs/NAME_profile. See docs/performance.md.",
+        "segpipe profile experiment=... runs a few updates of a new network in this process or those of torchrun,\n"
+        "prints the time of each part, and writes a trace to runs/NAME_profile. See docs/performance.md.",
         overrides=ALL,
         starts="speed.profile",
     ),
     "gpu-check": Command(
         "check this machine's GPU",
-        "Runs the checks of benchmarks/gpu.py, which needs a clone of the repository. Without a GPU there is nothing\n"
-        "to check. See docs/gpu.md.",
+        "Runs the checks of benchmarks/gpu.py, which needs a clone of the repository. Without a GPU it checks\n"
+        "nothing. See docs/gpu.md.",
         (
-            Setting(
-                "part", "1", "1: is it right; 2: is it fast", choices=("1", "2", "all")
-            ),
+            Setting("part", "1", "1: correctness; 2: speed", choices=("1", "2", "all")),
             Setting("seconds", 570.0, "time limit", low=1),
             Setting("camvid", "", "folder of CamVid, to train on it too"),
-            Setting("out", "gpu.jsonl", "file to which rows of JSON are added"),
+            Setting("out", "gpu.jsonl", "file to append JSON rows to"),
             Setting("only", ["all"], "names of the checks to run"),
             Setting("device", "cuda", "device to check", choices=("cuda", "cpu")),
             Setting("size", 1024, "image height and width in pixels", low=64),
@@ -372,24 +370,24 @@ COMMANDS = {
     ),
     "runs": Command(
         "compare runs in a table",
-        "The best run first, with the settings in which the runs differ. Runs that have not finished show their last\n"
-        "logged step, and why they ended. out=compare.html writes a page with the table and all curves.",
+        "Lists the best run first, with the settings in which the runs differ. Unfinished runs show their last logged\n"
+        "step and why they ended. out=compare.html writes a page with the table and all curves.",
         (
             Setting("root", "runs", "folder to search for runs"),
             Setting(
                 "runs",
                 [],
-                "run folders to compare, or patterns such as runs/lr*; none: all below root",
+                "run folders or patterns such as runs/lr*; empty: all runs below root",
             ),
             Setting(
                 "group",
                 "",
-                "one line per recipe, with mean and range over this setting: group=seed",
+                "one line per recipe, with mean and range over this setting, such as seed",
             ),
             Setting(
                 "out",
                 "",
-                "HTML page to write: the table, and the curves of the best runs",
+                "HTML page to write: the table and the curves of the best runs",
             ),
             JSON,
         ),

@@ -1,4 +1,4 @@
-"""`segpipe pack`, `split` and `import`: a data set made ready before anything is trained on it."""
+"""`segpipe pack`, `split` and `import`: prepare a data set for training."""
 
 import os
 from collections import Counter
@@ -35,7 +35,7 @@ DIVISION = {"by": "sequence", "pattern": "", "seed": 0, "replace": True}
 
 
 def pack(given: Given) -> int:
-    """Exit code. Reads every sample once, which writes those that the pack lacks."""
+    """Exit code. Reads every sample once, which adds missing ones to the pack."""
     config = compose(given["overrides"])
     if config.data.pack == "off":
         config = replace(config, data=replace(config.data, pack="auto"))
@@ -47,7 +47,7 @@ def pack(given: Given) -> int:
     ]
     if not found:
         raise ConfigError(
-            "data.mix has no data set in files: there is nothing to pack."
+            "data.mix has no data set in files, so there is nothing to pack."
         )
     work = [(samples, index) for samples in found for index in range(len(samples))]
     with progress("packing", len(work)) as show:
@@ -83,7 +83,7 @@ def split(given: Given) -> int:
     for name in lists:
         if name.startswith(("train.", "val.")) and name not in rewritten:
             raise ConfigError(
-                f"{root / name} already divides the images. Set replace=true to write train.txt and val.txt anew."
+                f"{root / name} already divides the images. Set replace=true to overwrite train.txt and val.txt."
             )
     found, test = scan_undivided(data), Scan([], [], [], [])
     if {"test.csv", "test.txt"} & {*lists}:
@@ -94,7 +94,7 @@ def split(given: Given) -> int:
     kept = {os.path.realpath(pair.image) for pair in test.pairs}
     pairs = [p for p in found.pairs if os.path.realpath(p.image) not in kept]
     if left_out := len(found.pairs) - len(pairs):
-        CONSOLE.print(f"{left_out} images of the split test are left out.")
+        CONSOLE.print(f"{left_out} images of the test split are left out.")
     found = found._replace(pairs=pairs)
     names, pixels = [pair.name for pair in pairs], None
     if table_path(data).is_file():
@@ -116,7 +116,7 @@ def split(given: Given) -> int:
         )
     if pixels is None:
         CONSOLE.print(
-            f"{table_path(data)} does not exist, so classes did not count: see segpipe doctor."
+            f"{table_path(data)} does not exist, so the division ignores classes: see segpipe doctor."
         )
     else:
         shares = {side: pixels[places].sum(axis=0) for side, places in sides.items()}
@@ -125,7 +125,7 @@ def split(given: Given) -> int:
 
 
 def import_labels(given: Given) -> int:
-    """Exit code. Writes labels of another format as a folder data set."""
+    """Exit code. Converts labels of another format to a folder data set."""
     source, out, name = Path(given["source"]), Path(given["out"]), given["format"]
     if not source.exists():
         raise ConfigError(
@@ -166,7 +166,7 @@ def import_labels(given: Given) -> int:
             )
         except OSError as error:  # a full disk, say
             raise DataError(
-                f"out = {out} cannot be written: {error}. The same command continues."
+                f"out = {out} cannot be written: {error}. Run the same command again to continue."
             ) from error
     print_problems(faults, given["lines"])
     if not (out / "classes.yaml").is_file():
@@ -174,7 +174,7 @@ def import_labels(given: Given) -> int:
     written = [item for item in export.items if mask_path(out, item).is_file()]
     counts = Counter(item.split or "no split" for item in written)
     sizes = ", ".join(f"{side}: {count}" for side, count in counts.items())
-    left_out = f"; left out: the {len(faults)} above" if faults else ""
+    left_out = f"; skipped: the {len(faults)} above" if faults else ""
     CONSOLE.print(
         f"{out}: {len(names)} classes ({listed(names, 30)}); images: {sizes}{left_out}"
     )
@@ -188,7 +188,7 @@ def import_labels(given: Given) -> int:
 
 
 def _ignored(given: Sequence[str], export: Export) -> list[str]:
-    """The labels that are ignored, by their names or as one color: [0,0,0]."""
+    """The labels to ignore, given by name or as one color: [0,0,0]."""
     if len(given) != 3 or not all(part.isdigit() for part in given):
         return list(given)
     red, green, blue = map(int, given)
@@ -196,14 +196,14 @@ def _ignored(given: Sequence[str], export: Export) -> list[str]:
         return [export.colors[red, green, blue]]
     known = [f"{[*color]} {label}" for color, label in export.colors.items()]
     raise ConfigError(
-        f"ignore = {[red, green, blue]} is the color of no label: {listed(known)}."
+        f"ignore = {[red, green, blue]} is not the color of a label: {listed(known)}."
     )
 
 
 def _unfinished(faults: Sequence[str], out: Path, *, skip: bool) -> int:
-    out_of = ("or set skip=true to leave them out", "no image is left without them")
+    out_of = ("or set skip=true to skip them", "no image is left without them")
     CONSOLE.print(
-        f"{len(faults)} problem{'s' * (len(faults) > 1)}: {out} has no classes.yaml yet. Correct them and repeat the "
+        f"{len(faults)} problem{'s' * (len(faults) > 1)}: {out} has no classes.yaml yet. Fix them and repeat the "
         f"command (remove {out} first if names or ignore change); {out_of[skip]}."
     )
     return DataError.exit_code

@@ -1,4 +1,4 @@
-"""`segpipe doctor`: all problems of a data set in one pass, or the content of its splits if there are none."""
+"""`segpipe doctor`: reports all problems of a data set in one pass, or the content of its splits if it has none."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,13 +44,13 @@ from segpipe.settings.config import Config, check
 from segpipe.settings.groups import DataConfig
 
 SHOWN_PROBLEMS = 200
-SHOWN = 8  # images of a kind
+SHOWN = 8  # images per kind
 WIDTH = 360  # of a picture, in pixels
-Shown = tuple[str, list[NDArray[np.uint8]]]  # name; image and overlay, or nothing
+Shown = tuple[str, list[NDArray[np.uint8]]]  # name; image and overlay, or an empty list
 
 
 def main(given: Given) -> int:
-    """Exit code; `given` are the values of the command's keys, and the overrides of the settings."""
+    """Exit code; `given` holds the values of the command's keys, and the overrides of the settings."""
     config = compose(given["overrides"])
     data = config.data
     if data.name in PUBLISHED and not (data.root or data.mix):
@@ -67,7 +67,7 @@ def main(given: Given) -> int:
     is_new = own and Path(data.root).is_dir() and not table_path(data).exists()
     if is_new and not _offer_table(data, splits, write=given["write"]):
         if given["out"]:
-            CONSOLE.print(f"{given['out']} is not written: it needs classes.yaml.")
+            CONSOLE.print(f"{given['out']} was not written: it needs classes.yaml.")
         return DataError.exit_code
     warnings: list[str] = []
     if todo := _not_divided(data, splits):
@@ -100,7 +100,7 @@ def main(given: Given) -> int:
 
 
 def _offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
-    """Print the class table that the masks suggest, and write it if asked for; returns whether there is one now."""
+    """Print a class table proposed from the masks, and write it if `write` is set; returns whether one exists now."""
     path = table_path(data)
     scans = [scan(data, split) for split in splits]
     pairs = sorted({pair for found in scans for pair in found.pairs})
@@ -112,29 +112,29 @@ def _offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
     with progress("reading masks") as show:
         text = propose([pair.mask for pair in pairs], show)
     CONSOLE.print(text)
-    said = f"{path} does not exist. This would fit its masks: write=true writes it."
+    said = f"{path} does not exist. The table above fits its masks: add write=true to write it."
     if write:
         path.write_text(text)
-        said = f"This table is written to {path}. Give the classes their names before training."
+        said = f"Wrote this table to {path}. Name the classes before training."
     CONSOLE.print(said)
     return write
 
 
 def _not_divided(data: DataConfig, splits: list[str]) -> str:
-    """What to do with a folder that has all but its splits; empty for any other."""
+    """What to do with a folder that lacks only its splits; empty for any other."""
     root = Path(data.root)
     if data.name != "folder" or data.mix or split_lists(root):
         return ""
     if any(scan(data, split)[:2] != ([], [no_split(root, split)]) for split in splits):
         return ""
     return (
-        f"{root} is not divided into {' and '.join(splits)} yet, so no more was checked. Next: `segpipe split "
+        f"{root} is not divided into {' and '.join(splits)} yet, so nothing else was checked. Next: `segpipe split "
         f"data.root={root} val=0.2`, then `segpipe doctor data=folder data.root={root}` again."
     )
 
 
 def _warnings(config: Config, opened: Mapping[str, DataSet]) -> list[str]:
-    """What may be meant, or would spoil a training."""
+    """What may be intended, or would spoil a training."""
     data, train = config.data, opened["train"]
     refused = refusals(
         partial(check, config, train) for check in (check_workers, check_crop)
@@ -154,7 +154,7 @@ def _warnings(config: Config, opened: Mapping[str, DataSet]) -> list[str]:
         counts = [f"{name} ({a} and {b} images)" for name, (a, b) in shared.items()]
         warnings.append(
             f"{len(shared)} sequence{'s' * (len(shared) > 1)} in both training and validation: {listed(counts)}. "
-            "If they are frames of videos, validation flatters the network. `segpipe split` divides by sequence."
+            "If they are video frames, validation scores are too high. `segpipe split` divides by sequence."
         )
     return warnings
 
@@ -167,9 +167,9 @@ def _write_page(
     out: str,
     whole: Scan | None = None,
 ) -> None:
-    """Write the page with pictures, if asked for: of all that can be read, if there are problems.
+    """Write the page with pictures if `out` is set; with problems, it shows everything that can be read.
 
-    whole: of a folder without splits, what is shown in their place.
+    whole: for a folder without splits, all its images, shown instead.
     """
     if not out:
         return
@@ -183,7 +183,7 @@ def _write_page(
             with progress(f"reading {split}") as show:
                 census.append(take(split, samples, show))
     if not census:
-        CONSOLE.print(f"{out} is not written: no split has a pair of image and mask.")
+        CONSOLE.print(f"{out} was not written: no split has a pair of image and mask.")
         return
     data, train = config.data, census[0].samples
     batch, fault = ([], []) if problems else _first_batch(config, train)
@@ -204,7 +204,7 @@ def _write_page(
 
 
 def _show_content(opened: Mapping[str, DataSet]) -> None:
-    """Print sizes and an example of each set, and the share of pixels of each class; the sets of a mixture apart."""
+    """Print sizes and an example of each set, and the pixel share of each class; sets of a mixture separately."""
     sets = {
         f"{split}: {part.label}" if part.label else split: part.samples
         for split, samples in opened.items()
@@ -225,7 +225,7 @@ def _sizes(counts: Counter[tuple[int, int]]) -> list[str]:
 
 
 def _split(census: Census) -> dict[str, Any]:
-    """Figures of a split, with pictures of images without a label, and of samples from all over it."""
+    """Figures of a split, with pictures of images without labels, and of evenly spaced samples."""
     rows, counts = census.rows, census.table
     bare = np.flatnonzero(counts[:, -2] == counts.sum(1))
     return {
@@ -240,7 +240,7 @@ def _split(census: Census) -> dict[str, Any]:
 
 
 def _shown(census: Census, places: Iterable[int]) -> list[Shown]:
-    """Names and pictures of rows; no pictures of one that has a problem, such as an id without a class."""
+    """Names and pictures of rows; no pictures for a row with a problem, such as an id without a class."""
     samples = census.samples
     found: list[Shown] = []
     for place in places:
@@ -252,12 +252,12 @@ def _shown(census: Census, places: Iterable[int]) -> list[Shown]:
 
 
 def _examples(census: Census) -> list[Shown]:
-    """A part of an image for each class, to tell what it is: where most of its pixels lie."""
+    """An image crop per class, where most of its pixels lie, so that one can recognize the class."""
     samples = census.samples
     found: list[Shown] = []
     for k, name in enumerate(samples.classes.names):
         pixels = census.table[:, k]
-        with suppress(DataError):  # of a torn file
+        with suppress(DataError):  # a damaged file
             if pixels.any():
                 image, target = samples.read(census.rows[int(pixels.argmax())].place)
                 part = densest(target == k)
@@ -268,7 +268,7 @@ def _examples(census: Census) -> list[Shown]:
 
 
 def _first_batch(config: Config, samples: DataSet) -> tuple[list[Shown], list[str]]:
-    """Pictures of the first shard as training sees it, made by one loader process, or a message why there are none."""
+    """Pictures of the first training shard, loaded by one loader process, or a message why there are none."""
     from segpipe.train.batches import first_shard
 
     plain = replace(config, data=replace(config.data, balance=0.0))

@@ -1,4 +1,4 @@
-"""`segpipe evaluate`: scores of a run on a split, in total, by class and by sequence."""
+"""`segpipe evaluate`: scores of a run on a split, overall, by class and by sequence."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ from segpipe.train.validate import validate
 
 
 def main(given: Given) -> int:
-    """Exit code. The line of JSON is all that stdout gets; tables go to stderr."""
+    """Exit code. Prints one line of JSON on stdout, and tables on stderr."""
     figures, pixels = scored(given)
     ERRORS.print(iou_table(figures, pixels))
     if figures["sequences"]:
@@ -41,10 +41,10 @@ def main(given: Given) -> int:
 
 
 def scored(given: Given) -> tuple[Given, list[int]]:
-    """What the command prints, and the pixels of each class; writes the page, if one is asked for."""
+    """Figures that the command prints, and the pixel count of each class; writes the report if `out` is set."""
     how, run = inference(given), Path(given["run"])
     trained = load_network(run, given["which"])
-    # A split that is named is scored whole.
+    # A split given by name is scored completely.
     whole = {"data.hold_out": ""} if "data.split" in given else {}
     config = with_settings(trained.config, whole | given)
     flags.apply(config.compute.threads)
@@ -52,11 +52,11 @@ def scored(given: Given) -> tuple[Given, list[int]]:
     verify(config.data, {config.data.split: samples})
     if samples.classes.names != trained.classes.names:
         raise ConfigError(
-            f"data.root = {config.data.root} has other classes than the network: {samples.classes.names}"
+            f"data.root = {config.data.root} has different classes than the network: {samples.classes.names}"
         )
     group = Group(0, 0, 1, choose_device(config.compute.device, 0))
     if config.train.channels_last:
-        # In another layout sums round otherwise: one pixel in ten million had another class than in the run.
+        # Another memory layout rounds sums differently: one pixel in ten million changed its class.
         trained.model.to(memory_format=torch.channels_last)
     found = validate(
         trained.model.to(group.device),
@@ -79,7 +79,7 @@ def scored(given: Given) -> tuple[Given, list[int]]:
     figures |= scores(found, trained.classes.names, where, seen) | how.described
     changed = changed_since(run, trained.config.data, config.data)
     notes = [
-        f"T{changed[1:]}: this is not the score of that day." if changed else "",
+        f"T{changed[1:]}: this is not the score of the run." if changed else "",
         flattering(figures["sequences"]),
     ]
     figures["note"] = " ".join(filter(None, notes))
@@ -95,9 +95,9 @@ def scored(given: Given) -> tuple[Given, list[int]]:
 
 
 def _seen(run: Path, trained: Config, config: Config) -> set[str] | None:
-    """Sequences of the run's training images; None where these are not in `data.root`, be it another folder than then.
+    """Sequences of the run's training images; None if `data.root` does not hold these images.
 
-    Names alone say nothing: those of two data sets are often equal.
+    Names are not enough in a moved folder: two data sets often share names.
     """
     try:
         data = replace(trained.data, root=config.data.root)

@@ -1,4 +1,4 @@
-"""`segpipe export`, `verify`, `weights`: a trained network as files that compute the same, and its checks."""
+"""`segpipe export`, `verify`, `weights`: export a trained network to files that compute the same, and check them."""
 
 import json
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def main(given: Given) -> int:
 
 
 def export(given: Given) -> ExportReport:
-    """The published folder, with the result of every gate."""
+    """Export a run; returns the published folder and the result of every gate."""
     run = Path(given["run"])
     trained = _load(run, given["which"], NOT_EXPORTED)
     config = with_settings(trained.config, given)
@@ -58,7 +58,7 @@ def export(given: Given) -> ExportReport:
 
 
 def _load(run: Path, which: str, verdict: str) -> TrainedNetwork:
-    """The network of a run. Tensors that are missing, unexpected or misshaped are a refusal of G1."""
+    """The network of a run. Missing, unexpected or misshaped tensors fail gate G1."""
     try:
         return load_network(run, which)
     except WeightsError as error:
@@ -81,9 +81,9 @@ def _print(report: ExportReport, what: str, warnings: Sequence[str]) -> None:
 
 
 def verify(given: Given, *, engines: Sequence[str] = ()) -> ExportReport:
-    """Report of all gates. Raises the error of the first that fails.
+    """Report of all gates. Raises the error of the first gate that fails.
 
-    engines: besides those of `export.engines`, names that the caller put into `segpipe.runtime.engines.ENGINES`.
+    engines: further names that the caller added to `segpipe.runtime.engines.ENGINES`, besides `export.engines`.
     """
     run, folder = Path(given["run"]), Path(given["artifact"])
     trained = _load(run, given["which"], NOT_VERIFIED)
@@ -101,14 +101,14 @@ def verify(given: Given, *, engines: Sequence[str] = ()) -> ExportReport:
             train_images=training_images(config),
         )
     except ExportMismatch as error:
-        # What the folder says, and quality, depend on the images; whether the files are the checkpoint's does not.
+        # The folder's claims and the quality gate depend on the images; agreement with the checkpoint does not.
         of_images = all(
             name == FOLDER or gate.gate == "G5" for name, gate in error.failed
         )
         if not changed or not of_images:
             raise
         raise DataError(
-            f"{changed}. So {folder} cannot be compared on these images ({error}). Restore the images, or export again."
+            f"{changed}. {folder} cannot be compared on these images ({error}). Restore the images, or export again."
         ) from error
     if changed:
         ERRORS.print(f"warning: {changed}.")
@@ -120,20 +120,20 @@ def weights_main(given: Given) -> int:
     out = Path(given["out"])
     if out.suffix != SUFFIX:
         raise ConfigError(
-            f"out = {out}, but the name of a file in this format ends in {SUFFIX}. Set out={out.with_suffix(SUFFIX)}."
+            f"out = {out}, but a file name ending in {SUFFIX} was needed. Set out={out.with_suffix(SUFFIX)}."
         )
     if out.exists():
         raise ConfigError(
-            f"out = {out} exists already. Choose another name, or delete it."
+            f"out = {out} already exists. Choose another name, or delete it."
         )
     trained = load_network(Path(given["run"]), given["which"])
     original = given["names"] == "original"
     keys = trained.model.published_keys if original else ()
     if original and not keys:
         raise ConfigError(
-            f"names = original, but {trained.config.model.name} has no other names. Leave names out."
+            f"names = original, but {trained.config.model.name} has no original names. Remove names."
         )
-    # Each in memory of its own, as safetensors wants them.
+    # safetensors refuses tensors that share memory.
     tensors = {
         published_key(name, keys): value.clone().contiguous()
         for name, value in trained.model.state_dict().items()
@@ -147,7 +147,7 @@ def weights_main(given: Given) -> int:
 
 
 def _metadata(trained: TrainedNetwork, given: Given) -> dict[str, str]:
-    """What a reader needs to know, as text, the only type in the header of the format."""
+    """What a reader of the file needs, as text: the header of safetensors holds only text."""
     model, classes = trained.config.model, trained.classes
     return {
         "format": FORMAT,

@@ -1,4 +1,4 @@
-"""Help, generated from the declarations. Imports no torch."""
+"""Help texts, generated from the declarations. Imports no torch."""
 
 from collections.abc import Iterable, Iterator
 
@@ -18,13 +18,13 @@ Rows = list[tuple[str, str]]
 
 
 def overview() -> str:
-    """All commands, a line each."""
+    """All commands, one line each."""
     lines = (f"  {name:14} {command.summary}" for name, command in COMMANDS.items())
     return USAGE.format(commands="\n".join(lines))
 
 
 def page(name: str) -> str:
-    """What a command does, and a line for each key: default, meaning, valid values."""
+    """Help page of a command, with a line per key: default, meaning, valid values."""
     command = COMMANDS[name]
     words = ["usage: segpipe", name, *map(str.upper, command.positional)]
     lines = [" ".join([*words, "[key=value ...]"]), "", command.details]
@@ -65,6 +65,6 @@ def _rows(entries: Iterable[Setting]) -> Rows:
 
 
 def meaning(entry: Setting) -> str:
-    """The meaning of a setting with its valid values."""
+    """Meaning and valid values of a setting."""
     notes = "; ".join(filter(None, ["required" * entry.required, entry.valid]))
     return f"{entry.doc} ({notes})" if notes else entry.doc

@@ -20,8 +20,10 @@ HELP = ("-h", "--help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code of a command line, see docs/exit-codes.md; `arguments` are those of the process by default."""
-    gc.set_threshold(10_000)  # of 700, garbage is sought for a seventh of a start
+    """Exit code of a command line, see docs/exit-codes.md; `arguments` default to those of the process."""
+    gc.set_threshold(
+        10_000
+    )  # with the default, 700, garbage collection takes a seventh of the start
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         if name in HELP or name == "--version":
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, rest: list[str]) -> int:
-    """Import and run a command's module; not before, since most of them import torch."""
+    """Import and run a command's module. Imported only here, since most of them import torch."""
     command = COMMANDS[name]
     given: Any = parse(
         rest,
@@ -57,7 +59,7 @@ def _run(name: str, rest: list[str]) -> int:
         overrides=bool(command.overrides),
     )
     plugins.trust(given.get("trust", []))
-    # OpenMP reads it once; a training asks again for its own number of threads.
+    # OpenMP reads this once; a training sets its own number of threads later.
     flags.set_environment(SETTINGS["compute.threads"].default, "off")
     module, _, function = (
         command.starts or f"{name.replace('-', '_')}.main"

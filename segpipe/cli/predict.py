@@ -1,4 +1,4 @@
-"""`segpipe predict`: class ids and overlays of images and videos, from a run or from an exported folder."""
+"""`segpipe predict`: class ids and overlays for images and videos, from a run or an exported folder."""
 
 import json
 from pathlib import Path
@@ -17,11 +17,11 @@ from segpipe.settings.compose import with_settings
 from segpipe.settings.groups import ComputeConfig
 from segpipe.train.checkpoint import load_network
 
-# Keys that only a run or only an exported folder can follow, and why the other cannot.
+# Keys that only a run or only an exported folder supports, and why the other does not.
 ONLY = {
     "run": {
         "which": "an exported folder holds one network",
-        "tta": "an exported file gives class ids, and no probabilities that could be averaged",
+        "tta": "an exported file outputs class ids, not probabilities that could be averaged",
         "compute.device": "an exported file runs on the device of provider=",
     },
     "artifact": {"provider": "a run uses compute.device="},
@@ -29,7 +29,7 @@ ONLY = {
 
 
 def main(given: Given) -> int:
-    """Exit code: 2 when a source could not be predicted; all others are."""
+    """Exit code: 2 if a source could not be predicted; the others still are."""
     out = Path(given["out"])
     if out.is_file():
         raise ConfigError(
@@ -63,14 +63,14 @@ def check(given: Given, *, has_video: bool) -> None:
     """Raise ConfigError when keys contradict each other."""
     if bool(given["run"]) == bool(given["artifact"]):
         raise ConfigError(
-            "run and artifact: set one of them, run=runs/NAME or artifact=runs/NAME/export."
+            "run and artifact: set exactly one, run=runs/NAME or artifact=runs/NAME/export."
         )
     here, other = ("run", "artifact") if given["run"] else ("artifact", "run")
     defaults = {key.key: key.default for key in COMMANDS["predict"].keys}
     for key, reason in ONLY[other].items():
         if given.get(key) not in (None, defaults.get(key)):
             raise ConfigError(
-                f"{key} = {given[key]}, but {here} is set: {reason}. Leave {key} out."
+                f"{key} = {given[key]}, but {here} is set: {reason}. Remove {key}."
             )
     if has_video and not (given["overlay"] or given["frames"]):
         raise ConfigError(
@@ -79,7 +79,7 @@ def check(given: Given, *, has_video: bool) -> None:
 
 
 def predictor(given: Given) -> Predictor:
-    """The network of `run` or `artifact`."""
+    """Predictor for the network of `run` or `artifact`."""
     if given["artifact"]:
         return of_exported(
             Path(given["artifact"]),
@@ -95,7 +95,7 @@ def predictor(given: Given) -> Predictor:
 
 
 def summary(done: PredictJob, outputs: Outputs) -> dict[str, Any]:
-    """The line that the command prints."""
+    """Content of the JSON line that the command prints."""
     shares = outputs.shares(done.pixels) if done.entries else {}
     return {
         "out": str(outputs.out),

@@ -1,4 +1,4 @@
-"""`segpipe runs` and `segpipe compare`: runs side by side, and where two of them part."""
+"""`segpipe runs` and `segpipe compare`: a table of runs, and the first difference between two."""
 
 import json
 from dataclasses import asdict
@@ -29,8 +29,7 @@ def main(given: Given) -> int:
     recipe = [key for key, entry in SETTINGS.items() if not entry.free]
     if by and by not in recipe:
         raise ConfigError(
-            f"group = {by} is not a setting that decides what is trained."
-            f"{nearest(by, recipe)}"
+            f"group = {by} is not a setting that affects training.{nearest(by, recipe)}"
         )
     rows = find_runs(Path(given["root"]), given["runs"])
     groups = grouped(rows, by)
@@ -47,7 +46,7 @@ def main(given: Given) -> int:
 
 
 def _plain(item: Row | RecipeGroup) -> dict[str, Any]:
-    """For JSON."""
+    """An item as plain JSON types."""
     if isinstance(item, Row):
         values = asdict(item)
         del values["folder"]
@@ -71,7 +70,7 @@ def compare_main(given: Given) -> int:
 
 
 def compared(given: Given) -> Comparison:
-    """The comparison that the command shows."""
+    """The comparison that the command prints."""
     a, b = Path(given["a"]), Path(given["b"])
     try:
         return compare(read_run(a), read_run(b))

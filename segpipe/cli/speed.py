@@ -1,4 +1,4 @@
-"""`segpipe describe`, `profile` and `gpu-check`: what a network costs, where a training spends its time, on which GPU.
+"""`segpipe describe`, `profile` and `gpu-check`: cost of a network, time per part of an update, checks of the GPU.
 
 torch is imported inside the functions: `profile` sets the environment of its process first.
 """
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
     from segpipe.distributed.group import Group
 
-SMALLEST = 32  # side of an image
-WARM_UP = 2  # forwards that are not timed
+SMALLEST = 32  # image height and width
+WARM_UP = 2  # forward passes before timing starts
 # Updates of `profile`.
 FIRST = 3  # not timed
 TIMED = 10
 TRACED = 3
-SAMPLES = 8  # that the loader's work is measured on
+SAMPLES = 8  # samples on which loading is timed
 
 
 def describe(given: Given) -> int:
-    """Exit code. Prints sizes of a network, counted without computing anything, and its latency on this machine."""
+    """Exit code. Prints a network's sizes, counted without computing, and its latency on this machine."""
     config = compose(given["overrides"])
     check(config)
     size, classes = _size(given["size"]), given["classes"]
@@ -69,7 +69,7 @@ def _size(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)x(\d+)", text)
     if not match or min(map(int, match.groups())) < SMALLEST:
         raise ConfigError(
-            f"size = {text!r}, but HEIGHTxWIDTH from {SMALLEST}x{SMALLEST} up was needed, such as size=512x1024."
+            f"size = {text!r}, but HEIGHTxWIDTH of at least {SMALLEST}x{SMALLEST} was needed, such as size=512x1024."
         )
     return int(match[1]), int(match[2])
 
@@ -105,7 +105,7 @@ def counts(config: Config, size: tuple[int, int], num_classes: int) -> Given:
 
 
 def operations(net: torch.nn.Module, image: torch.Tensor) -> int:
-    """MACs of one forward."""
+    """MACs of one forward pass."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
@@ -116,7 +116,7 @@ def operations(net: torch.nn.Module, image: torch.Tensor) -> int:
 def latency(
     config: Config, size: tuple[int, int], num_classes: int, runs: int
 ) -> Given:
-    """Median time of one forward of one fp32 image on this machine, in ms. Other processes slow it down."""
+    """Median time of a forward pass of one fp32 image on this machine, in ms. Other processes slow it down."""
     import torch
 
     from segpipe.distributed.group import choose_device
@@ -148,10 +148,10 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def gpu_check(given: Given) -> int:
-    """Exit code of all checks that need a GPU, within a time limit."""
+    """Exit code. Runs all checks that need a GPU, within a time limit."""
     if find_spec("benchmarks") is None or find_spec("benchmarks.gpu") is None:
         raise ConfigError(
-            "gpu-check runs benchmarks/gpu.py, which is not installed. Run it in a clone of segpipe."
+            "gpu-check needs benchmarks/gpu.py, which is not installed. Run it in a clone of segpipe."
         )
     flags.set_environment()  # before torch is imported
     from benchmarks.gpu import check
@@ -160,7 +160,7 @@ def gpu_check(given: Given) -> int:
 
 
 def profile(given: Given) -> int:
-    """Exit code. Prints the parts of an update, and writes profile.json and a trace."""
+    """Exit code. Prints the time of each part of an update, and writes profile.json and a trace."""
     config = compose(given["overrides"])
     check(config)
     flags.set_environment(
@@ -189,18 +189,18 @@ def profile(given: Given) -> int:
     waiting = parts.get("data", 0.0) / whole
     CONSOLE.print(
         f"loader: {found['sample_ms']:.1f} ms to read and augment a sample in one process; updates wait {waiting:.0%} "
-        f"of their time. data.workers={found['workers']} keep up, if there are as many cores."
+        f"of their time. data.workers={found['workers']} would keep up, given as many cores."
     )
     CONSOLE.print(f"trace for ui.perfetto.dev: {own / 'trace.json'}")
     return 0
 
 
 def _profiled(config: Config, group: Group, folder: Path) -> Given:
-    """Content of profile.json, from some updates of a fresh network; writes `folder`/trace.json.
+    """Content of profile.json, from a few updates of a new network; writes `folder`/trace.json.
 
-    `parts` has the milliseconds of each part of an update, the slowest first, with `other` for what no span holds.
-    Their shares are those of updates under torch's profiler, which takes time of its own; `update_ms` is measured
-    without it. A collective: every rank measures itself. Raises ConfigError and DataError as a training does.
+    `parts` has the milliseconds of each part of an update, slowest first, with `other` for time outside all spans.
+    Their shares come from updates under torch's profiler, which adds overhead; `update_ms` is measured without it.
+    A collective: every rank measures itself. Raises ConfigError and DataError as a training does.
     """
     from torch import profiler
 

@@ -4,11 +4,11 @@ albumentations creates its random state when a pipeline is built, and every fork
 samples from 4 workers then get 2 distinct augmentations. Here every sample has its own key, and every process builds
 its own pipeline.
 
-Further transforms come by name: `augment.extra=[noise, jpeg]` applies them after scale, crop, flip and color. One of
-your own is given by its import path, `augment.extra=[package.module:Class]`, see docs/plugins.md. A transform may draw
+Further transforms are given by name: `augment.extra=[noise, jpeg]` applies them after scale, crop, flip and color. Your
+own is given by its import path, `augment.extra=[package.module:Class]`, see docs/plugins.md. A transform may draw
 only from `self.py_random` and `self.random_generator`, which are set from the sample's key before every call, and must
 keep nothing from one call to the next; segpipe check-augment checks this. albumentations' GaussNoise, AdditiveNoise and
-RGBShift pass it, but seed OpenCV's global generator with one of only 65,536 values.
+RGBShift pass it, but seed OpenCV's global generator with only 65,536 possible values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, TypeAlias
 
-# Or the import of albumentations asks the network for a newer release.
+# Keeps the import of albumentations from checking the internet for a newer release.
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 import albumentations as A
@@ -83,16 +83,16 @@ TRANSFORMS: dict[str, Builder] = {
 class ScaleCrop(A.DualTransform):  # type: ignore[misc]
     """Random resize and random crop in one resampling.
 
-    The logarithm of the factor is uniform. The box of the source that fills the crop is cut first and only that is
-    resized: the same views as resizing the whole frame and then cropping, for a fraction of the work. Where the box is
-    larger than the source, the frame is placed at random and the rest is padding (mean color; ignore).
+    The logarithm of the factor is uniform. Only the box of the source that fills the crop is cut out and resized,
+    which gives the same views as resizing the whole frame and cropping, for a fraction of the work. If the box is
+    larger than the source, the frame is placed at random and the rest is padded (mean color; ignore).
 
-    With probability `rare`, the box is placed so that it contains a pixel of a rare class: a class of the sample, drawn
-    by the inverse of its number of pixels there, and of that class any pixel alike. Nothing but the sample enters, no
-    statistics of the data set. Where the box is resized to fewer pixels, a single one may be skipped.
+    With probability `rare`, the box contains a pixel of a rare class: a class of the sample, drawn with a weight
+    inverse to its number of pixels there, then any of its pixels with equal probability. Uses only the sample, no
+    statistics of the data set. If the box is downscaled, a single pixel may be skipped.
 
-    Image and target share every coordinate: both resamplers put pixel centres at half integers, and both compute in
-    integers, so that another CPU gives the same bytes.
+    Image and target share every coordinate: both resamplers put pixel centres at half integers and compute in
+    integers, so every CPU gives the same bytes.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
     def get_params_dependent_on_data(
         self, params: dict[str, Any], data: dict[str, Any]
     ) -> dict[str, Any]:
-        """Parts of the source and of the crop that show the same, as slices of rows and columns."""
+        """Corresponding parts of the source and of the crop, as slices of rows and columns."""
         low, high = self.scale
         factor = log_uniform(low, high, self.py_random)
         draws = self.py_random.random(), self.py_random.random()
@@ -115,7 +115,7 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
         return {"source": source, "place": place}
 
     def _rare_pixel(self, data: dict[str, Any]) -> tuple[int, int] | None:
-        """Row and column of the pixel that the crop shall contain; None for a crop anywhere."""
+        """Row and column of the pixel that the crop must contain; None if the crop may lie anywhere."""
         if not self.rare or self.py_random.random() >= self.rare:
             return None
 
@@ -153,7 +153,7 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
         place: Any,
         **_: Any,
     ) -> Uint8:
-        """The part `source` of the array, resized to `place` in a crop that is `fill` elsewhere."""
+        """The part `source` of the array, resized to `place` in a crop filled with `fill` elsewhere."""
         rows, columns = place
         size = rows.stop - rows.start, columns.stop - columns.start
         part = _resized(array[source], size, how)
@@ -174,10 +174,10 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
 
 
 def _resized(part: Uint8, size: Size, how: int) -> Uint8:
-    """`part` at (height, width) `size`. Colors go through four channels, which OpenCV resizes in half the time of
-    three; its exact resampling treats each channel alone, so that the bytes are the same."""
+    """`part` resized to (height, width) `size`. Colors are resized with four channels, in half the time of three;
+    OpenCV's exact resampling treats each channel separately, so the bytes are the same."""
     if part.shape[:2] == size:
-        # Never memory of the sample, which others may read.
+        # A copy, since others may read the sample's memory.
         return part.copy()
     if part.ndim == 2:
         return np.asarray(cv2.resize(part, size[::-1], interpolation=how))
@@ -187,7 +187,7 @@ def _resized(part: Uint8, size: Size, how: int) -> Uint8:
 
 
 def log_uniform(low: float, high: float, rng: random.Random) -> float:
-    """A number whose logarithm is uniform between those of `low` and `high`."""
+    """A log-uniform number between `low` and `high`."""
     first, last = math.log(low), math.log(high)
     return math.exp(first + (last - first) * rng.random())
 
@@ -195,9 +195,9 @@ def log_uniform(low: float, high: float, rng: random.Random) -> float:
 def _spans(
     length: int, crop: int, factor: float, draw: float, kept: int | None = None
 ) -> tuple[slice, slice]:
-    """Along one axis: the part of the source that is used, and its place in the crop; the pixel `kept` is in it."""
+    """Along one axis: the part of the source to use, which contains pixel `kept`, and its place in the crop."""
     box = max(1, round(crop / factor))
-    # Where the box may start: outside the source only if it is larger.
+    # Possible starts of the box: outside the source only if the box is larger.
     lowest = min(0, length - box)
     highest = max(0, length - box)
     if kept is not None and box < length:
@@ -214,31 +214,31 @@ def _spans(
 
 
 class Gamma(A.ImageOnlyTransform):  # type: ignore[misc]
-    """Values to the power of a random exponent, whose logarithm is uniform: dusk and glare. Black and white stay."""
+    """Gamma correction with a log-uniform random exponent, for dusk and glare. Keeps black and white."""
 
     def __init__(self, low: float, high: float) -> None:
         super().__init__(p=1.0)
         self.limits = low, high
 
     def get_params(self) -> dict[str, Any]:
-        """The new value of each value."""
+        """Lookup table from old to new values."""
         exponent = log_uniform(*self.limits, self.py_random)
         shares = np.arange(256) / 255
         table = np.rint(255 * shares**exponent)
         return {"table": table.astype(np.uint8)}
 
     def apply(self, img: Uint8, table: Uint8, **_: Any) -> Uint8:
-        """The image with these values."""
+        """The image with the table applied."""
         return np.asarray(cv2.LUT(img, table), np.uint8)
 
 
 class ColorMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
     """Random brightness, contrast, saturation and hue as one affine map of RGB, rounded once.
 
-    Each is given by its largest change, in both directions; they are drawn in the order in which they are given.
+    Each is given by its largest change in either direction; changes are drawn in the order given.
 
-    Contrast scales around the padding color and hue rotates in YIQ, so all four are matrices and their product costs
-    one pass over the pixels. Libraries that convert to HSV need a pass or two for each.
+    Contrast scales around the padding color and hue rotates in YIQ, so all four are matrices, and their product needs
+    one pass over the pixels. Libraries that convert to HSV need one or two passes for each.
     """
 
     def __init__(self, **strengths: float) -> None:
@@ -246,7 +246,7 @@ class ColorMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
         self.strengths = strengths
 
     def get_params(self) -> dict[str, Any]:
-        """The map of the sample that the generator stands for."""
+        """The affine map, drawn from the sample's generator."""
         changes = {
             name: most * (2 * self.py_random.random() - 1)
             for name, most in self.strengths.items()
@@ -254,14 +254,14 @@ class ColorMatrix(A.ImageOnlyTransform):  # type: ignore[misc]
         return {"matrix": color_matrix(**changes)}
 
     def apply(self, img: Uint8, matrix: Float64, **_: Any) -> Uint8:
-        """The image in its new colors."""
+        """The image with the map applied."""
         return np.asarray(cv2.transform(img, matrix), np.uint8)
 
 
 def color_matrix(
     brightness: float, contrast: float, saturation: float, hue: float
 ) -> Float64:
-    """Affine map (3, 4) of RGB values 0 to 255; the identity for zeros. Hue in turns, the rest relative."""
+    """Affine map (3, 4) of RGB values 0 to 255; the identity for zeros. Hue is in turns, the rest is relative."""
     angle = 2 * math.pi * hue
     cos, sin = math.cos(angle), math.sin(angle)
     turn = np.array([[1, 0, 0], [0, cos, -sin], [0, sin, cos]])
@@ -289,16 +289,16 @@ class CallableTransform(A.DualTransform):  # type: ignore[misc]
         self.function = function
 
     def __call__(self, *args: Any, force_apply: bool = False, **data: Any) -> Any:
-        """The sample that the function makes."""
+        """The sample that the function returns."""
         before = data["image"], data["mask"]
         image, mask = self.function(*before, self.random_generator)
         return {**data, "image": image, "mask": mask}
 
 
 def builder(name: str) -> Builder:
-    """Builds the transform of this name or import path; can be pickled.
+    """A function that builds the transform of this name or import path; can be pickled.
 
-    Raises ConfigError when it cannot be imported, and with the nearest name when there is none.
+    Raises ConfigError if it cannot be imported, or if the name is unknown, with the nearest name.
     """
     if plugins.is_path(name):
         return partial(_made, plugins.load(KEY, name), name)
@@ -310,23 +310,23 @@ def builder(name: str) -> Builder:
 
 
 def _made(kind: Callable[..., Any], path: str) -> Any:
-    """The transform that a class or function makes. Raises ConfigError for anything else."""
+    """The transform that a class or function returns. Raises ConfigError for anything else."""
     built = plugins.call(KEY, path, kind, {})
     if isinstance(built, A.BasicTransform | A.BaseCompose):
         return built
     if not callable(built) or isinstance(built, type):
         raise ConfigError(
-            f"{KEY} = {path} made {built!r}, but a transform of albumentations, or an object that is called with "
-            f"image, target and a random generator, was needed."
+            f"{KEY} = {path} made {built!r}, but an albumentations transform was needed, or an object that can be "
+            f"called with image, target and a random generator."
         )
 
     return CallableTransform(built)
 
 
 def _steps(config: AugmentConfig) -> list[tuple[str, Builder]]:
-    """Name and builder of each transform, in the order of application; only those of `config.extra` have a name.
+    """Name and builder of each transform, in the order of application; only `config.extra` transforms have a name.
 
-    Transforms of strength zero are left out.
+    Leaves out transforms of zero strength.
     """
     found: list[Builder] = [
         partial(ScaleCrop, config.crop_size, config.scale, config.rare_crop)
@@ -346,30 +346,30 @@ def _steps(config: AugmentConfig) -> list[tuple[str, Builder]]:
 
 
 def _leaves(step: Transform) -> list[A.BasicTransform]:
-    """The transform, or those inside OneOf and the like."""
+    """The transform itself, or the transforms inside OneOf and the like."""
     if not isinstance(step, A.BaseCompose):
         return [step]
     return [leaf for inner in step.transforms for leaf in _leaves(inner)]
 
 
 def _alone(build: Builder, place: int) -> A.BasicTransform:
-    """One of the transforms inside a step, always applied."""
+    """One of the transforms inside a step, with probability 1."""
     leaf = _leaves(build())[place]
     leaf.p = 1.0
     return leaf
 
 
 class Augmenter:
-    """Crop of a sample, as `augmenter(image, target, key)`; equal bytes and keys give equal bytes.
+    """Returns the crop of a sample: `augmenter(image, target, key)`; equal bytes and keys give equal bytes.
 
-    Cheap to create and to pickle: each process builds the pipeline at the first use, also after a fork. The builders
-    behind `config.extra` are looked up here and pickled too, so a worker can use transforms that only the main program
-    has registered. Raises ConfigError on a name that is not in TRANSFORMS.
+    Cheap to create and to pickle: each process builds the pipeline at its first use, also after a fork. The builders
+    of `config.extra` are looked up here and pickled too, so a worker can use transforms that only the main program
+    has registered. Raises ConfigError for a name that is not in TRANSFORMS.
 
-    `config.keyed=False` is the control, not a way to train: the key is ignored and the pipeline keeps the random state
-    it was built with, as in other trainers, so forked workers repeat each other.
+    `config.keyed=False` is for comparison, not for training: the key is ignored and the pipeline keeps the random
+    state it was built with, as in other trainers, so forked workers repeat each other.
 
-    Shapes: image uint8 (H, W, 3), target uint8 (H, W) -> the same of `config.crop_size`, C-contiguous.
+    Shapes: image uint8 (H, W, 3), target uint8 (H, W) -> the same with `config.crop_size`, C-contiguous.
     """
 
     name = "whole pipeline"
@@ -413,18 +413,18 @@ class Augmenter:
         return image, target
 
     def fresh(self) -> Augmenter:
-        """The same function, not called yet."""
+        """A copy that has not been called yet."""
         return copy.copy(self)
 
     def ready(self) -> A.Compose:
-        """The pipeline of this process, built if it has not been yet; one inherited through a fork is dropped."""
+        """The pipeline of this process, built at the first call; one inherited through a fork is replaced."""
         inherited = self.config.keyed and self._owner != os.getpid()
         if self._pipeline is None or inherited:
             self._pipeline, self._owner = self._build(), os.getpid()
         return self._pipeline
 
     def parts(self) -> list[Augmenter]:
-        """Every transform of the pipeline alone, always applied and always keyed, in the order of application.
+        """An augmenter for each transform of the pipeline, with probability 1 and keyed, in the order of application.
 
         The first takes a sample; the others take the output of the first.
         """
@@ -447,9 +447,9 @@ class Augmenter:
 def _applied(
     name: str, step: Transform, look: Look | None, **data: Any
 ) -> dict[str, Any]:
-    """What the step makes of a sample, which `look` sees first.
+    """The output of a step; calls `look` with its input first.
 
-    Raises ConfigError where a transform of `augment.extra` changes dtype or shape.
+    Raises ConfigError if a transform of `augment.extra` changes dtype or shape.
     """
     if look is not None:
         look(_title(name, step), data["image"], data["mask"])
@@ -461,8 +461,8 @@ def _applied(
         )
         if found != wanted:
             raise ConfigError(
-                f"{KEY} = {name} made {found} of the {part} {wanted}, but dtype and shape must stay: the crop has its "
-                f"size already."
+                f"{KEY} = {name} made {found} of the {part} {wanted}, but dtype and shape must not change: the crop "
+                f"already has its size."
             )
     return output
 

@@ -1,17 +1,17 @@
-"""Class tables: names, colors, and which raw mask id or color is which class.
+"""Class tables: names, colors, and the class of each raw mask id or color.
 
 A `folder` data set has its own table, a YAML file (`data.classes`, by default ROOT/classes.yaml):
 
     name: warehouse                      # optional; the name of the folder otherwise
     names: [floor, shelf, person]        # the classes; their position is the train id 0, 1, 2
-    palette: [[128, 64, 128], [70, 70, 70], [220, 20, 60]]   # RGB, one per class; without it, colors are made up
+    palette: [[128, 64, 128], [70, 70, 70], [220, 20, 60]]   # RGB, one per class; without it, generated
     masks: ids                           # ids or colors; without it, the first mask decides
     ids: {7: floor, 8: floor, 11: shelf, 24: person}         # mask id: class; without it, ids are train ids
     colors: {shelf: [[0, 70, 70]]}       # further colors of a class, for masks of colors
     ignore: [0, 255, [0, 0, 0]]          # ids and colors of unlabelled pixels; without it, id 255 and no color
     exif: apply                          # apply or ignore; without it, the mask's size decides
 
-A mask id that is in neither `ids` nor `ignore` is an error and never silently ignored; so is a color.
+A mask id in neither `ids` nor `ignore` is an error, never silently ignored; likewise a color.
 
 The tables of published data sets are in sets/NAME.yaml, with a row `class: [id, R, G, B]` for each class.
 """
@@ -44,7 +44,7 @@ KEYS = ("name", "names", "palette", "masks", "ids", "colors", "ignore", "exif")
 SETS = Path(__file__).parent / "sets"
 PUBLISHED = tuple(sorted(path.stem for path in SETS.glob("*.yaml")))
 MOST_BYTES = 1 << 20
-LARGEST_ID = 65535  # of a mask with 16 bits
+LARGEST_ID = 65535  # in a 16-bit mask
 Color = tuple[int, int, int]
 
 
@@ -65,14 +65,14 @@ class ClassTable:
 
     @cached_property
     def lut(self) -> Uint8:
-        """Train id per raw id of 16 bits, uint8 (65536,); ids that are not `known` map to ignore."""
+        """Train id of each 16-bit raw id, uint8 (65536,); ids that are not `known` map to ignore."""
         lut = np.full(LARGEST_ID + 1, IGNORE_INDEX, np.uint8)
         lut[list(self.train_ids)] = list(self.train_ids.values())
         return lut
 
     @cached_property
     def known(self) -> NDArray[np.bool_]:
-        """Whether the table has each raw id of 16 bits, bool (65536,)."""
+        """Whether the table has each 16-bit raw id, bool (65536,)."""
         known = np.zeros(LARGEST_ID + 1, np.bool_)
         known[list(self.train_ids)] = True
         return known
@@ -82,7 +82,7 @@ class ClassTable:
         if mask.dtype == np.uint16:
             if self.known[mask].all():
                 return self.lut[mask]
-        else:  # OpenCV takes a tenth of the time of numpy
+        else:  # OpenCV needs a tenth of numpy's time
             unknown = (~self.known[:256]).view(np.uint8)
             if not cv2.countNonZero(cv2.LUT(mask, unknown)):
                 return np.asarray(cv2.LUT(mask, self.lut[:256]), np.uint8)
@@ -97,18 +97,18 @@ class ClassTable:
         row, column = np.argwhere(mask == found[0])[0]
         return DataError(
             f"{where} has {ids} ({counts.sum()} pixels, the first at row {row}, column {column}); the {self.name} "
-            f"table knows {_ranges(sorted(self.train_ids))}. Correct the mask, or extend the table: "
+            f"table has {_ranges(sorted(self.train_ids))}. Correct the mask, or extend the table: "
             f"data=folder reads ids and ignore from its classes.yaml, see docs/data.md.{self._hint(found)}",
             cause=f"unknown {found}",
             where=str(where),
         )
 
     def _hint(self, unknown: list[int]) -> str:
-        """What the unknown ids of a mask suggest; empty if they suggest nothing."""
+        """A likely fix for the unknown ids of a mask; empty if there is none."""
         number = self.num_classes
         if unknown == [number] and all(raw in self.train_ids for raw in range(number)):
             ids = ", ".join(f"{raw}: {name}" for raw, name in enumerate(self.names, 1))
-            return f" If 0 is no class and ids start at 1: `ids: {{{ids}}}` and `ignore: [0, 255]`."
+            return f" If 0 is not a class and ids start at 1: `ids: {{{ids}}}` and `ignore: [0, 255]`."
         if len(unknown) == 1 and (unknown[0] == 0 or 250 < unknown[0] < 256):
             return f" If {unknown[0]} means unlabelled: `ignore: [{unknown[0]}, 255]`."
         return ""
@@ -116,22 +116,22 @@ class ClassTable:
 
 @dataclass(frozen=True)
 class MaskTable:
-    """What the pixels of mask files mean: a class table, and how it is written in the files."""
+    """How mask files encode classes: a class table, and its ids or colors in the files."""
 
     classes: ClassTable
-    kind: str = ""  # ids or colors; empty: not said
+    kind: str = ""  # ids or colors; empty: not specified
     # Train id of each color; empty if no colors are given.
     colors: dict[Color, int] = field(default_factory=dict)
     exif: str = ""  # apply or ignore; empty: the size of the mask decides
     first: str = ""  # the mask that decided the kind, if the table does not name it
-    # Of each value that was met: where its pixels are counted.
+    # Cache: for each value seen, the index at which its pixels are counted.
     places: dict[tuple[object, ...], int] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     @cached_property
     def color_keys(self) -> tuple[NDArray[np.uint32], Uint8]:
-        """The colors as numbers, RGBA in little endian, uint32 (n,) in rising order, and their train ids."""
+        """The colors as little-endian RGBA numbers, uint32 (n,) in ascending order, and their train ids."""
         rgba = np.array([[*color, 255] for color in self.colors], np.uint8)
         keys = rgba.view("<u4").ravel()
         order = np.argsort(keys)
@@ -140,30 +140,30 @@ class MaskTable:
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """A published data set: where it comes from, where its files lie, and what its masks mean; as in sets/NAME.yaml."""
+    """A published data set: its origin, where its files lie, and what its masks mean, as in sets/NAME.yaml."""
 
     title: str
-    source: str  # of ids and colors
-    page: str  # with its downloads
+    source: str  # source of ids and colors
+    page: str  # download page
     downloads: list[str]
     splits: dict[str, int]  # number of images; 0: not published
     table: MaskTable
     images: str = ""  # in the form of data.images
-    labels: Sequence[str] = ()  # of each release, the newest first
+    labels: Sequence[str] = ()  # mask folders of each release, newest first
     folders: Mapping[str, str] = field(
         default_factory=dict
     )  # for SPLIT, if named otherwise
     sequences: Mapping[str, list[str]] = field(
         default_factory=dict
     )  # subfolders of a split
-    listing: str = ""  # the stems of a split
-    pairs: str = ""  # the pairs of a split
+    listing: str = ""  # file with the stems of a split
+    pairs: str = ""  # file with the pairs of a split
     root: str = "the folder that holds the following"  # what data.root is
     note: str = ""
 
 
 def _ranges(ids: list[int]) -> str:
-    """`0-11, 255` for sorted ids."""
+    """Sorted ids as text: `0-11, 255`."""
     starts = [raw for raw in ids if raw - 1 not in ids]
     ends = [raw for raw in ids if raw + 1 not in ids]
     runs = zip(starts, ends, strict=True)
@@ -171,9 +171,9 @@ def _ranges(ids: list[int]) -> str:
 
 
 def mask_table(data: DataConfig) -> MaskTable:
-    """Class table of a data set in files, and how its masks are written.
+    """Mask table of a data set in files.
 
-    Raises DataError when its root or its table is missing or wrong.
+    Raises DataError if its root or its table is missing or invalid.
     """
     if not Path(data.root).is_dir():
         raise DataError(missing(Path(data.root)))
@@ -184,7 +184,7 @@ def mask_table(data: DataConfig) -> MaskTable:
 
 @cache
 def published(name: str) -> PublishedSet:
-    """The published data set of that name, one of PUBLISHED."""
+    """The published data set with this name, one of PUBLISHED."""
     entries = _entries(name)
     keys = entries.keys() & {"classes", "more", "masks", "ids", "ignore"}
     table = _rows({key: entries.pop(key) for key in keys})
@@ -192,14 +192,14 @@ def published(name: str) -> PublishedSet:
 
 
 def _entries(name: str) -> dict[str, Any]:
-    """Keys of a set's file, and those of the set that it is `like` where it has none of its own."""
+    """Keys of a set's file, completed by the keys of the set that it is `like`."""
     entries = dict(_yaml(SETS / f"{name}.yaml"))
     like = entries.pop("like", "")
     return {**_entries(like), **entries} if like else entries
 
 
 def _rows(entries: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a classes.yaml, from rows `class: [id, R, G, B]` or `[id]`, for masks of colors `[R, G, B]`."""
+    """Keys of a classes.yaml, from rows `class: [id, R, G, B]` or `[id]`, or `[R, G, B]` for masks of colors."""
     rows, more = entries.pop("classes"), entries.pop("more", {})
     table: dict[str, Any] = {"names": list(rows)}
     if entries["masks"] == "ids":
@@ -211,12 +211,12 @@ def _rows(entries: dict[str, Any]) -> dict[str, Any]:
 
 
 def table_path(data: DataConfig) -> Path:
-    """Where the class table of a folder data set is, or should be."""
+    """Path of the class table of a folder data set; the file may be missing."""
     return Path(data.classes) if data.classes else Path(data.root) / "classes.yaml"
 
 
 def load_masks(path: Path) -> MaskTable:
-    """All that a YAML file of the form shown above says. Raises DataError naming file and key."""
+    """Mask table from a YAML file of the form above. Raises DataError naming file and key."""
     try:
         entries = _yaml(path)
     except FileNotFoundError:
@@ -230,7 +230,7 @@ def load_masks(path: Path) -> MaskTable:
         raise DataError(f"{path} cannot be read as YAML: {reason}") from None
 
     if not isinstance(entries, dict):
-        raise DataError(f"{path} holds no keys, but names were needed.")
+        raise DataError(f"{path} has no keys, but names was needed.")
 
     try:
         return mask_table_of(entries, path.resolve().parent.name)
@@ -239,25 +239,23 @@ def load_masks(path: Path) -> MaskTable:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Takes no key twice, of which YAML takes the last."""
+    """Refuses duplicate keys, of which YAML would take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        """A dict. Raises ValueError for a key that comes twice."""
+        """A dict. Raises ValueError for a duplicate key."""
         keys = [str(key.value) for key, _ in node.value]
         for place, key in enumerate(keys):
             if key in keys[:place]:
                 line = node.value[place][0].start_mark.line + 1
-                raise ValueError(
-                    f"line {line} has {key} a second time. Remove one of them."
-                )
+                raise ValueError(f"line {line} repeats {key}. Remove one of them.")
         return super().construct_mapping(node, deep)
 
 
 def _yaml(path: Path) -> Any:
-    """Content of a YAML file. Raises OSError, YAMLError, and ValueError for what YAML allows and a table never has."""
+    """Content of a YAML file. Raises OSError, YAMLError, and ValueError for valid YAML that cannot be a table."""
     size = path.stat().st_size
     if not path.is_file():
-        raise ValueError("it is no regular file.")
+        raise ValueError("it is not a regular file.")
     if size > MOST_BYTES:
         raise ValueError(f"it has {size} bytes, but a class table has a few hundred.")
     return yaml.load(path.read_bytes().decode("utf-8-sig"), _Loader)
@@ -269,7 +267,7 @@ def _needed(key: str, value: Any, needed: str) -> ValueError:
 
 
 def mask_table_of(entries: dict[str, Any], name: str) -> MaskTable:
-    """What the keys of a classes.yaml say. Raises ValueError with the rest of a message."""
+    """Mask table from the keys of a classes.yaml. Raises ValueError with the rest of a message."""
     for key in entries:
         _one_of("key", str(key), KEYS)
 
@@ -300,7 +298,7 @@ def mask_table_of(entries: dict[str, Any], name: str) -> MaskTable:
             named = dict(enumerate(names)) | {IGNORE_INDEX: "ignore"}
             both = " and of ".join(named[train] for train in trains[:2])
             raise ValueError(
-                f"{list(color)} is the color of {both}. Give each its own."
+                f"{list(color)} is the color of {both}. Give each its own color."
             )
 
     classes = ClassTable(
@@ -323,7 +321,7 @@ def _one_of(key: str, value: Any, choices: Sequence[str]) -> str:
 
 
 def distinct_colors(num: int) -> tuple[Color, ...]:
-    """Colors for classes that come without: neighbours differ in hue, and no two of 255 are the same."""
+    """Colors for classes without any: neighbours differ in hue, and no two of 255 are equal."""
     colors = []
     for place in range(num):
         saturation, value = ((0.65, 0.9), (0.9, 0.6), (0.4, 0.8))[place % 3]
@@ -333,11 +331,11 @@ def distinct_colors(num: int) -> tuple[Color, ...]:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """The names of the classes. Raises ValueError for one that is not a word, or comes twice."""
+    """The names of the classes. Raises ValueError for one that is invalid or repeated."""
     names = value if isinstance(value, list) else []
     if not 1 <= len(names) <= IGNORE_INDEX:
         raise ValueError(
-            f"names holds {len(names) or repr(value)}, but a list of 1 to {IGNORE_INDEX} class names was needed."
+            f"names has {len(names) or repr(value)}, but a list of 1 to {IGNORE_INDEX} class names was needed."
         )
 
     for name in names:
@@ -346,18 +344,18 @@ def _names(value: Any) -> tuple[str, ...]:
         if isinstance(name, list | dict):
             fault = "a list or a map, but words were needed"
         elif isinstance(name, bool) or name is None:
-            fault = f'{name}, which YAML makes of words such as yes, no, on and null: quote it, as in ["no"]'
+            fault = f'{name}, to which YAML converts words such as yes, no, on and null: quote it, as in ["no"]'
         elif not text.isprintable() or not text or text != text.strip():
-            fault = f"{text!r}, but printable characters without a space around them were needed"
+            fault = f"{text!r}, but printable characters without surrounding spaces were needed"
         elif list(map(str, names)).count(text) > 1:
             fault = f"{name} twice"
         if fault:
-            raise ValueError(f"names holds {fault}.")
+            raise ValueError(f"names has {fault}.")
     return tuple(map(str, names))
 
 
 def _color(key: str, value: Any) -> Color:
-    """Three numbers from 0 to 255. Raises ValueError."""
+    """A color as three numbers from 0 to 255. Raises ValueError for anything else."""
     try:
         red, green, blue = bytes(value)
         return red, green, blue
@@ -372,7 +370,7 @@ def _is_color(value: Any) -> bool:
 def _colors(
     names: tuple[str, ...], palette: Iterable[Color], more: Any, ignore: Iterable[Any]
 ) -> dict[Color, list[int]]:
-    """Train ids of each color, in rising order; several for one that has several meanings."""
+    """Train ids of each color, in ascending order; several if the color is ambiguous."""
     meanings = [(color, train) for train, color in enumerate(palette)]
     try:
         for name, values in more.items():
@@ -405,21 +403,21 @@ def _train_ids(
     for raw, train in meanings:
         if type(raw) is not int or not 0 <= raw <= LARGEST_ID:
             raise ValueError(
-                f"ids or ignore holds {raw!r}, but mask ids are whole numbers from 0 to {LARGEST_ID}."
+                f"ids or ignore has {raw!r}, but mask ids are whole numbers from 0 to {LARGEST_ID}."
             )
         if raw in table:
-            raise ValueError(f"id {raw} is in ids and in ignore, or twice in one.")
+            raise ValueError(f"id {raw} is in both ids and ignore, or twice in one.")
         table[raw] = train
 
     for train in set(range(len(names))).difference(table.values()):
         raise ValueError(
-            f"no id in ids maps to {names[train]}, so it could not be learned. Add one or drop the name."
+            f"no id in ids maps to {names[train]}, so it cannot be learned. Add an id or remove the name."
         )
     return table
 
 
 def _train_id(where: str, name: Any, names: tuple[str, ...]) -> int:
-    """Place of a class among the names, which are text: 7 is "7". Raises ValueError with the nearest one."""
+    """Index of a class among the names, compared as text: 7 is "7". Raises ValueError with the nearest name."""
     name = str(name)
     if name not in names:
         hint = did_you_mean(name, names)
@@ -428,7 +426,7 @@ def _train_id(where: str, name: Any, names: tuple[str, ...]) -> int:
 
 
 def missing(folder: Path) -> str:
-    """Message about a folder that does not exist, with the nearest one that does."""
+    """Message about a missing folder, with the nearest existing one."""
     parent, absent = folder, folder
     while not parent.is_dir():
         parent, absent = parent.parent, parent
@@ -441,4 +439,4 @@ def missing(folder: Path) -> str:
 
 STREET = load_masks(
     Path(__file__).with_name("street.yaml")
-).classes  # of synthetic scenes
+).classes  # classes of synthetic scenes

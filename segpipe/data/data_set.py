@@ -1,4 +1,4 @@
-"""What a data set is: one protocol for folders, published sets, packs, mixtures, synthetic and plug-in sets."""
+"""The data set protocol, for folders, published sets, packs, mixtures, synthetic and plug-in sets."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from segpipe.data.pairs import Pair
     from segpipe.settings.groups import DataConfig
 
-NEEDED = ("__len__", "name", "read", "classes")  # files(index), size(index): if it can
+NEEDED = ("__len__", "name", "read", "classes")  # optional: files(index), size(index)
 SHAPES = (
     ("image", 3, "uint8 (H, W, 3) in RGB order"),
     ("target", 2, "uint8 (H, W) of class ids"),
 )
-# Path of a file; or of a sample that names none, what reads it and returns its SHA-256.
+# Path of a file; or, for a sample without files, a function that reads it and returns its SHA-256.
 Input = str | Callable[[], str]
-SOME_PACKED = 16  # samples of a pack that are read to check it
-SOME = 64  # samples that stand for all where there is no bound on the cost of one
+SOME_PACKED = 16  # samples to read when checking a pack
+SOME = 64  # samples that represent all, if one may be expensive to read
 
 
 class SubSet(NamedTuple):
     """One set of a mixture, with the classes of the shared table; or a whole data set."""
 
-    label: str  # empty: it is no mixture
+    label: str  # empty: not a mixture
     samples: DataSet
     weight: float
     key: str = ""  # data.mix[n]
@@ -51,9 +51,9 @@ class SubSet(NamedTuple):
 
 
 class Samples(Protocol):
-    """What training reads: small to pickle, one sample at a time, the same for every reader."""
+    """Source of training samples: small to pickle, one sample at a time, the same for every reader."""
 
-    if TYPE_CHECKING:  # a dataclass would take an inherited property for a default
+    if TYPE_CHECKING:  # a dataclass would treat an inherited property as a default
 
         @property
         def classes(self) -> ClassTable:
@@ -69,9 +69,9 @@ class Samples(Protocol):
 
 
 class DataSet(Samples, Protocol):
-    """A split as it was opened, with all that checks and reports ask of it.
+    """An opened split, with everything that checks and reports need.
 
-    What a kind of data set does not define is found by reading samples.
+    The defaults here read samples; a kind of data set may define cheaper ways.
     """
 
     def thread_safe(self) -> bool:
@@ -79,11 +79,11 @@ class DataSet(Samples, Protocol):
         return True
 
     def file_sets(self) -> Sequence[FileSamples]:
-        """The sets in files that it consists of: none, itself, or those of a mixture."""
+        """The data sets in files that it consists of: none, itself, or those of a mixture."""
         return ()
 
     def inputs(self) -> dict[str, Input]:
-        """What the samples are made from, by its name in inputs.json: the path below the root of the data set."""
+        """Sources of the samples by their names in inputs.json, the paths below the root of the data set."""
         return {}
 
     def size(self, index: int) -> Size:
@@ -96,13 +96,13 @@ class DataSet(Samples, Protocol):
         return self.content(index)[:-2]
 
     def content(self, index: int) -> Int64:
-        """Pixels of each class, of ignored ones, and of values that the class table lacks, int64 (C + 2,)."""
+        """Pixels of each class, of ignored ones, and of values not in the class table, int64 (C + 2,)."""
         pixels = np.bincount(self.read(index)[1].ravel(), minlength=IGNORE_INDEX + 1)
         counts = pixels[: self.classes.num_classes]
         return np.append(counts, [pixels[IGNORE_INDEX], 0])
 
     def countable(self) -> list[int]:
-        """Indices of the samples that tell the frequencies of classes at a bounded cost, in their order."""
+        """Indices, in order, of samples from which to estimate class frequencies at a bounded cost."""
         return list(range(min(SOME, len(self))))
 
     def parts(self) -> list[SubSet]:
@@ -114,7 +114,7 @@ class DataSet(Samples, Protocol):
         indices: Sequence[int],
         progress: Progress = silent,
     ) -> Iterator[str]:
-        """Message for every sample among these that cannot be read, or has the name of another one."""
+        """A message for every sample among these that cannot be read or repeats the name of another."""
         first: dict[str, int] = {}
         for done, index in enumerate(indices, 1):
             progress(done, len(indices))
@@ -126,19 +126,19 @@ class DataSet(Samples, Protocol):
                 continue
             other = first.setdefault(name, index)
             if other != index:
-                yield f"samples {other} and {index} are both named {name}. Give each a name of its own."
+                yield f"samples {other} and {index} are both named {name}. Give each its own name."
 
 
 @dataclass(frozen=True)
 class FileSamples(DataSet):
-    """Samples in files, and the pack that holds what was already decoded, if there is one."""
+    """Samples in files, and the pack of those already decoded, if there is one."""
 
     table: MaskTable
     pairs: tuple[Pair, ...]
     pack: Pack | None = None
     facts: Facts = field(default_factory=lambda: Facts("/"), repr=False, compare=False)
     sources: tuple[str, ...] = ()  # class table and list of pairs, if they are files
-    notes: tuple[str, ...] = ()  # about files that are not read
+    notes: tuple[str, ...] = ()  # about skipped files
 
     @property
     def classes(self) -> ClassTable:
@@ -152,7 +152,7 @@ class FileSamples(DataSet):
         return {self.facts.below(path): path for path in (*self.sources, *paths)}
 
     def check_pack(self) -> None:
-        """Raise DataError for packed pixels that are not those of the files. Each start draws others to compare."""
+        """Raise DataError if packed pixels differ from the files. Each start compares other random samples."""
         some = SystemRandom().sample(range(len(self)), min(SOME_PACKED, len(self)))
         for index in some:
             pair = self.pairs[index]
@@ -160,7 +160,7 @@ class FileSamples(DataSet):
                 continue
             if not all(map(np.array_equal, self.read(index), self.decode(index))):
                 raise DataError(
-                    f"{self.pack.folder} holds other pixels of {pair.name} than {pair.image} and its mask. Delete "
+                    f"{self.pack.folder} has different pixels for {pair.name} than {pair.image} and its mask. Delete "
                     "the pack, then build it again with `segpipe pack`."
                 )
 
@@ -184,13 +184,13 @@ class FileSamples(DataSet):
         return image, target
 
     def size(self, index: int) -> Size:
-        """Of the mask, which is that of the image when it is upright. Reads a header at most."""
+        """(height, width) of the mask, which is the upright image's. Reads at most a header."""
         header = self.facts.header(self.pairs[index].mask)
         return header.height, header.width
 
     def counts(self, index: int) -> Int64:
         pixels = self.content(index)
-        if pixels[-1]:  # raises, and names the first pixel
+        if pixels[-1]:  # raises an error that names the first pixel
             read_target(self.table, self.pairs[index].mask)
         return pixels[:-2]
 
@@ -232,7 +232,7 @@ class SyntheticSamples(DataSet):
     def problems(
         self, indices: Sequence[int], progress: Progress = silent
     ) -> Iterator[str]:
-        """None: there is nothing to be wrong."""
+        """None: synthetic samples have no problems."""
         return iter(())
 
 
@@ -258,7 +258,7 @@ class MixedSamples(DataSet):
 
     @cached_property
     def ends(self) -> list[int]:
-        """Index behind the last sample of each set."""
+        """End index of each set."""
         return list(accumulate(len(one.samples) for one in self.sets))
 
     def __len__(self) -> int:
@@ -306,7 +306,7 @@ class MixedSamples(DataSet):
 
 @dataclass(frozen=True)
 class PluginSamples(DataSet):
-    """A split as the user's class has it. Raises DataError for whatever is not as docs/plugins.md says."""
+    """A split of the user's class. Raises DataError for anything that breaks the rules of docs/plugins.md."""
 
     source: Any
     classes: ClassTable
@@ -325,8 +325,8 @@ class PluginSamples(DataSet):
         name = self.source.name(index)
         if not isinstance(name, str) or not name:
             raise DataError(
-                f"{self._where}: name({index}) is {name!r}, but a text that is not "
-                "empty was needed."
+                f"{self._where}: name({index}) is {name!r}, but a non-empty "
+                "text was needed."
             )
         return name
 
@@ -340,7 +340,7 @@ class PluginSamples(DataSet):
             ) from error
         if problem := self._problem(image, target):
             raise DataError(f"{self._where}: sample {self.name(index)} has {problem}")
-        # Never memory of the user's object, which may be filled again while a cache keeps it.
+        # Copies, since the user's object may reuse its memory while a cache holds the sample.
         return image.copy(), target.copy()
 
     def size(self, index: int) -> Size:
@@ -350,7 +350,7 @@ class PluginSamples(DataSet):
         return int(height), int(width)
 
     def inputs(self) -> dict[str, Input]:
-        """The files that the samples name; of a sample that names none, its arrays."""
+        """The files that the samples name; for a sample without files, its arrays."""
         found: dict[str, Input] = {}
         for index in range(len(self)):
             files = self.source.files(index) if hasattr(self.source, "files") else ()
@@ -396,9 +396,9 @@ class PluginSamples(DataSet):
 
 
 def open_plugin(data: DataConfig, split: str) -> PluginSamples:
-    """Samples of a data set of the user.
+    """Samples of the user's data set class.
 
-    Raises ConfigError if its object cannot be made, and DataError for what is wrong with it.
+    Raises ConfigError if the object cannot be created, and DataError if it is invalid.
     """
     path = data.name
     loaded = plugins.load("data.name", path)
@@ -414,7 +414,7 @@ def open_plugin(data: DataConfig, split: str) -> PluginSamples:
 
 
 def _table(source: Any, path: str) -> ClassTable:
-    """Class table of the user's object, which may give names and colors instead."""
+    """Class table of the user's object, which may have names and colors instead."""
     if isinstance(source.classes, ClassTable):
         return source.classes
     try:

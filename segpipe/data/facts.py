@@ -1,8 +1,8 @@
-"""What is known of the files of a data set, so that each is read once, whatever the number of checks.
+"""Facts about the files of a data set, kept so that all checks together read each file only once.
 
-A fact holds as long as size and times of its file stay the same. Facts are kept in
-FOLDER/.segpipe-cache/facts, or in the user's cache if the folder cannot be written, so
-that the next start reads what changed. A fault is never kept: its file is read again.
+A fact is valid as long as size and times of its file do not change. Facts are stored in
+FOLDER/.segpipe-cache/facts, or in the user's cache if the folder is not writable, so
+that the next start reads only changed files. Faults are never stored: such files are read again.
 """
 
 import json
@@ -33,22 +33,22 @@ from segpipe.data.readers import (
 from segpipe.errors import CheckpointError
 from segpipe.files import read_json, sha256_of, write_atomically
 
-CACHE = ".segpipe-cache/facts"  # no reader of a data set looks into hidden folders
-# Raise the number when a reader returns something else; so may new decoders.
+CACHE = ".segpipe-cache/facts"  # readers of a data set skip hidden folders
+# Raise the number when a reader's result changes; new decoders may change it too.
 FORMAT = f"4 {cv2.__version__} {PIL.__version__}"
-# A file that changes twice within a tick of the clock (4 ms, on some file systems 10)
-# has the same times: what was read of it within this time is not kept.
+# A file that changes twice within a clock tick (4 ms, on some file systems 10) keeps its
+# times, so facts about a file that changed more recently than this are not stored.
 SETTLED_NS = 50_000_000
 
 
 class Known(NamedTuple):
-    """What was read of a file in this state."""
+    """Facts about a file in this state."""
 
     state: State
     header: Header
-    # Empty: only the header was read, else all of it, and it can be decoded.
+    # Empty: only the header was read. Otherwise the whole file was read and can be decoded.
     sha256: str = ""
-    values: MaskValues = MaskValues("", [], True)  # of a mask
+    values: MaskValues = MaskValues("", [], True)  # content of a mask
 
 
 class Facts:
@@ -63,20 +63,20 @@ class Facts:
 
     @cached_property
     def _files(self) -> dict[str, Known]:
-        """What was read of each file, now or at an earlier start, by its path from the folder."""
+        """Facts about each file, from this or an earlier start, by path relative to the folder."""
         return self._kept()
 
     def header(self, path: str) -> Header:
-        """Header of a picture file. Raises DataError for a damaged one."""
+        """Header of an image file. Raises DataError for a damaged one."""
         known = self._known(path) or self._learn(
             path, Known(state_of(path), read_header(path))
         )
         return known.header
 
     def whole(self, path: str, check: Check = anything, *, mask: bool) -> Known:
-        """What is known of an image or mask file that was decoded. Raises DataError for a damaged one.
+        """Facts about an image or mask file, decoded completely if not known. Raises DataError for a damaged one.
 
-        `check` may refuse its header before it is decoded.
+        `check` may refuse the file by its header before it is decoded.
         """
         known = self._known(path)
         if known and known.sha256 and (known.values.kind or not mask):
@@ -94,7 +94,7 @@ class Facts:
         return self._learn(path, known)
 
     def hashes(self, paths: Iterable[str]) -> dict[str, str]:
-        """SHA-256 of those files of which all was read, as they were then."""
+        """SHA-256 of the unchanged files that were read completely."""
         return {
             path: known.sha256
             for path in paths
@@ -102,11 +102,11 @@ class Facts:
         }
 
     def forget(self, path: str) -> None:
-        """Drop what was learned of a file."""
+        """Drop the facts about a file."""
         self._files.pop(self.below(path), None)
 
     def keep(self) -> None:
-        """Write what was learned; of a folder that cannot be written, nothing is kept."""
+        """Store new facts, if a cache folder is writable."""
         if not self._news:
             return
         # Other processes may have written meanwhile.
@@ -121,7 +121,7 @@ class Facts:
                 return
 
     def _known(self, path: str) -> Known | None:
-        """What is known of the file as it is now."""
+        """Facts about the file in its current state."""
         known = self._files.get(self.below(path))
         return known if known and known.state == state_of(path) else None
 
@@ -132,12 +132,12 @@ class Facts:
         return known
 
     def below(self, path: str) -> str:
-        """The path from the folder.
+        """The path relative to the folder.
 
-        What is kept by it stays true where a data set is moved.
+        Facts stored by it stay valid if the data set is moved.
         """
         folder = f"{self.root.rstrip('/')}/"
-        below = path.removeprefix(folder)  # relpath takes 20 times as long
+        below = path.removeprefix(folder)  # relpath is 20 times slower
         return below if below != path else os.path.relpath(path, folder)
 
     def _places(self) -> Iterator[Path]:
@@ -148,7 +148,7 @@ class Facts:
             yield folder / "segpipe" / f"facts-{name[:16]}"
 
     def _kept(self) -> dict[str, Known]:
-        """The facts that were kept; none if there is no file, or it is torn or of another format."""
+        """The stored facts; none if the file is missing, damaged or has another format."""
         for path in self._places():
             with suppress(OSError, ValueError):
                 written_as, files = read_json(path)
@@ -167,5 +167,5 @@ class Facts:
 
 @cache
 def facts_of(root: str) -> Facts:
-    """The facts of a folder: one object for all splits and all checks of a process."""
+    """The facts of a folder: one object per process, for all splits and checks."""
     return Facts(root)

@@ -1,6 +1,6 @@
 """Batches of uint8 in shared memory: the same bits for any number of loader processes and any start method.
 
-A worker assembles one whole shard batch as one flat block, in place in a slot of the ring (ring.py).
+A worker assembles a whole shard batch as one flat block, directly in a slot of the ring (ring.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from segpipe.data.data_set import Samples
     from segpipe.data.samples import CachedSamples
 
-# Of a slot for a whole image: 268 million pixels. Only what an image covers is used.
+# Size of a slot for a whole image: 268 million pixels. Only the pages that an image covers use memory.
 WHOLE_BYTES = 2**30
-# Called in a worker: the augmented sample, and what is compared of it; the last argument: made again.
+# Called in a worker: returns the augmented sample and its record for comparison. Last argument: whether it is a repeat.
 AugmentWatched: TypeAlias = (
     "Callable[[Augmenter, Sample, int, bool], tuple[Sample, Any]]"
 )
@@ -44,17 +44,17 @@ class ShardBatch(NamedTuple):
 
 
 class Repeats(Protocol):
-    """Compares watched samples (see order.py) as delivered with the same samples as another process made them."""
+    """Compares watched samples (see order.py), as delivered, with repeats of them by another process."""
 
     @property
     def augment(self) -> AugmentWatched:
-        """Makes a watched sample."""
+        """Function that makes a watched sample."""
 
     def hold(self, member: Member, pixels: Sample, made: Any) -> None:
-        """A watched sample is delivered."""
+        """Store a delivered watched sample."""
 
     def compare(self, member: Member, pixels: Sample, made: Any) -> None:
-        """It was made again; raises when it is another."""
+        """Compare a repeat with the stored sample; raises if they differ."""
 
 
 def train_batches(
@@ -71,13 +71,13 @@ def train_batches(
     timeout_s: float = 300.0,
     repeats: Repeats | None = None,
 ) -> Generator[ShardBatch, None, None]:
-    """Shard batches of `steps` and `shards`, step by step and inside a step shard by shard.
+    """Shard batches of `steps` and `shards`, step by step and shard by shard within a step.
 
-    Workers start at the first `next` and end with the iterator; closing it half-way is safe. Raises DataError when a
-    sample cannot be read, or when a worker died or sent nothing for `timeout_s`, and what `repeats.compare` raises.
+    Workers start at the first `next` and end with the iterator; closing it early is safe. Raises DataError if a
+    sample cannot be read, or a worker died or sent nothing for `timeout_s`, and the errors of `repeats.compare`.
 
-    With `repeats`, one sample in `augment.canary` is made again by another worker, so a single worker gets a second one
-    beside it; without workers the caller's own process does it, some samples later.
+    With `repeats`, another worker repeats one sample in `augment.canary`, so a single worker gets a second one to help;
+    without workers, the caller's process repeats it some samples later.
     """
     every = augmenter.config.canary if repeats is not None else 0
     if workers == 1 and every:
@@ -91,7 +91,7 @@ def train_batches(
             workers,
             start_method,
             slot_bytes=sum(part_bytes((order.samples_per_shard, height, width))),
-            # Of two steps, the second may be asked for before the first is dropped; this function keeps one, too.
+            # The caller may ask for a second step before dropping the first, and this function holds one batch, too.
             spare=2 * len(shards) + 1,
             prefetch=prefetch,
             pinned=pin_memory,
@@ -117,7 +117,7 @@ def _compare(repeats: Repeats, header: _Header, image: Tensor, target: Tensor) -
         pixels = image[row].numpy(), target[row].numpy()
         if header.place is None:
             repeats.compare(member, pixels, made)
-        else:  # held for long: a copy leaves the slot to the next batch
+        else:  # a copy, since it is held for long and would block the slot
             repeats.hold(member, (pixels[0].copy(), pixels[1].copy()), made)
 
 
@@ -130,13 +130,13 @@ def eval_images(
     timeout_s: float = 300.0,
     cache: CachedSamples | None = None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Whole images of any size as (index, image uint8 (1, H, W, 3), target uint8 (1, H, W)), in the order of `indices`.
+    """Whole images of any size: (index, image uint8 (1, H, W, 3), target uint8 (1, H, W)), in the order of `indices`.
 
-    Those that are in `cache` are not loaded, and the others are kept there if they fit. Raises DataError as
-    `train_batches` does.
+    Images in `cache` are not loaded again; others are added to it if they fit. Raises DataError as `train_batches`
+    does.
     """
     missing = [index for index in indices if cache is None or index not in cache]
-    stream = deliver(  # starts no worker before an image is asked for
+    stream = deliver(  # starts no worker before the first `next`
         _Images(samples),
         missing,
         Delivery(workers, start_method, WHOLE_BYTES, spare=2, timeout_s=timeout_s),
@@ -144,7 +144,7 @@ def eval_images(
     with closing(stream):
         for index in indices:
             if cache is not None and index in cache:
-                # Copies: what is kept is read-only.
+                # Copies, since cached arrays are read-only.
                 image, target = (torch.tensor(part[None]) for part in cache.read(index))
                 yield index, image, target
                 continue
@@ -156,23 +156,23 @@ def eval_images(
 
 
 class _Header(NamedTuple):
-    """What a worker sends beside the pixels."""
+    """Message that a worker sends with the pixels."""
 
     shape: tuple[int, int, int]  # samples, height, width
     members: tuple[Member, ...] = ()
-    place: StepShard | None = None  # of a shard batch, see Request
-    # Rows of watched samples, and what is compared of them.
+    place: StepShard | None = None  # step and shard of a batch, see Request
+    # Rows of watched samples, and their records for comparison.
     made: tuple[tuple[int, Any], ...] = ()
 
 
 def part_bytes(shape: tuple[int, int, int]) -> list[int]:
-    """Bytes of images and targets of an item of (samples, height, width), as they lie in memory."""
+    """Bytes of the images and of the targets of an item of (samples, height, width), in memory order."""
     pixels = prod(shape)
     return [3 * pixels, pixels]
 
 
 def _views(data: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """Image (b, H, W, 3) and target (b, H, W) in flat memory."""
+    """Views of flat memory as image (b, H, W, 3) and target (b, H, W)."""
     image, target = torch.split(data, part_bytes(shape))
     return image.view(*shape, 3), target.view(shape)
 
@@ -186,7 +186,7 @@ class _Shards(NamedTuple):
     watch: AugmentWatched | None
 
     def make(self, request: Request, take: Take) -> tuple[_Header, Tensor]:
-        """The batch that a request names."""
+        """The batch of a request."""
         height, width = self.augmenter.config.crop_size
         shape = (len(request.members), height, width)
         data = take(sum(part_bytes(shape)))
@@ -207,7 +207,7 @@ class _Shards(NamedTuple):
         return _Header(shape, request.members, request.place, tuple(made)), data
 
     def label(self, request: Request) -> str:
-        """The samples of the batch."""
+        """Names of the batch's samples."""
         named = [
             f"{index} ({self.samples.name(index)}) of epoch {epoch}"
             for epoch, index in request.members
@@ -221,7 +221,7 @@ class _Images(NamedTuple):
     samples: Samples
 
     def make(self, index: int, take: Take) -> tuple[_Header, Tensor]:
-        """The image of this index with its target."""
+        """The image with this index and its target."""
         image, target = self.samples.read(index)
         shape = (1, *target.shape)
         data = take(sum(part_bytes(shape)))
@@ -231,5 +231,5 @@ class _Images(NamedTuple):
         return _Header(shape), data
 
     def label(self, index: int) -> str:
-        """The image."""
+        """Name of the image."""
         return f"image {index} ({self.samples.name(index)})"

@@ -1,12 +1,12 @@
-"""From a mask file to train ids, whatever way the file writes its classes.
+"""Converts mask files of every encoding to train ids.
 
-A mask holds ids or colors, and one data set holds one kind. `masks:` in classes.yaml names it; otherwise the first
-mask of the split decides, and a file of the other kind is refused.
+A mask holds ids or colors; all masks of a data set hold the same kind. `masks:` in classes.yaml names it; otherwise
+the first mask of the split decides, and files of the other kind are refused.
 
     ids      grey of 1 to 16 bits: its values; a palette PNG or BMP: its indices; RGB with equal channels: their value
     colors   RGB, the colors of a palette, or grey v as (v, v, v): each must be a color of the class table, exactly
 
-A palette file can be read both ways. Where the two readings give an id different classes, only `masks:` decides.
+A palette file can be read both ways. If the two give an index different classes, `masks:` must decide.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def kind_of(table: MaskTable, header: Header) -> str:
-    """What a mask with this header holds, ids or colors, if the class table does not name it."""
+    """Kind of a mask with this header, ids or colors, if the class table does not specify it."""
     return "colors" if header.layout == "color" and table.colors else "ids"
 
 
@@ -50,7 +50,7 @@ def settled(
     masks: Iterable[str],
     header: Callable[[str], Header] = read_header,
 ) -> MaskTable:
-    """`table` with the kind of the first of the files `masks` that can be read, if it names none itself."""
+    """`table` with the kind of the first readable file of `masks`, unless it specifies a kind itself."""
     for path in () if table.kind else masks:
         with suppress(DataError):
             return replace(table, kind=kind_of(table, header(path)), first=path)
@@ -58,22 +58,22 @@ def settled(
 
 
 def check_kind(table: MaskTable, header: Header, path: str) -> None:
-    """Raise DataError for a file of another kind than that of the first mask."""
+    """Raise DataError for a file of a different kind than the first mask."""
     kind = kind_of(table, header)
     if table.first and kind != table.kind:
         raise DataError(
-            f"{path} is a mask of {kind}, but {table.first} is one of {table.kind}. Set `masks: ids` or "
+            f"{path} holds {kind}, but {table.first} holds {table.kind}. Set `masks: ids` or "
             "`masks: colors` in classes.yaml, or convert it."
         )
 
 
 def read_target(table: MaskTable, path: str) -> Uint8:
-    """Train ids of a mask file, uint8 (H, W). Raises DataError for a file or pixel that the table cannot explain."""
+    """Train ids of a mask file, uint8 (H, W). Raises DataError for an unreadable file or a value not in the table."""
     return target_of(table, read_mask(path), path)
 
 
 def target_of(table: MaskTable, mask: RawMask, path: str) -> Uint8:
-    """The same for pixels that were read; `path` is for messages."""
+    """Train ids of a mask already read, uint8 (H, W); `path` is for messages."""
     check_kind(table, mask.header, path)
     if table.kind == "colors":
         return _target_of_colors(table, _rgba(mask, path), path)
@@ -86,7 +86,7 @@ def target_of(table: MaskTable, mask: RawMask, path: str) -> Uint8:
 
 
 def content_of(table: MaskTable, header: Header, values: MaskValues) -> Int64:
-    """Pixels of each class in a mask file, of ignored ones, and of values that the table lacks, int64 (C + 2,)."""
+    """Pixels of each class in a mask file, of ignored ones, and of values not in the table, int64 (C + 2,)."""
     pixels = np.zeros(table.classes.num_classes + 2, np.int64)
     file = header.layout, header.bits, values.kind, values.opaque
     for number, count, *color in values.rows:
@@ -101,7 +101,7 @@ def content_of(table: MaskTable, header: Header, values: MaskValues) -> Int64:
 def _place(
     table: MaskTable, header: Header, values: MaskValues, number: int, color: list[int]
 ) -> int:
-    """Index in what `content_of` returns at which the pixels of this value are counted."""
+    """Index in the result of `content_of` at which the pixels of this value are counted."""
     if values.kind == "colors":
         alpha = OPAQUE << 24 if values.opaque else 0
         rgba = np.array([[[number | alpha]]], "<u4")
@@ -124,14 +124,14 @@ def _rgba(mask: RawMask, path: str) -> Uint8:
         return np.asarray(mask.palette[mask.pixels])
     if mask.header.bits != 8:
         raise DataError(
-            f"{path} is grey with {mask.header.bits} bits, but masks = colors needs 8. Set `masks: ids`."
+            f"{path} is grayscale with {mask.header.bits} bits, but masks = colors needs 8. Set `masks: ids`."
         )
 
     return np.asarray(cv2.cvtColor(mask.pixels, cv2.COLOR_GRAY2RGBA), np.uint8)
 
 
 def _check_palette(table: MaskTable, palette: Uint8, ids: Pixels, path: str) -> None:
-    """Raise DataError where an index means one class as an id and another one by its color."""
+    """Raise DataError if an index means one class as an id and another by its color."""
     for index in np.flatnonzero(np.bincount(ids.ravel())).tolist():
         red, green, blue, _ = palette[index].tolist()
         by_id = table.classes.train_ids.get(index, IGNORE_INDEX)
@@ -139,8 +139,8 @@ def _check_palette(table: MaskTable, palette: Uint8, ids: Pixels, path: str) -> 
         if by_id not in (by_color, IGNORE_INDEX):
             raise DataError(
                 f"{path}: index {index} of its palette is id {index}, {_name(table, by_id)}, but its color "
-                f"{(red, green, blue)} is that of {_name(table, by_color)}. Set `masks: ids` in classes.yaml if the "
-                "indices count, or `masks: colors` if the colors do."
+                f"{(red, green, blue)} belongs to {_name(table, by_color)}. Set `masks: ids` in classes.yaml if the "
+                "indices are right, or `masks: colors` if the colors are."
             )
 
 
@@ -149,13 +149,13 @@ def _check_opaque(alpha: Uint8, path: str) -> None:
     if alpha.min(initial=OPAQUE) < OPAQUE:
         row, column = np.argwhere(alpha < OPAQUE)[0]
         raise DataError(
-            f"{path} is transparent in {np.count_nonzero(alpha < OPAQUE)} pixels, the first at row {row}, column "
-            f"{column}, which no class explains. Write the mask without an alpha channel."
+            f"{path} has {np.count_nonzero(alpha < OPAQUE)} transparent pixels, the first at row {row}, column "
+            f"{column}, which cannot be a class. Write the mask without an alpha channel."
         )
 
 
 def _equal_channels(table: MaskTable, pixels: Uint8, path: str) -> Uint8:
-    """Ids of an RGBA picture whose three colors are the same in each pixel."""
+    """Ids of an RGBA image whose three color channels are equal in each pixel."""
     _check_opaque(pixels[..., 3], path)
     red, green, blue = (pixels[..., channel] for channel in range(3))
     differ = (red != green) | (red != blue)
@@ -163,9 +163,9 @@ def _equal_channels(table: MaskTable, pixels: Uint8, path: str) -> Uint8:
         row, column = np.argwhere(differ)[0]
         other = ""
         if table.classes.name == "camvid":
-            other = " CamVid's 32 colors: data=camvid32."
+            other = " For CamVid's 32 colors, set data=camvid32."
         raise DataError(
-            f"{path} is a mask of colors, such as {tuple(pixels[row, column, :3].tolist())} at row {row}, column "
+            f"{path} holds colors, such as {tuple(pixels[row, column, :3].tolist())} at row {row}, column "
             f"{column}, but masks = ids, or the class table has no palette. Set `masks: colors` and one color per "
             f"class (`palette`) in classes.yaml.{other}",
             cause="colors, not ids",
@@ -176,7 +176,7 @@ def _equal_channels(table: MaskTable, pixels: Uint8, path: str) -> Uint8:
 
 
 def _target_of_colors(table: MaskTable, pixels: Uint8, path: str) -> Uint8:
-    """Train ids of an RGBA picture. Maps the start of each run of equal pixels, which are few in a mask."""
+    """Train ids of an RGBA image. Maps only the start of each run of equal pixels, since a mask has few runs."""
     _check_opaque(pixels[..., 3], path)
     keys, trains = table.color_keys
     colors = packed(pixels)
@@ -192,7 +192,7 @@ def _target_of_colors(table: MaskTable, pixels: Uint8, path: str) -> Uint8:
 def _unknown_color(
     table: MaskTable, pixels: Uint8, unknown: NDArray[np.bool_], path: str
 ) -> str:
-    """Message about the first color that the class table does not have."""
+    """Message about the first color that is not in the class table."""
     row, column = np.argwhere(unknown)[0]
     color = tuple(pixels[row, column, :3].tolist())
     count = np.count_nonzero((pixels[..., :3] == color).all(axis=2))
@@ -201,19 +201,19 @@ def _unknown_color(
     more = f" and {kinds - 1} other unknown colors" if kinds > 1 else ""
     advice = "add the color to palette, colors or ignore in classes.yaml."
     if kinds > 8:
-        advice += " So many colors come from resizing with interpolation or from JPEG."
+        advice += " So many colors usually come from resizing with interpolation or from JPEG."
     if len(set(color)) == 1:
-        advice += " If grey values are ids, set `masks: ids`."
+        advice += " If gray values are ids, set `masks: ids`."
 
     return (
         f"{path} has the color {color} ({count} pixels, the first at row {row}, column {column}){more}, which the "
-        f"{table.classes.name} table does not know; the nearest is {near} of {_name(table, table.colors[near])}. "
+        f"{table.classes.name} table does not have; the nearest is {near} of {_name(table, table.colors[near])}. "
         f"Correct the mask, or {advice}"
     )
 
 
 def _name(table: MaskTable, train: int) -> str:
-    """The class in messages."""
+    """Name of a class in messages."""
     return "ignore" if train == IGNORE_INDEX else table.classes.names[train]
 
 
@@ -222,7 +222,7 @@ def check_sizes(pair: Pair, image: Sequence[int], mask: Sequence[int]) -> None:
     if tuple(image) != tuple(mask):
         raise DataError(
             f"{pair.image} is {image[0]}x{image[1]}, but its mask {pair.mask} is "
-            f"{mask[0]}x{mask[1]} (height x width). Take the mask of this image; do "
+            f"{mask[0]}x{mask[1]} (height x width). Use the mask of this image; do "
             "not resize one of them blindly.",
             cause=f"sizes {tuple(image)} and {tuple(mask)}",
             where=pair.mask,

@@ -1,14 +1,14 @@
-"""Order of the samples as a function of (seed, position) alone, so that resuming is arithmetic.
+"""Order of the samples as a function of only (seed, position), so that resuming is arithmetic.
 
-By default every sample comes once per epoch. Rare classes: a sample has a number of repeats, 1 or more, and comes that
-often in every pass over its data set, rounded up or down so that the mean over the passes is exact. Mixtures: every
-epoch holds the same number of samples of each data set, in an order shuffled anew.
+By default every sample is used once per epoch. For rare classes, a sample has a number of repeats, 1 or more, and is
+used that often in every pass over its data set, rounded up or down so that the mean over the passes is exact. For
+mixtures, every epoch has the same number of samples of each data set, in a newly shuffled order.
 
-`requests` says which process makes which batch, and which samples another process makes again so that both can be
-compared: the same for any number of workers and ranks.
+`requests` assigns batches to processes, and repeats of watched samples to other processes for comparison. Which samples
+are watched does not depend on the number of workers and ranks.
 
-Repeats of samples and weights of classes follow from how often classes occur. Masks are counted at every start of a
-run that needs it, a resume included; inputs.json binds the masks themselves.
+Sample repeats and class weights depend on class frequencies. A run that needs these counts the masks at every start,
+also on resume; inputs.json identifies the masks themselves.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from segpipe.keys import generator, sample_key
 # Repeats are whole multiples of 1 / UNIT; passes of up to 47 million samples are then exact in int64.
 UNIT = 2**12
 
-# One would find a transform that is impure in 1 % of its calls within 200,000 samples with p = 0.98; two, with 0.997.
+# One repeat finds a transform that is impure in 1 % of its calls within 200,000 samples with p = 0.98; two with 0.997.
 REPEATS = 2
 Member = tuple[int, int]  # epoch and index of a sample
 StepShard = tuple[int, int]  # step and shard of a batch
-# Of each data set of a mixture, number of samples and weight.
+# Number of samples and weight of each data set of a mixture.
 Sets = Sequence[tuple[int, float]]
 
 
 def shuffled(seed: int, number: int, lane: int, purpose: str, num: int) -> Int64:
-    """A permutation of range(num), int64 (num,), as a function of the key that the others make.
+    """A permutation of range(num), int64 (num,), that depends only on the arguments.
 
     Sorts raw 64-bit draws: the raw stream of Philox never changes, while the methods of numpy's Generator may change
     between releases.
@@ -60,7 +60,7 @@ def permutation(seed: int, epoch: int, n: int) -> Int64:
 
 @dataclass(frozen=True)
 class Order:
-    """The sample at every position of an endless sequence of epochs: each once per epoch, unless `positions` say else.
+    """The sample at every position of an endless sequence of epochs: each once per epoch, unless `positions` is set.
 
     Shard v of step t has the positions (t * shards + v) * samples_per_shard + j. Batches span epochs: no sample is
     dropped, and none is repeated to fill a batch.
@@ -88,25 +88,25 @@ class Order:
 class Passes:
     """The samples of one data set, pass after pass; each pass holds every sample at least once.
 
-    number: of the data set in its mixture. first: index of its first sample in the training set. repeats: of each
-    sample, at least 1, float64 (n,).
+    number: index of the data set in its mixture. first: index of its first sample in the training set. repeats: for
+    each sample, at least 1, float64 (n,).
     """
 
     def __init__(self, seed: int, number: int, first: int, repeats: Float64) -> None:
         self.seed, self.first = seed, first
-        self._lane = number + 1  # in the keys; 0 is the order of an epoch
+        self._lane = number + 1  # for the keys; 0 is used for the order of an epoch
         self._repeats = np.round(repeats * UNIT).astype(np.int64)
         assert self._repeats.min() >= UNIT
         self._total = int(self._repeats.sum())
-        self.length = -(-self._total // UNIT)  # samples of a pass
+        self.length = -(-self._total // UNIT)  # samples per pass
         self._copies = -(-int(self._repeats.max()) * self.length // self._total)
         self._pass = lru_cache(maxsize=2)(self._make)
 
     def draw(self, number: int) -> Member:
         """Epoch and index of draw `number`, counted from 0.
 
-        The epoch counts the visits to a sample with its repeats, so no two draws of a run share (epoch, index), and
-        none shares its augmentation.
+        The epoch counts the visits to a sample, repeats included, so no two draws of a run share (epoch, index) or
+        augmentation.
         """
         turn, place = divmod(number, self.length)
         indices, copies = self._pass(turn)
@@ -114,10 +114,10 @@ class Passes:
         return epoch, self.first + int(indices[place])
 
     def _make(self, turn: int) -> tuple[Int64, Int64]:
-        """Sample and number of its copy at every place of a pass.
+        """Sample and copy number at every place of a pass.
 
-        Systematic sampling: the repeats lie one after another on a line, in a shuffled order, and a comb of `length`
-        teeth at a random place counts how many fall on each.
+        Systematic sampling: the repeats lie one after another on a line, in a shuffled order; a comb of `length` teeth
+        with a random offset decides how often each is used.
         """
         order = shuffled(self.seed, turn, self._lane, "repeat", len(self._repeats))
         ends = np.cumsum(self._repeats[order]) * self.length
@@ -135,15 +135,15 @@ class Passes:
 class Draws:
     """The sample at every position of training on one or several data sets.
 
-    An epoch has `numbers[i]` samples of set i, in a shuffled order. A set's own passes go on from epoch to epoch, so a
-    set with few samples in an epoch is not cut to the same ones.
+    An epoch has `numbers[i]` samples of set i, in a shuffled order. The passes of a set continue across epochs, so a
+    set with few samples per epoch does not always use the same ones.
     """
 
     def __init__(
         self, seed: int, sets: Sequence[Passes], numbers: Sequence[int]
     ) -> None:
         self.seed, self.sets, self.numbers = seed, tuple(sets), tuple(numbers)
-        self.length = sum(self.numbers)  # samples of an epoch
+        self.length = sum(self.numbers)  # samples per epoch
         self._epoch = lru_cache(maxsize=2)(self._make)
 
     def sample(self, position: int) -> Member:
@@ -154,7 +154,7 @@ class Draws:
         return self.sets[kind].draw(epoch * self.numbers[kind] + int(ranks[place]))
 
     def _make(self, epoch: int) -> tuple[Int64, Int64]:
-        """At every place of an epoch, the number of the set, and how many samples of it came before in this epoch."""
+        """For every place of an epoch, the set's number, and the count of its earlier samples in this epoch."""
         order = permutation(self.seed, epoch, self.length)
         kinds = np.searchsorted(list(accumulate(self.numbers)), order, side="right")
         ranks = np.empty_like(kinds)
@@ -164,9 +164,9 @@ class Draws:
 
 
 def whole_shares(weights: Sequence[float], total: int) -> list[int]:
-    """`total` divided in the ratio of `weights` into whole numbers, each off by less than 1 (largest remainders).
+    """`total` divided into whole numbers in the ratio of `weights`, each off by less than 1 (largest remainders).
 
-    Raises ConfigError when a share is below 1.
+    Raises ConfigError if a share is below 1.
     """
     whole = sum(map(Fraction, weights))
     exact = [Fraction(weight) * total / whole for weight in weights]
@@ -186,17 +186,17 @@ def whole_shares(weights: Sequence[float], total: int) -> list[int]:
 
 
 class Request(NamedTuple):
-    """What a loader process makes at a time."""
+    """One unit of work for a loader process."""
 
-    # Of a batch to deliver; None: samples that were delivered before.
+    # Step and shard of a batch to deliver; None: repeats of delivered samples.
     place: StepShard | None
     members: tuple[Member, ...]
-    watched: tuple[int, ...] = ()  # rows of `members` that are compared
+    watched: tuple[int, ...] = ()  # rows of `members` to compare
 
 
 @lru_cache(maxsize=64)  # a batch of a mixture may hold samples of many epochs
 def chosen(seed: int, epoch: int, num: int, every: int) -> frozenset[int]:
-    """Those of the first `num` indices that are watched in an epoch: one in `every` on average, none for 0."""
+    """Indices below `num` that are watched in an epoch: one in `every` on average, none for 0."""
     if not every:
         return frozenset()
     random = generator(sample_key(seed, epoch, 0, "canary")).bit_generator
@@ -206,11 +206,11 @@ def chosen(seed: int, epoch: int, num: int, every: int) -> frozenset[int]:
 
 @dataclass
 class _Repeat:
-    """A sample that has to be made again."""
+    """A pending repeat of a sample."""
 
     member: Member
-    due: int  # number of the first request that may do it
-    made_by: set[int]  # workers that may not
+    due: int  # number of the first request that may make it
+    made_by: set[int]  # workers that may not make it
     left: int = REPEATS
 
 
@@ -221,14 +221,14 @@ def requests(
     every: int,
     workers: int,
 ) -> Iterator[Request]:
-    """Requests that deliver `places` in their order; between them, requests that make watched samples again.
+    """Requests that deliver `places` in order; between them, requests that repeat watched samples.
 
-    Request n is for worker n % workers. A repeat waits for the turn of a worker that has not made the sample. With two
+    Request n goes to worker n % workers. A repeat waits for a worker that has not made the sample yet. With two
     workers the other one makes it twice; without workers the caller does. After the last place, requests without
-    members pass the turn on until every watched sample was made often enough.
+    members skip a worker's turn until all repeats are made.
     """
     workers = max(workers, 1)
-    most = order.samples_per_shard  # for more a loader's slot has no room
+    most = order.samples_per_shard  # a loader's slot has no room for more
     number = 0
     repeats: list[_Repeat] = []
     for place in places:
@@ -237,7 +237,7 @@ def requests(
             number += 1
         request = _delivery(place, order, every)
         yield request
-        # Not at once: if no other process can make it, other samples must come in between.
+        # Delayed: if no other process can make it, other samples must come in between.
         repeats += [
             _Repeat(request.members[row], number + 2, {number % workers})
             for row in request.watched
@@ -261,7 +261,7 @@ def _delivery(place: StepShard, order: Order, every: int) -> Request:
 
 
 def _due(repeats: list[_Repeat], number: int, workers: int, most: int) -> Request:
-    """At most `most` repeats that request `number` makes; those that are then done leave `repeats`."""
+    """The request of at most `most` repeats for request `number`; removes completed ones from `repeats`."""
     turn = number % workers
     ready = [
         repeat
@@ -275,20 +275,20 @@ def _due(repeats: list[_Repeat], number: int, workers: int, most: int) -> Reques
             repeat.made_by.add(turn)
 
     repeats[:] = [repeat for repeat in repeats if repeat.left]
-    # Backwards, so that a sample's predecessor is another one than the first time.
+    # Reversed, so that a sample's predecessor differs from the first time.
     members = tuple(repeat.member for repeat in reversed(ready))
     return Request(None, members, tuple(range(len(members))))
 
 
 class PixelCounts(NamedTuple):
-    """Pixels of each class in samples, int64 (n, C), and their indices, int64 (n,)."""
+    """Pixels of each class per sample, int64 (n, C), and the samples' indices, int64 (n,)."""
 
     pixels: Int64
     indices: Int64
 
 
 def merged_counts(parts: Sequence[PixelCounts]) -> PixelCounts:
-    """The counts of all parts, by index."""
+    """The counts of all parts, sorted by index."""
     indices = np.concatenate([part.indices for part in parts])
     order = np.argsort(indices)
     return PixelCounts(
@@ -299,9 +299,9 @@ def merged_counts(parts: Sequence[PixelCounts]) -> PixelCounts:
 def repeat_factors(
     present: NDArray[np.bool_], threshold: float, weights: Float64
 ) -> Float64:
-    """How many times each sample comes in a pass: max over its classes of max(1, sqrt(threshold / f)).
+    """How often each sample is used in a pass: max over its classes of max(1, sqrt(threshold / f)).
 
-    f is the fraction of the samples that hold the class, each counted with its weight.
+    f is the weighted fraction of the samples that contain the class.
 
     Shapes: present bool (n, C), weights (n,) -> float64 (n,). Source: repeat factor sampling of LVIS, arXiv:1908.03195.
     """
@@ -320,16 +320,16 @@ def repeats_by_class(threshold: float, sets: Sets, counts: PixelCounts) -> Float
 def repeats_by_sequence(
     sequences: Sequence[Sequence[str]],
 ) -> Float64:
-    """Repeats of each sample with which every sequence of a data set comes equally often, float64 (n,).
+    """Repeats of each sample so that all sequences of a data set are used equally often, float64 (n,).
 
-    sequences: that of each sample, for each data set of a mixture. Raises ConfigError when no set has two.
+    sequences: sequence of each sample, per data set of a mixture. Raises ConfigError if no set has two sequences.
     """
     counts = [Counter(names) for names in sequences]
     if all(len(of_set) == 1 for of_set in counts):
         name = sequences[0][0]
         raise ConfigError(
-            f"data.balance_by = sequence, but all training images are of one sequence, {name}. Set data.sequence to a "
-            "regular expression that finds it in their names, or data.balance_by=class."
+            f"data.balance_by = sequence, but all training images belong to one sequence, {name}. Set data.sequence to "
+            "a regular expression that finds the sequence in a name, or data.balance_by=class."
         )
     return np.array(
         [
@@ -341,10 +341,10 @@ def repeats_by_sequence(
 
 
 def draws(repeats: Float64 | None, sets: Sets, seed: int) -> Draws | None:
-    """The order of balanced or mixed samples; None when each is taken once per epoch.
+    """The order of balanced or mixed samples; None if each is used once per epoch.
 
-    repeats: of each sample; None: all alike. Raises ConfigError when a data set of a mixture would get less than one
-    sample of an epoch.
+    repeats: for each sample; None: all equal. Raises ConfigError if a data set of a mixture would get less than one
+    sample per epoch.
     """
     if repeats is None and len(sets) == 1:
         return None
@@ -362,9 +362,9 @@ def draws(repeats: Float64 | None, sets: Sets, seed: int) -> Draws | None:
 def pixels_seen(
     repeats: Float64 | None, sets: Sets, counts: PixelCounts
 ) -> Int64 | Float64:
-    """Pixels of each class as training meets them, (C,): with the shares of a mixture and with repeats.
+    """Pixels of each class as seen in training, (C,), with repeats and the shares of a mixture.
 
-    Exact counts where every sample comes once per epoch, else their mean over the samples.
+    Exact counts if every sample is used once per epoch, else their mean over the samples.
     """
     if repeats is None and len(sets) == 1:
         return np.asarray(counts.pixels.sum(0))
@@ -379,19 +379,19 @@ def pixels_seen(
 
 
 def _shares(sets: Sets) -> Float64:
-    """Share of each data set in the samples of an epoch, float64 (sets,)."""
+    """Share of each data set in an epoch, float64 (sets,)."""
     weights = np.array([weight for _, weight in sets])
     return np.asarray(weights / weights.sum())
 
 
 def check_given_weights(weights: Sequence[float], names: Sequence[str]) -> None:
-    """Raise ConfigError unless there is one weight per class, and one above 0."""
+    """Raise ConfigError unless there is one weight per class, and at least one above 0."""
     if len(weights) != len(names):
         raise ConfigError(
-            f"loss.class_weights holds {len(weights)} weights, but the data set has {len(names)} classes. Give one "
-            f"weight for each, in this order: {', '.join(names)}."
+            f"loss.class_weights has {len(weights)} weights, but the data set has {len(names)} classes. Give one "
+            f"weight per class, in this order: {', '.join(names)}."
         )
     if not any(weights):
         raise ConfigError(
-            "loss.class_weights holds only zeros: nothing could be learned. Set one above 0."
+            "loss.class_weights has only zeros, so nothing could be learned. Set one above 0."
         )

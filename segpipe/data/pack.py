@@ -1,12 +1,12 @@
-"""A pack: the decoded samples of a data set, each in a file that every process which reads it maps into memory.
+"""A pack: the decoded samples of a data set, each in a file that reading processes map into memory.
 
-    FOLDER/KEY    a page with a PackEntry in JSON, the image (H, W, 3), the target (H, W), uint8 as they lie in memory
+    FOLDER/KEY    a page with a PackEntry in JSON, the image (H, W, 3), the target (H, W), uint8 in memory order
 
-A file is written aside and then renamed, so any number of processes may read and write at once, and be killed.
+A file is written to a temporary name and then renamed, so any number of processes may read and write, or be killed.
 
-Before a process delivers an entry for the first time, it compares size and times of both source files (and their
-SHA-256 if those differ), and a SHA-256 of the entry and its pixels. What does not agree is read from the source files,
-reported by name, and packed again. At each start, problems.py compares some samples with their files.
+Before a process delivers an entry for the first time, it checks size and times of both source files (and their
+SHA-256 if those differ), and a SHA-256 of the entry and its pixels. An entry that fails is reported by name, read from
+the source files, and packed again. At each start, problems.py compares some samples with their files.
 """
 
 from __future__ import annotations
@@ -37,48 +37,48 @@ if TYPE_CHECKING:
     from segpipe.data.pairs import Pair
     from segpipe.settings.groups import DataConfig
 
-AUTO = ".segpipe-pack"  # below data.root; no reader of a data set looks into hidden folders
-# Raise the number when a reader returns other pixels; a decoder may change with its release.
+AUTO = ".segpipe-pack"  # below data.root; readers of a data set skip hidden folders
+# Raise the number when a reader returns different pixels; new releases of decoders may, too.
 FORMAT = f"5 {cv2.__version__} {PIL.__version__}"
-# Samples that are checked once and stay mapped, others are checked at each read; a process may have 65,530 maps.
+# Samples checked once and kept mapped; others are checked at each read. A process may have 65,530 maps.
 MOST_MAPS = 40_000
-PAGE_BYTES = 4096  # an entry takes some 400
-# The pack is read-only, or somebody removed it: samples are read from their files.
+PAGE_BYTES = 4096  # an entry takes about 400
+# The pack is read-only or was removed: samples are read from their files.
 GIVE_UP = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
 
 
 class PackEntry(NamedTuple):
-    """What a file of a pack holds."""
+    """Header of a file of a pack."""
 
     key: str
     height: int
     width: int
-    states: list[State]  # of image and mask when they were packed
-    sha256: list[str]  # of image and mask
+    states: list[State]  # image and mask when they were packed
+    sha256: list[str]  # image and mask
 
 
 class Pack:
     """The pack in `folder`; small to pickle."""
 
     def __init__(self, folder: str, table: str) -> None:
-        """`table`: what, beside the files, decides about their targets. Raises DataError if there can be no folder."""
+        """`table`: the class table that, with the files, determines targets. Raises DataError if mkdir fails."""
         self.folder = os.path.abspath(folder)
         self.table = table
-        self._ready: dict[str, Sample] = {}  # those whose files stay mapped
-        self._use: dict[str, str] = {}  # what the first read of a key found
+        self._ready: dict[str, Sample] = {}  # samples whose files stay mapped
+        self._use: dict[str, str] = {}  # result of the first read of each key
         try:
             os.makedirs(self.folder, exist_ok=True)
         except OSError as error:
             raise DataError(
-                f"data.pack: {self.folder} cannot be made: {error.strerror}. Set "
-                "data.pack=FOLDER to one that can be written, or data.pack=off."
+                f"data.pack: {self.folder} cannot be created: {error.strerror}. Set "
+                "data.pack=FOLDER to a writable folder, or data.pack=off."
             ) from None
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_ready": {}, "_use": {}}
 
     def read(self, pair: Pair, decode: Callable[[], Sample]) -> Sample:
-        """The sample; read-only memory of a map if it is packed. Otherwise that of `decode`, which is then packed."""
+        """The sample, as read-only mapped memory if it is packed; otherwise from `decode`, and then packed."""
         key = self._key(pair)
         if key in self._ready:
             return self._ready[key]
@@ -88,7 +88,7 @@ class Pack:
             try:
                 sample = self._checked(key, pair, content)
             except ValueError as fault:
-                again = "It is read from its files and packed again."
+                again = "Reading it from its files and packing it again."
                 print(f"{fault}. {again}", file=sys.stderr)
             else:
                 self._use.setdefault(key, "intact")
@@ -107,21 +107,21 @@ class Pack:
         return sample
 
     def holds(self, pair: Pair) -> bool:
-        """Whether this pair is packed."""
+        """Whether the pack has a file for this pair."""
         return os.path.exists(os.path.join(self.folder, self._key(pair)))
 
     def use(self) -> Counter[str]:
-        """Samples that this process found "intact", or has "replaced" or "added"."""
+        """Number of samples that this process found "intact", or "replaced" or "added"."""
         return Counter(self._use.values())
 
     def _key(self, pair: Pair) -> str:
-        """Of the files by their paths from this folder, so that a data set can be moved with the pack inside it."""
+        """Key of a pair, from paths relative to the pack, so that a data set can be moved with its pack."""
         paths = [os.path.relpath(path, self.folder) for path in pair[1:]]
         text = "\0".join([FORMAT, self.table, *paths])
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
     def _mapped(self, key: str) -> Uint8 | None:
-        """All bytes of a file; None if there is none that can be read."""
+        """All bytes of a file; None if it is missing or unreadable."""
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # all of it will be hashed
         try:
             with open(os.path.join(self.folder, key), "rb") as file:
@@ -133,7 +133,7 @@ class Pack:
         return np.frombuffer(content, np.uint8)
 
     def _checked(self, key: str, pair: Pair, content: Uint8) -> Sample:
-        """The sample in a file of the pack. Raises ValueError where it must not be used."""
+        """The sample in a file of the pack. Raises ValueError if it must not be used."""
         damaged = ValueError(f"{self.folder}: {pair.name} is damaged")
         pixels = content[PAGE_BYTES:]
         try:
@@ -144,19 +144,19 @@ class Pack:
         if digest != _digest(text, pixels):
             raise damaged
         if entry.key != key:
-            raise ValueError(f"{self.folder}: {pair.name} is another sample")
+            raise ValueError(f"{self.folder}: {pair.name} holds a different sample")
 
         facts = zip(pair[1:], _states(pair), entry.states, entry.sha256, strict=True)
         for path, now, then, packed in facts:
             if now != then and (now[0] != then[0] or sha256(path) != packed):
-                raise ValueError(f"{path} was changed after it was packed")
+                raise ValueError(f"{path} has changed since it was packed")
 
         size = entry.height, entry.width
         image, target = np.split(pixels, [3 * entry.height * entry.width])
         return image.reshape(*size, 3), target.reshape(size)
 
     def _write(self, entry: PackEntry, pixels: bytes) -> bool:
-        """Whether the sample could be written: not if the pack is read-only or gone."""
+        """Write a sample; returns False if the pack is read-only or gone."""
         text = json.dumps(entry)
         page = json.dumps([_digest(text, pixels), text]).encode()
         path = os.path.join(self.folder, entry.key)
@@ -172,7 +172,7 @@ class Pack:
             if error.errno in GIVE_UP:
                 return False
             raise DataError(
-                f"{self.folder} cannot take {len(pixels) / 2**20:.1f} MiB more: "
+                f"{self.folder} has no room for {len(pixels) / 2**20:.1f} MiB more: "
                 f"{error.strerror}. Free some space, set data.pack=FOLDER to a larger "
                 "disk, or data.pack=off."
             ) from None
@@ -181,7 +181,7 @@ class Pack:
 
 
 def open_pack(data: DataConfig, table: MaskTable) -> Pack | None:
-    """The pack of this data set, made if there is none; None without `data.pack`."""
+    """The pack of this data set, created if missing; None if `data.pack` is off."""
     if data.pack == "off":
         return None
 
@@ -192,12 +192,12 @@ def open_pack(data: DataConfig, table: MaskTable) -> Pack | None:
 
 
 def _digest(text: str, pixels: Any) -> str:
-    """Binds the pixels of an entry to what it says of them."""
+    """SHA-256 of an entry's text and pixels together."""
     digest = hashlib.sha256(text.encode())
     digest.update(pixels)
     return digest.hexdigest()
 
 
 def _states(pair: Pair) -> list[State]:
-    """Of image and mask as they are now."""
+    """Current states of image and mask."""
     return [state_of(path) for path in pair[1:]]

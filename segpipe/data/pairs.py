@@ -1,20 +1,20 @@
-"""Which files of a split belong together, and where they lie, without opening any image.
+"""Finds the files of a split and pairs images with masks, without opening any image.
 
-An image belongs to the mask with the same path except for the suffix. If no mask has the
-path of an image, the masks may have one of MASK_ENDINGS behind it, and the images one of
-IMAGE_ENDINGS: the endings that make most pairs are taken, for all files alike; masks with
-another ending are other drawings of the same images and are left alone. In one folder,
-masks have such an ending, or another suffix: a.jpg with a.png.
+An image belongs to the mask with the same path except for the suffix. If there are no
+such masks, mask stems may end in one of MASK_ENDINGS, and image stems in one of
+IMAGE_ENDINGS. The two endings that give most pairs are used for all files; masks with
+another ending are other drawings of the same images and are skipped. If images and masks
+share a folder, masks have such an ending, or another suffix: a.jpg with a.png.
 
-With I for images (or another of IMAGE_FOLDERS) and M for masks (or another of MASK_FOLDERS), the first of these that
-exists is taken:
+With I for images (or another of IMAGE_FOLDERS) and M for masks (or another of MASK_FOLDERS), the first existing layout
+is used:
 
     I/SPLIT/ with M/SPLIT/     a folder per split
-    SPLIT/I/ with SPLIT/M/     the same the other way round
-    SPLIT.csv                  a row for each pair
-    I/ with M/ and SPLIT.txt   a list for each split
+    SPLIT/I/ with SPLIT/M/     the same, nested the other way round
+    SPLIT.csv                  a row per pair
+    I/ with M/ and SPLIT.txt   a list per split
 
-Where there is neither I nor M, images and masks may lie in one folder, SPLIT/ or the root: see above.
+Without I and M, images and masks may lie in one folder, SPLIT/ or the root: see above.
 
 `data.images` and `data.masks` name other folders, as FOLDER/SPLIT or FOLDER/SPLIT/*ENDING.
 """
@@ -63,7 +63,7 @@ LOSSLESS = (
     ".pbm",
     ".pnm",
 )
-LOSSY = (  # no mask, if there is another
+LOSSY = (  # a mask only if there is no lossless one
     ".jpg",
     ".jpeg",
     ".jpe",
@@ -102,36 +102,36 @@ MASK_ENDINGS = (
     "-mask",
     "-label",
 )
-# What lies beside pictures and is none, by suffix, or by name where there is no suffix.
+# Files next to images that are no images, by suffix, or by name if there is no suffix.
 COMPANIONS = (
     ".json", ".xml", ".txt", ".csv", ".md", ".yaml", ".yml", ".html", ".pdf", ".log", ".ini", ".db", ".mat", ".py",
     ".zip", ".tar", ".gz", ".color", ".part",
     "readme", "license", "licence", "copying", "notice", "makefile", "md5sums",
 )  # fmt: skip
-PACKED = (".zip", ".gz", ".part")  # behind the suffix of a picture, no companion
-MOST_UNREAD = 0.05  # share of the files of a folder that may be of unknown formats
-Files = dict[str, str]  # pictures by their relative path without suffix
+PACKED = (".zip", ".gz", ".part")  # after an image's suffix, not a companion
+MOST_UNREAD = 0.05  # share of a folder's files that may have unknown formats
+Files = dict[str, str]  # images by relative path without suffix
 
 
 class Place(NamedTuple):
-    """A folder, and what ends the stems of its pictures; None: the ending that makes most pairs."""
+    """A folder, and the ending of its images' stems; None: the ending that gives most pairs."""
 
     folder: Path
     ending: str | None = None
 
 
 class FolderLayout(NamedTuple):
-    """Where the files of a split are: in two folders, all of them or those on a list; or in a table of pairs."""
+    """Locations of a split's files: all or the listed files of two folders, or the rows of a table of pairs."""
 
     images: Place
     masks: Place
     listing: Path | None = None  # SPLIT.txt
-    table: Path | None = None  # SPLIT.csv, or pairs of paths with a space between them
-    sequences: Sequence[str] = ()  # the subfolders that count; none: all
+    table: Path | None = None  # SPLIT.csv, or lines of two paths separated by a space
+    sequences: Sequence[str] = ()  # subfolders to use; empty: all
 
 
 class Pair(NamedTuple):
-    """Files of one sample."""
+    """The files of one sample."""
 
     name: str
     image: str
@@ -139,16 +139,16 @@ class Pair(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What the folders and lists of a split hold."""
+    """Contents of a split's folders and lists."""
 
     pairs: list[Pair]  # sorted by name
     faults: list[str]  # a message for every file that is not part of a pair
-    notes: list[str]  # a message for each folder with a few files that are not read
-    lists: list[Path]  # that say which files make a split or a pair
+    notes: list[str]  # a message for each folder with a few unknown files
+    lists: list[Path]  # files that list a split or its pairs
 
 
 def scan(data: DataConfig, split: str) -> Scan:
-    """Pairs of a split, sorted by name, and messages about the other files; "train" is all of data.train_split."""
+    """Pairs of a split, sorted by name, and messages about other files; "train" is all of data.train_split."""
     joined = data.train_split if split == "train" else split
     scans = [_scan(partial(_layout, data, one)) for one in joined.split("+")]
     found = Scan(*(list(chain(*parts)) for parts in zip(*scans, strict=True)))
@@ -157,18 +157,18 @@ def scan(data: DataConfig, split: str) -> Scan:
     if twice:
         found.faults.append(
             f"data.train_split = {data.train_split}, but {len(twice)} images are in two of these splits: "
-            f"{listed(twice)}. Join splits that share none."
+            f"{listed(twice)}. Join splits without common images."
         )
     return found
 
 
 def scan_undivided(data: DataConfig) -> Scan:
-    """As `scan`, of all pairs of a folder data set that has no splits yet."""
+    """As `scan`, for all pairs of a folder data set without splits."""
     return _scan(partial(_undivided, data))
 
 
 def _scan(locate: Callable[[], FolderLayout]) -> Scan:
-    """The scan of a layout, or why there is none."""
+    """The scan of a layout; an error of `locate` becomes a fault."""
     found = Scan([], [], [], [])
     try:
         layout = locate()
@@ -187,14 +187,14 @@ def _scan(locate: Callable[[], FolderLayout]) -> Scan:
 
 
 def _pair_by_name(layout: FolderLayout, found: Scan) -> None:
-    """Pairs of images and masks with the same stem, those on a list if there is one."""
+    """Add pairs of images and masks with the same stem; only listed ones if there is a list."""
     folders = layout.images.folder, layout.masks.folder
     for folder in folders:
         if not folder.is_dir():
             raise DataError(missing(folder))
     together = folders[0] == folders[1]
     images = _pictures(folders[0], LOSSLESS if together else (), found)
-    # The files of one folder are told about once.
+    # Report the files of a shared folder only once.
     others = Scan([], [], [], []) if together else found
     masks = _pictures(folders[1], LOSSY, others)
     if together and images != masks:  # told apart by their suffixes
@@ -218,8 +218,8 @@ def _pair_by_name(layout: FolderLayout, found: Scan) -> None:
     without_image = sorted((chosen & masks.keys()) - images.keys())
     if without_mask and not found.pairs and not without_image:
         raise DataError(
-            f"{folders[1]} holds no masks of the {len(without_mask)} images. Labels "
-            "of another format: `segpipe import --help`."
+            f"{folders[1]} has no masks for the {len(without_mask)} images. For "
+            "labels in another format, see `segpipe import --help`."
         )
     for stem in without_mask:
         place = f"{folders[1] / stem}{of_mask}.png"
@@ -231,7 +231,7 @@ def _pair_by_name(layout: FolderLayout, found: Scan) -> None:
 
 
 def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> Files:
-    """Pictures below `folder`. A file with a suffix in `inferior` counts only if it is the only one of its stem."""
+    """Image files below `folder`. One with a suffix in `inferior` counts only if no other has its stem."""
     pictures: Files = {}
     unread: list[str] = []
     start = len(str(folder)) + 1
@@ -249,7 +249,7 @@ def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> Files:
         if path.encode(errors="replace").decode() != path:
             found.faults.append(
                 f"{folder}/{path[start:]!a} has a name that is not UTF-8. Rename "
-                "it, with convmv for instance."
+                "it, for example with convmv."
             )
             continue
         other = pictures.setdefault(_composed(stem), path)
@@ -263,14 +263,14 @@ def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> Files:
     if unread:
         many = len(unread) > MOST_UNREAD * (len(pictures) + len(unread))
         (found.faults if many else found.notes).append(
-            f"{folder} holds {len(unread)} files that are not read, beside {len(pictures)} pictures: "
-            f"{listed([repr(path) for path in unread])}. Convert the pictures among them, and move the rest away."
+            f"{folder} has {len(unread)} files of unknown formats besides {len(pictures)} images: "
+            f"{listed([repr(path) for path in unread])}. Convert the images among them, and move the rest away."
         )
     return pictures
 
 
 def _other(files: Files, suffixes: tuple[str, ...]) -> Files:
-    """Files with other suffixes than these."""
+    """Files without these suffixes."""
     return {
         stem: path
         for stem, path in files.items()
@@ -279,12 +279,12 @@ def _other(files: Files, suffixes: tuple[str, ...]) -> Files:
 
 
 def _composed(name: str) -> str:
-    """A name with letters such as ü as one character: macOS and archives made there write two."""
+    """A name in Unicode form NFC, with ü as one character; macOS and archives made there use two."""
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
 def _endings(layout: FolderLayout, images: Files, masks: Files) -> tuple[str, str]:
-    """What ends the stems of images and masks. Raises DataError if two endings fit equally well."""
+    """Endings of the stems of images and masks. Raises DataError if two endings fit equally well."""
     of_images, of_masks = [*IMAGE_ENDINGS], [*MASK_ENDINGS]
     if images != masks:
         of_masks = ["", *of_masks]
@@ -306,14 +306,14 @@ def _endings(layout: FolderLayout, images: Files, masks: Files) -> tuple[str, st
     if most and second == most:
         fits = [f"*{ending}" for (_, ending), count in counts.items() if count == most]
         raise DataError(
-            f"{layout.masks.folder} has the masks {' and '.join(fits)} for its images. Choose with "
+            f"{layout.masks.folder} has the masks {' and '.join(fits)} for the images. Choose with "
             f"data.masks=FOLDER/SPLIT/{fits[0]}."
         )
     return best if most else ways[0]
 
 
 def _without(files: Files, ending: str) -> Files:
-    """Files by what is before the ending; those that do not have it are left out."""
+    """Files with this ending, by stem without it."""
     return {
         stem.removesuffix(ending): path
         for stem, path in files.items()
@@ -322,7 +322,7 @@ def _without(files: Files, ending: str) -> Files:
 
 
 def _listed(listing: Path, images: Files, ending: str, found: Scan) -> set[str]:
-    """Stems in a split file, whose lines are stems or paths of images, with any suffix."""
+    """Stems listed in a split file, whose lines are stems or paths of images, with any suffix."""
     known = {f"{stem}{ending}": stem for stem in images}
     for stem, path in images.items():
         known[stem] = stem
@@ -340,21 +340,21 @@ def _listed(listing: Path, images: Files, ending: str, found: Scan) -> set[str]:
             stems[known_stem] += 1
         elif line:
             found.faults.append(
-                f"{listing} lists {line:.200}, but images has no such stem."
+                f"{listing} lists {line:.200}, but no image has this stem."
             )
     _report_repeated(f"{listing} lists", stems, found)
     return set(stems)
 
 
 def _report_repeated(start: str, names: Counter[str], found: Scan) -> None:
-    """Add a fault for each name that a list has more than once."""
+    """Add a fault for each name that a list repeats."""
     for name, times in names.items():
         if times > 1:
             found.faults.append(f"{start} {name} {times} times.")
 
 
 def _pair_by_table(layout: FolderLayout, found: Scan) -> None:
-    """Pairs of a CSV file with the columns image and mask, whose paths are relative to the root."""
+    """Add the pairs of a CSV file with columns image and mask, paths relative to the root."""
     root, table = layout.images.folder, layout.table
     assert table is not None
     text = _text(table)
@@ -366,7 +366,7 @@ def _pair_by_table(layout: FolderLayout, found: Scan) -> None:
         )
     except csv.Error as error:
         raise DataError(
-            f"{table} is no table of image and mask: {error}. Write a row for each pair."
+            f"{table} is not a table of images and masks: {error}. Write a row for each pair."
         ) from None
 
     header = [cell.strip().lower() for cell in rows[0]] if rows else []
@@ -381,7 +381,7 @@ def _pair_by_table(layout: FolderLayout, found: Scan) -> None:
         if len(cells) < 2 or not (named or len(row) == 2):
             found.faults.append(
                 f"{table}, line {number}: {row}, but one image and one mask were "
-                "needed. Of more columns, a header names these two."
+                "needed. With more columns, add a header that names image and mask."
             )
             continue
         image, mask = cells
@@ -398,7 +398,7 @@ def _pair_by_table(layout: FolderLayout, found: Scan) -> None:
 
 
 def _text(path: Path) -> str:
-    """Text of a list or table. Raises DataError for one that is not UTF-8."""
+    """Text of a list or table. Raises DataError if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -409,7 +409,7 @@ def _text(path: Path) -> str:
 
 
 def _layout(data: DataConfig, split: str) -> FolderLayout:
-    """Where the files of a split are. Raises DataError if nothing says so."""
+    """Locations of a split's files. Raises DataError if they are not known."""
     root = Path(data.root)
     if data.images or data.masks:
         divided = SPLIT in data.images + data.masks
@@ -423,16 +423,16 @@ def _layout(data: DataConfig, split: str) -> FolderLayout:
 
 
 def _published(entry: PublishedSet, root: Path, split: str) -> FolderLayout:
-    """Where the files of a split of a published set are."""
+    """Locations of the files of a published set's split."""
     named = entry.folders.get(split, split)
     path = root / (entry.listing or entry.pairs).replace(SPLIT, named)
     fault = ""
     if path != root and not path.is_file():
-        fault = f"{path} does not exist, which lists the files of split {split}."
+        fault = f"{path} is missing; it lists the files of split {split}."
     if entry.sequences and split not in entry.sequences:
         fault = f"data.split = {split} is not one of {', '.join(entry.sequences)}."
     if fault:
-        raise DataError(f"{fault} {entry.title} comes from {entry.page}.")
+        raise DataError(f"{fault} Download {entry.title} from {entry.page}.")
     if entry.pairs:
         return FolderLayout(Place(root), Place(root), table=path)
     masks = [_place(root, pattern, named) for pattern in entry.labels]
@@ -445,7 +445,7 @@ def _published(entry: PublishedSet, root: Path, split: str) -> FolderLayout:
 
 
 def _found(root: Path, split: str) -> FolderLayout:
-    """Where the files of a split are, by the names of folders and lists."""
+    """Locations of a split's files, found by the names of folders and lists."""
     listing, table = root / f"{split}.txt", root / f"{split}.csv"
     in_table = FolderLayout(Place(root), Place(root), table=table)
     try:
@@ -458,7 +458,7 @@ def _found(root: Path, split: str) -> FolderLayout:
     divided = FolderLayout(Place(images / split), Place(masks / split))
     if (images / split).is_dir():
         return divided
-    with suppress(DataError):  # it has two folders of a kind
+    with suppress(DataError):  # two folders of one kind
         outer = _synonyms(root / split)
         if outer.images.folder.is_dir():
             return outer
@@ -476,13 +476,13 @@ def _found(root: Path, split: str) -> FolderLayout:
 
 
 def _undivided(data: DataConfig) -> FolderLayout:
-    """Where all files of a data set are that no split divides. Raises DataError if there are splits."""
+    """Locations of all files of a data set without splits. Raises DataError if there are splits."""
     root = Path(data.root)
     for divided in (root / "images" / "train", root / "train" / "images"):
         if divided.is_dir() and not (data.images and data.masks):
             raise DataError(
-                f"{divided} exists, so {root} is divided into splits already. To divide one of its folders again, name "
-                "it here and in every other command: data.images=images/train data.masks=masks/train."
+                f"{divided} exists, so {root} is already divided into splits. To divide one of its folders again, name "
+                "it in this and every other command: data.images=images/train data.masks=masks/train."
             )
     if data.images or data.masks:
         return _named(data, "", "")
@@ -490,7 +490,7 @@ def _undivided(data: DataConfig) -> FolderLayout:
 
 
 def no_split(root: Path, split: str) -> str:
-    """Message for images and masks that no list or folder divides."""
+    """Message about images and masks without splits."""
     lists = split_lists(root)
     fix = (
         f"The lists that exist are {', '.join(lists)}: set the split to one of them, or write {split}.txt."
@@ -498,7 +498,7 @@ def no_split(root: Path, split: str) -> str:
         else f"`segpipe split data.root={root}` writes train.txt and val.txt."
     )
     return (
-        f"{root} has images and masks, but nothing says which belong to split {split}: there is no folder, no "
+        f"{root} has images and masks, but nothing defines split {split}: there is no such folder, no "
         f"{split}.txt and no {split}.csv. {fix}"
     )
 
@@ -513,20 +513,20 @@ def split_lists(root: Path) -> list[str]:
 
 
 def _divided(folder: Path, split: str) -> bool:
-    """Whether a folder is named like a split; others, a folder per drive say, divide nothing."""
+    """Whether a subfolder is named like a split; others, such as a folder per drive, are not splits."""
     names = [path.name.lower() for path in folder.iterdir() if path.is_dir()]
     return bool({*SPLITS}.intersection(names) or get_close_matches(split, names))
 
 
 def _named(data: DataConfig, behind: str, split: str) -> FolderLayout:
-    """The folders of the settings; `behind` is what follows the usual name of the one that is not set."""
+    """The folders of the settings; `behind` is appended to the default name of one that is not set."""
     root = Path(data.root)
     images = _place(root, data.images or f"images{behind}", split)
     return FolderLayout(images, _place(root, data.masks or f"masks{behind}", split))
 
 
 def _place(root: Path, pattern: str, split: str) -> Place:
-    """Folder and ending of stems that a setting names."""
+    """Folder and stem ending from the value of a setting."""
     folder, star, ending = pattern.replace(SPLIT, split).partition("*")
     for suffix in SUFFIXES:
         ending = ending.removesuffix(suffix)
@@ -540,8 +540,8 @@ def _synonyms(root: Path) -> FolderLayout:
         present = [name for name in names if (root / name).is_dir()]
         if present[:1] != [kind] and len(present) > 1:
             raise DataError(
-                f"{root} has {' and '.join(present)}, and each may hold the {kind}. Set data.{kind}={present[0]} or "
-                f"another, with /{SPLIT} behind it if there is a folder per split."
+                f"{root} has {' and '.join(present)}, each of which may hold the {kind}. Set data.{kind}={present[0]} "
+                f"or another, followed by /{SPLIT} if there is a folder per split."
             )
         places.append(Place(root / (present or [kind])[0]))
     images, masks = places

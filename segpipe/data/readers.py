@@ -1,8 +1,8 @@
-"""Picture files to arrays. A truncated or damaged file is an error that names it.
+"""Reads image files into arrays. A truncated or damaged file raises an error that names it.
 
-OpenCV decodes images in PNG and JPEG and grey masks in PNG; Pillow reads BMP, TIFF, WebP and other masks. The format
-is that of the content; the suffix does not matter. OpenCV fills the missing part of a truncated file with grey or black
-and carries on, so the end of every PNG and JPEG is checked first.
+OpenCV decodes PNG and JPEG images and gray PNG masks; Pillow reads BMP, TIFF, WebP and other masks. The content decides
+the format, not the suffix. OpenCV silently fills the missing part of a truncated file with gray or black, so the end of
+every PNG and JPEG is checked first.
 """
 
 import io
@@ -30,7 +30,7 @@ from segpipe.data import Int64, Size, Uint8
 from segpipe.disk import PASSING, patiently
 from segpipe.errors import DataError
 
-# The signature of a format, and what its files end with.
+# Signature and end marker of each format.
 PNG = (b"\x89PNG\r\n\x1a\n", b"\x00\x00\x00\x00IEND\xaeB`\x82")
 JPEG = (b"\xff\xd8", b"\xff\xd9")
 PART_BYTES, TAIL_BYTES = 2**16, 4096
@@ -42,50 +42,50 @@ LAYOUTS = {
     **dict.fromkeys(("P", "PA"), "palette"),
     **dict.fromkeys(("RGB", "RGBA", "RGBX"), "color"),
 }
-WIDE = ("I", "I;16", "I;16B")  # modes of 16 bits
+WIDE = ("I", "I;16", "I;16B")  # 16-bit modes
 ORIENTATION_TAG = 0x0112
-TRUNCATED = "is truncated: it ends before the picture does. Copy it again."
+TRUNCATED = "is truncated: it ends before the image does. Copy it again."
 WRITE_PNG = "Write it as PNG."
 LOSSY = (
-    "{} loses information, and with it ids at every edge. Export the masks as PNG "
-    "from where they were drawn."
+    "{} is lossy and destroys ids at every edge. Export the masks as PNG "
+    "from the tool that made them."
 )
-# What libjpeg says of a file that it decodes all the same. Extraneous bytes, which cameras write, cost no pixel.
+# Messages of libjpeg about files that it decodes anyway. Extraneous bytes, as cameras write them, do no harm.
 JPEG_DAMAGE = re.compile(
     "premature end of data segment|Premature end of JPEG file|bad Huffman code"
     "|found marker .* instead of RST.*|Inconsistent progression sequence.*"
     "|Invalid SOS parameters.*"
 )
 OPAQUE = 255
-CHUNK = 32  # items that a thread takes at a time: a task costs 50 us, a small mask 100
-# Of processor time, which does not grow with other work on the machine. 20,000 pairs of 48x64 take 2.5 s in one thread,
-# and 4.7 s (5.9 of processor time) in two.
+CHUNK = 32  # items per task of a thread: a task costs 50 us, a small mask 100
+# In processor time, which does not depend on the machine's load. 20,000 pairs of 48x64 take 2.5 s in one thread, and
+# 4.7 s (5.9 s of processor time) in two.
 SMALL_S = 0.001
 Value = int | tuple[int, int, int]  # an id or a color in a mask
-# Size, time of change of the content, and of the inode: cp -p, touch and archives set the
-# first time, nothing sets the second.
+# Size, and modification times of content and inode: cp -p, touch and archives set the first
+# time, nothing sets the second.
 State = list[int]
 Progress = Callable[[int, int], None]  # called with done and total
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Pillow warns of a truncated TIFF, once per process: the error here names the file.
+# Pillow warns about a truncated TIFF only once per process; the errors here name each file.
 warnings.filterwarnings("ignore", module="PIL")
-Image.MAX_IMAGE_PIXELS = None  # data.max_pixels is the limit, for every decoder
+Image.MAX_IMAGE_PIXELS = None  # data.max_pixels limits all decoders
 
 
 def silent(done: int, total: int) -> None:
-    """Progress that nobody sees."""
+    """Progress callback that does nothing."""
 
 
 class Header(NamedTuple):
-    """Properties of a picture file, known without decoding it."""
+    """Properties of an image file, known without decoding it."""
 
     height: int
     width: int
     layout: str  # grey, palette or color
     bits: int = 8  # per channel or index
-    orientation: int = 1  # of EXIF: 2 to 4 mirrored or upside down, 5 to 8 on its side
+    orientation: int = 1  # EXIF: 2 to 4 mirrored or upside down, 5 to 8 on its side
     mask_fault: str = ""  # why it cannot be a mask; empty if it can
 
     @property
@@ -100,14 +100,14 @@ Check = Callable[[Header], None]  # raises DataError
 
 
 def anything(header: Header) -> None:
-    """A check that refuses nothing."""
+    """A check that accepts everything."""
 
 
 class RawMask(NamedTuple):
     """Pixels of a mask file as they are stored."""
 
     header: Header
-    # Ids: grey values or palette indices, uint8 or uint16 (H, W). Or colors: RGBA, uint8 (H, W, 4).
+    # Ids: gray values or palette indices, uint8 or uint16 (H, W). Or colors: RGBA, uint8 (H, W, 4).
     pixels: NDArray[Any]
     palette: Uint8 | None = None  # colors of the indices, uint8 (n, 4)
 
@@ -118,18 +118,18 @@ class RawMask(NamedTuple):
 
 
 def state_of(path: str) -> State:
-    """Of a file as it is now."""
+    """Current state of a file."""
     try:
         now = os.stat(path)
-    except OSError:  # the reader says what is wrong
+    except OSError:  # the reader reports what is wrong
         return [-1, 0, 0]
     return [now.st_size, now.st_mtime_ns, now.st_ctime_ns]
 
 
 def read_file(path: str, *, part: bool = False) -> bytes:
-    """Content of a file; with `part` only head and tail of a large one.
+    """Content of a file; with `part`, only head and tail of a large one.
 
-    Raises DataError for what is no file: opening a FIFO waits for ever, and a device has no end.
+    Raises DataError for anything but a regular file: opening a FIFO blocks forever, and a device has no end.
     """
 
     def read() -> bytes:
@@ -144,31 +144,31 @@ def read_file(path: str, *, part: bool = False) -> bytes:
         state = os.stat(path)
         if not stat.S_ISREG(state.st_mode):
             raise DataError(
-                f"{path} is a folder, a FIFO or a device, but a picture was needed. Remove it."
+                f"{path} is a folder, a FIFO or a device, but an image file was needed. Remove it."
             )
         return patiently(path, read)
     except OSError as error:
         advice = ""
         if error.errno in PASSING:
-            advice = ", at six tries. Check the disk or the file server that holds it"
+            advice = ", in six attempts. Check the disk or the file server"
         raise DataError(f"{path} cannot be read: {error.strerror}{advice}.") from None
 
 
 def read_header(path: str) -> Header:
-    """Header of a picture file; reads little of a large PNG or JPEG. Raises DataError if the file lacks its end."""
+    """Header of an image file; reads only a part of a large PNG or JPEG. Raises DataError for a truncated file."""
     content = read_file(path, part=True)
     with _named(path):
         if content.startswith((PNG[0], JPEG[0])):
-            with suppress(ValueError):  # of a header that is longer
+            with suppress(ValueError):  # the header may be longer
                 return _opened(content)[1]
         return _opened(read_file(path))[1]
 
 
 def read_image(path: str, *, exif: str = "ignore", size: Sequence[int] = ()) -> Uint8:
-    """RGB pixels, uint8 (H, W, 3): grey is repeated, alpha dropped, and of 16 bits the upper 8 are kept.
+    """RGB pixels, uint8 (H, W, 3): gray is repeated, alpha dropped, and 16 bits are cut to the upper 8.
 
-    `exif` says what becomes of an EXIF orientation: "apply", "ignore", or "" for what
-    makes the image as large as its mask, (height, width) `size`. Raises DataError for a
+    `exif` says what to do with an EXIF orientation: "apply", "ignore", or "" for whatever
+    gives the image the size of its mask, (height, width) `size`. Raises DataError for a
     missing, truncated or damaged file.
     """
     return image_of(read_file(path), path, exif=exif, size=size)[1]
@@ -182,7 +182,7 @@ def image_of(
     exif: str = "ignore",
     size: Sequence[int] = (),
 ) -> tuple[Header, Uint8]:
-    """Header and pixels of an image file with this content; `check` may refuse the header before it is decoded."""
+    """Header and pixels of an image file with this content; `check` may refuse the header before decoding."""
     with _named(path):
         image, header = _opened(content)
         check(header)
@@ -198,17 +198,17 @@ def image_of(
 
 
 def is_turned(header: Header, size: Sequence[int], rule: str, path: str) -> bool:
-    """Whether the EXIF orientation of an image has to be applied so that it lies as its mask of (height, width) `size`.
+    """Whether to apply an image's EXIF orientation so that it matches its mask of (height, width) `size`.
 
-    `rule` is that of the class table. Without one, the size decides: a mask of the turned
-    size was drawn on the turned image. Raises DataError where both have the same size,
-    since then nothing tells them apart.
+    `rule` comes from the class table. Without one, the size decides: a mask of the turned
+    size was drawn on the turned image. Raises DataError if both sizes are equal, since
+    the size then decides nothing.
     """
     if header.orientation == 1 or rule:
         return header.orientation != 1 and rule == "apply"
     if header.upright == header[:2]:
         raise DataError(
-            f"{path} has the EXIF orientation {header.orientation}, and its mask has the same size turned or not. Set "
+            f"{path} has the EXIF orientation {header.orientation}, but the size of its mask fits both ways. Set "
             "`exif: apply` in classes.yaml if the masks were drawn on upright images, as viewers show them, or "
             "`exif: ignore` if on the stored pixels.",
             cause=f"orientation {header.orientation}",
@@ -219,12 +219,12 @@ def is_turned(header: Header, size: Sequence[int], rule: str, path: str) -> bool
 
 
 def read_mask(path: str) -> RawMask:
-    """Pixels of a mask file as stored. Raises DataError for a damaged file, and for formats that lose ids."""
+    """Pixels of a mask file as stored. Raises DataError for a damaged file or a lossy format."""
     return mask_of(read_file(path), path)
 
 
 def mask_of(content: bytes, path: str, check: Check = anything) -> RawMask:
-    """Pixels, as stored, of a mask file with this content; `check` may refuse the header before it is decoded."""
+    """Pixels, as stored, of a mask file with this content; `check` may refuse the header before decoding."""
     with _named(path):
         image, header = _opened(content)
         check(header)
@@ -233,7 +233,7 @@ def mask_of(content: bytes, path: str, check: Check = anything) -> RawMask:
             _check_checksums(content)
             if header.layout == "grey" and header.bits >= 8 and content[25] == 0:
                 ids = _decode(content, cv2.IMREAD_UNCHANGED)
-                if ids.ndim == 2:  # not with a transparent value
+                if ids.ndim == 2:  # not if one value is transparent
                     return RawMask(header, ids)
             image = Image.open(io.BytesIO(content), formats=("PNG",))
         pixels = _stored(image)
@@ -248,34 +248,34 @@ def mask_of(content: bytes, path: str, check: Check = anything) -> RawMask:
         palette = np.frombuffer(colors, np.uint8).reshape(-1, 4)
         if pixels.max(initial=0) >= len(palette):
             raise ValueError(
-                f"is damaged: its palette has {len(palette)} colors, its pixels use "
+                f"is damaged: its palette has {len(palette)} colors, but its pixels use "
                 "more. Write it again."
             )
         return RawMask(header, pixels, palette)
 
 
 class MaskValues(NamedTuple):
-    """What the pixels of a mask file hold, before a class table says what it means.
+    """Values in a mask file, independent of a class table.
 
-    A color is the number R + 256 G + 65536 B, so that all of it can be written as JSON.
+    A color is stored as the number R + 256 G + 65536 B, so that everything can be written as JSON.
     """
 
-    kind: str  # ids or colors, as they are stored
-    # Of each id or color that occurs: its number, its pixels, and in a palette file the RGBA of the index.
+    kind: str  # ids or colors, as stored
+    # For each id or color: its number, its count of pixels, and in a palette file the RGBA of the index.
     rows: list[list[int]]
     opaque: bool  # no pixel of a file of colors is transparent
 
     def value(self, number: int) -> Value:
-        """The id or color that a number stands for."""
+        """The id or color of a number."""
         if self.kind == "ids":
             return number
         return number & 255, number >> 8 & 255, number >> 16
 
 
 def values_of(mask: RawMask) -> MaskValues:
-    """What a mask holds."""
+    """Values in a mask."""
     if mask.is_colored:
-        # Sorts the starts of runs of equal pixels only, which are few in a mask.
+        # Sorts only the starts of runs of equal pixels, since a mask has few runs.
         numbers = packed(mask.pixels) & 0xFFFFFF
         starts, lengths = runs(numbers)
         colors, places = np.unique(numbers[starts], return_inverse=True)
@@ -297,7 +297,7 @@ def packed(rgba: Uint8) -> NDArray[np.uint32]:
 
 
 def runs(values: NDArray[Any]) -> tuple[Int64, Int64]:
-    """Where each run of equal values starts, and its length."""
+    """Start and length of each run of equal values."""
     changes = np.flatnonzero(values[1:] != values[:-1]) + 1
     starts = np.append(0, changes)
     return starts, np.diff(starts, append=values.size)
@@ -316,7 +316,7 @@ def check_mask(header: Header, path: str) -> None:
 
 @contextmanager
 def _named(path: str) -> Iterator[None]:
-    """Turns a ValueError with the rest of a sentence into a DataError that names the file."""
+    """Converts a ValueError with the rest of a sentence to a DataError that names the file."""
     try:
         yield
     except ValueError as error:
@@ -324,7 +324,7 @@ def _named(path: str) -> Iterator[None]:
 
 
 def _opened(content: bytes) -> tuple[Image.Image | None, Header]:
-    """Header of a picture whose file reaches its end; and but for PNG, the picture. A JPEG is not decoded yet."""
+    """Header of a complete image file, and the image unless it is a PNG. A JPEG is not decoded yet."""
     if not content:
         raise ValueError("is empty. Copy it again, or convert it.")
 
@@ -354,15 +354,15 @@ def _opened(content: bytes) -> tuple[Image.Image | None, Header]:
 
     if scaled:
         raise ValueError(
-            f"is a PNM in text, of 16 bits per color or of another maximum than 255 or 65535. {WRITE_PNG}"
+            f"is a PNM in text form, with 16 bits per color or with a maximum other than 255 or 65535. {WRITE_PNG}"
         )
     if pages > 1 and not is_jpeg:  # cameras append previews to a JPEG
-        raise ValueError("holds several pages. Write each as a file.")
+        raise ValueError("has several pages. Write each to its own file.")
     return image, _header(image)
 
 
 def _jpeg_ends(content: bytes) -> bool:
-    """Whether the end marker comes behind the first scan: phones append a video, of any length."""
+    """Whether the end marker comes anywhere after the first scan: phones append a video of any length."""
     at = 2
     while content[at : at + 1] == b"\xff" and content[at + 1 : at + 2] != b"\xda":
         at += 2 + int.from_bytes(content[at + 2 : at + 4])
@@ -370,7 +370,7 @@ def _jpeg_ends(content: bytes) -> bool:
 
 
 def _chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Of each chunk of a PNG: its kind, and where its body starts and ends. Raises ValueError behind the end."""
+    """Kind, start and end of the body of each PNG chunk. Raises ValueError if the file ends too early."""
     start = len(PNG[0])
     while start < len(content):
         end = start + 8 + int.from_bytes(content[start : start + 4])
@@ -389,7 +389,7 @@ def _png_header(content: bytes) -> Header:
     bits = content[24]
     layout = PNG_LAYOUTS.get(content[25])
     if content[12:16] != b"IHDR" or not layout or not width * height:
-        raise ValueError("is damaged: its header cannot be read. Copy it again.")
+        raise ValueError("is damaged: its header is not valid. Copy it again.")
 
     orientation = 1
     for kind, start, end in _chunks(content):
@@ -400,24 +400,24 @@ def _png_header(content: bytes) -> Header:
 
     fault = ""
     if content[25] in (2, 4, 6) and bits != 8:  # Pillow keeps the upper 8
-        fault = f"{bits} bits per channel of colors or alpha are more than is read. Write it with 8."
+        fault = f"{bits} bits per channel of color or alpha are not supported. Write it with 8."
 
     return Header(height, width, layout, bits, orientation, fault)
 
 
 def _check_checksums(content: bytes) -> None:
-    """Raise ValueError for a PNG with a wrong checksum, of which decoders compare some. Other formats have none."""
+    """Raise ValueError for a PNG with a wrong checksum; decoders check only some. Other formats have none."""
     view = memoryview(content)
     for kind, start, end in _chunks(content):
         expected = int.from_bytes(view[end : end + 4])
         if zlib.crc32(view[start - 4 : end]) != expected:
             raise ValueError(
-                f"is damaged (checksum of its part {kind!r}). Copy it again."
+                f"is damaged (wrong checksum of chunk {kind!r}). Copy it again."
             )
 
 
 def _header(image: Image.Image) -> Header:
-    """Header of a picture of another format than PNG."""
+    """Header of an image in a format other than PNG."""
     orientation = _exif_orientation(image.info.get("exif", b""))
     if image.format in ("JPEG", "MPO"):
         fault = LOSSY.format("JPEG")
@@ -426,11 +426,11 @@ def _header(image: Image.Image) -> Header:
     layout = LAYOUTS.get(image.mode)
     if layout is None or (image.mode == "I" and image.format != "PPM"):
         raise ValueError(
-            f"has pixels of the mode {image.mode}, but grey or RGB of 8 or 16 bits were needed."
+            f"has pixels of mode {image.mode}, but gray or RGB with 8 or 16 bits was needed."
         )
     if image.format == "BMP" and image.mode == "1":
         raise ValueError(
-            "is a BMP of black and white, of which Pillow reads some as 0 everywhere. "
+            "is a black-and-white BMP, and Pillow reads some of these as 0 everywhere. "
             f"{WRITE_PNG}"
         )
 
@@ -439,7 +439,7 @@ def _header(image: Image.Image) -> Header:
         bits = image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))[0]
         if image.tag_v2.get(ORIENTATION_TAG, 1) != 1:
             raise ValueError(
-                "names an orientation, which decoders treat differently in TIFF. Write it upright."
+                "has an orientation, which decoders treat differently in TIFF. Write it upright."
             )
 
     fault = _mask_fault(image, layout, bits)
@@ -448,23 +448,25 @@ def _header(image: Image.Image) -> Header:
 
 def _mask_fault(image: Image.Image, layout: str, bits: int) -> str:
     if image.mode == "1" and image.format == "PPM":
-        return f"the values of a PBM are read as 0 and 255. {WRITE_PNG}"
+        return f"values of a PBM are read as 0 and 255. {WRITE_PNG}"
     if image.format == "WEBP":
         return LOSSY.format("WebP")
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         if "jpeg" in str(image.info.get("compression")):
             return LOSSY.format("JPEG inside TIFF")
         if image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
-            return f"its grey values are inverted. {WRITE_PNG}"
+            return f"its gray values are inverted. {WRITE_PNG}"
 
     if bits not in (8, 16) or (layout == "color" and bits != 8):
-        return f"{image.format} with {bits} bits per pixel is not read. {WRITE_PNG}"
+        return (
+            f"{image.format} with {bits} bits per pixel is not supported. {WRITE_PNG}"
+        )
 
     return ""
 
 
 def _exif_orientation(block: bytes) -> int:
-    """Orientation that EXIF data names, 1 to 8; 1 if it names none or is damaged."""
+    """Orientation in EXIF data, 1 to 8; 1 if it is missing or damaged."""
     exif = Image.Exif()
     try:
         exif.load(block)
@@ -476,7 +478,7 @@ def _exif_orientation(block: bytes) -> int:
 
 
 def _decode(content: bytes, flags: int) -> NDArray[Any]:
-    """Pixels of a PNG or JPEG, by OpenCV."""
+    """Pixels of a PNG or JPEG, decoded by OpenCV."""
     pixels = None
     with suppress(cv2.error):
         pixels = cv2.imdecode(np.frombuffer(content, np.uint8), flags)
@@ -486,7 +488,7 @@ def _decode(content: bytes, flags: int) -> NDArray[Any]:
 
 
 def _stored(image: Image.Image) -> NDArray[Any]:
-    """Pixels as they are stored: (H, W) of grey values or indices, or (H, W, channels)."""
+    """Pixels as stored: gray values or indices (H, W), or (H, W, channels)."""
     try:
         pixels = np.asarray(image)
     except Exception as error:  # whatever Pillow raises for damaged data
@@ -499,7 +501,7 @@ def _stored(image: Image.Image) -> NDArray[Any]:
 
 
 def _rgb(image: Image.Image) -> Uint8:
-    """Colors uint8 (H, W, 3): grey is repeated, alpha dropped, of 16 bits the upper 8."""
+    """RGB uint8 (H, W, 3): gray is repeated, alpha dropped, 16 bits cut to the upper 8."""
     pixels = _stored(image)
     if image.mode in WIDE:
         pixels = (pixels >> 8).astype(np.uint8)
@@ -510,13 +512,13 @@ def _rgb(image: Image.Image) -> Uint8:
 
 @contextmanager
 def decoders_heard() -> Iterator[Callable[[], str]]:
-    """A function that returns what decoders have written to the standard error in the block.
+    """A function that returns what decoders have written to stderr within the block.
 
-    OpenCV decodes a damaged JPEG to grey areas and says so nowhere else. So the file
-    descriptor 2 of the whole process points to a file meanwhile, whose other text is
-    passed on at the end.
+    OpenCV decodes damaged parts of a JPEG as gray areas and reports it only there. So
+    file descriptor 2 of the whole process points to a file within the block; other
+    text in it is passed on at the end.
     """
-    if sys.stderr is None:  # closed, as of a daemon
+    if sys.stderr is None:  # closed, as in a daemon
         yield lambda: ""
         return
 
@@ -541,7 +543,7 @@ def decoders_heard() -> Iterator[Callable[[], str]]:
 
 
 def jpeg_damage(path: str) -> str:
-    """A message for a JPEG that is decoded only in part; empty for any other file."""
+    """A message for a JPEG that decodes only in part; empty for any other file."""
     with decoders_heard() as written:
         with suppress(DataError, OSError):
             if Path(path).read_bytes().startswith(JPEG[0]):
@@ -552,8 +554,8 @@ def jpeg_damage(path: str) -> str:
         return ""
 
     return (
-        f"{path} is damaged: the decoder says {damage[0]!r} and fills the rest with "
-        "grey. Copy it again."
+        f"{path} is damaged: the decoder reports {damage[0]!r} and fills the rest with "
+        "gray. Copy it again."
     )
 
 
@@ -564,15 +566,15 @@ def threaded(
     *,
     allowed: bool = True,
 ) -> list[R]:
-    """Results of `work` in the order of `items`, by threads if they are `allowed` and items take longer than SMALL_S.
+    """Results of `work` in the order of `items`; uses threads if `allowed` and items take longer than SMALL_S.
 
-    Decoders work outside Python's lock. No thread outlives the call: while one ends, it frees OpenCV's thread-local
-    memory under a lock, and a loader process forked at that moment would inherit the lock locked, and hang.
+    Decoders release the GIL. No thread outlives the call: an ending thread frees OpenCV's thread-local memory under a
+    lock, and a loader process forked at that moment would inherit the locked lock and hang.
     """
     given = list(items)
     results: list[R] = []
     size = 1
-    # Threads that hand over Python's lock all the time cost more than they save.
+    # Threads that constantly exchange the GIL cost more than they save.
     while len(results) < len(given):
         begun = time.thread_time()
         part = [work(item) for item in given[len(results) : len(results) + size]]
@@ -598,7 +600,7 @@ def threaded(
             progress(len(results), len(given))
         return results
     finally:
-        # After an error, nobody waits for the rest.
+        # After an error, do not wait for the rest.
         pool.shutdown(cancel_futures=True)
         tasks = [Path(f"/proc/self/task/{number}") for number in threads]
         deadline = time.monotonic() + 5.0

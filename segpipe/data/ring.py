@@ -1,12 +1,11 @@
-"""Items made ahead by loader processes, in slots of shared memory that they fill in place.
+"""Delivers items that loader processes prefetch into slots of shared memory.
 
-Each worker has a pipe of its own, so none holds a lock that another one waits for. Messages are small, and the trainer
-waits for all workers at once, by its own clock.
+Each worker has its own pipe, so no worker waits for another one's lock. Messages are small, and the trainer waits for
+all workers at once, with its own timeout.
 
-The memory is one block without a name: nothing is left of it when every process is killed, and the size of /dev/shm
-does not matter. A slot belongs to the tensor made of it. It is handed out again when the last view of that tensor is
-gone, on CUDA when the copies queued until then are done. If the caller keeps more items than there are slots to spare,
-it gets copies.
+The memory is one anonymous block: nothing remains if all processes are killed, and the size of /dev/shm does not
+matter. A slot belongs to the tensor made from it. It is reused when the last view of that tensor is gone and, on CUDA,
+the copies queued until then are done. If the caller keeps more items than there are spare slots, it gets copies.
 """
 
 import contextlib
@@ -41,37 +40,37 @@ from segpipe.errors import DataError, SegpipeError
 from segpipe.native import one_thread
 
 PAGE_BYTES = 4096
-LOOK_S = 5.0  # between looks of an idle worker whether its trainer still lives
-EXIT_S = 1.0  # for a process that was killed to end
-STACK_S = 0.4  # for a worker to write its stack
+LOOK_S = 5.0  # interval at which an idle worker checks that its trainer is alive
+EXIT_S = 1.0  # time for a killed process to end
+STACK_S = 0.4  # time for a worker to write its stack
 CONTINUE = "A training continues with run.exists=resume."
 REASONS: dict[int, str] = {
-    signal.SIGBUS: "a file that it read was cut short, or memory is full",
-    signal.SIGKILL: "often memory. Lower data.workers or data.prefetch, or give the job more memory",
+    signal.SIGBUS: "a file that it read was truncated, or memory is full",
+    signal.SIGKILL: "often out of memory. Lower data.workers or data.prefetch, or give the job more memory",
 }
 Item = tuple[Any, Tensor]  # header and memory, as `Items.make` returns them
 Take = Callable[[int], Tensor]
 
 
 class Items(Protocol):
-    """What the processes of a loader make."""
+    """Factory of the items that loader processes make."""
 
     def make(self, request: Any, take: Take) -> Item:
-        """A header, which is small to pickle, and the memory that holds the item: `take(size)`, uint8 (size,)."""
+        """A header, small to pickle, and the memory that holds the item, from `take(size)`, uint8 (size,)."""
 
     def label(self, request: Any) -> str:
         """The samples of an item, for messages."""
 
 
 class Delivery(NamedTuple):
-    """How items come from loader processes."""
+    """Options of loader processes and their memory."""
 
     workers: int
     start_method: str
     slot_bytes: int  # for the largest item
-    # Slots beside those of items made ahead, for items that the caller keeps.
+    # Slots for items that the caller keeps, in addition to those for prefetched items.
     spare: int
-    prefetch: int = 2  # items that each process makes ahead
+    prefetch: int = 2  # items that each process prefetches
     pinned: bool = False
     timeout_s: float = 300.0
 
@@ -85,24 +84,24 @@ class _Asked(NamedTuple):
 def deliver(
     items: Items, requests: Iterable[Any], how: Delivery
 ) -> Generator[Item, None, None]:
-    """Items of `requests` in their order, of which worker n makes every n-th; made here without workers.
+    """Items of `requests` in order, made by the workers in turn; without workers, made in this process.
 
-    Workers start at the first `next` and end with the generator. Raises DataError, which names worker and sample, when
-    a worker has died, or has sent nothing for how.timeout_s.
+    Workers start at the first `next` and end with the generator. Raises DataError, naming worker and sample, if a
+    worker died, or sent nothing for how.timeout_s.
     """
     if how.workers:
         yield from Ring(items, iter(requests), how).deliver()
         return
     take = partial(torch.empty, dtype=torch.uint8, pin_memory=how.pinned)
     for request in requests:
-        # As in a worker: the bits of user code with torch must not depend on `data.workers`.
+        # As in a worker: the bits of user code that uses torch must not depend on `data.workers`.
         with one_thread():
             item = items.make(request, take)
         yield item
 
 
 class SharedBlock:
-    """Shared memory in slots, filled with zeros. Pickled while a process starts."""
+    """Zeroed shared memory, divided into slots. Can be pickled only while a process starts."""
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
@@ -127,12 +126,12 @@ class SharedBlock:
         return self.bytes[number * self.slot_bytes :][: self.slot_bytes]
 
     def close(self) -> None:
-        """The memory stays as long as a tensor needs it."""
+        """Close the file descriptor; the memory stays as long as a tensor needs it."""
         os.close(self._fd)
 
 
 class Slots:
-    """The free slots of a block. The one that was returned last goes first: its memory is in use already."""
+    """The free slots of a block. The last one returned is reused first, since its memory is already allocated."""
 
     def __init__(self, block: SharedBlock, num_slots: int, pinned: bool) -> None:
         self._block = block
@@ -144,7 +143,7 @@ class Slots:
         return len(self._free) + len(self._copying)
 
     def pop(self) -> int:
-        """Number of a free slot; waits until the GPU has copied one if there is no other."""
+        """Number of a free slot; if there is none, waits until the GPU has copied one."""
         while self._copying and (not self._free or self._copying[0][0].query()):
             event, slot = self._copying.popleft()
             event.synchronize()
@@ -152,13 +151,13 @@ class Slots:
         return self._free.pop()
 
     def tensor(self, slot: int, size: int) -> Tensor:
-        """The first bytes of a slot, which is free again when no view of them is left."""
+        """Tensor of the first `size` bytes of a slot, which is freed when no view of it is left."""
         array = self._block.slot(slot)[:size]
         weakref.finalize(array, self.put, slot).atexit = False
         return torch.from_numpy(array)
 
     def put(self, slot: int) -> None:
-        """Return a slot; with page-locked memory it is free when the copies queued so far are done."""
+        """Return a slot; with page-locked memory, it is free once the copies queued so far are done."""
         if not self._pinned:
             self._free.append(slot)
             return
@@ -168,7 +167,7 @@ class Slots:
 
 
 def _page_lock(block: SharedBlock) -> bool:
-    """Lock the pages of a block for copies to the GPU, until its memory is given back; warns where that is refused."""
+    """Page-lock a block for copies to the GPU until its memory is freed; returns False, with a warning, if refused."""
     address, size = block.bytes.ctypes.data, block.bytes.size
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if int(runtime.cudaHostRegister(address, size, 0)) != 0:
@@ -177,7 +176,7 @@ def _page_lock(block: SharedBlock) -> bool:
             f"the GPU. Lower data.workers or data.prefetch, or raise `ulimit -l`.",
             stacklevel=2,
         )
-        # CUDA keeps the refusal for the next kernel that is started, whose caller would be blamed.
+        # CUDA would report the refusal at the next kernel launch, so clear it here.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device="cuda")
         return False
@@ -187,7 +186,7 @@ def _page_lock(block: SharedBlock) -> bool:
 
 
 class Ring:
-    """Loader processes, and what they were asked for."""
+    """Loader processes and their pending requests."""
 
     def __init__(self, items: Items, requests: Iterator[Any], how: Delivery) -> None:
         self._items, self._requests, self._how = items, requests, how
@@ -199,12 +198,12 @@ class Ring:
         self._pipes: list[Connection] = []
 
     def deliver(self) -> Generator[Item, None, None]:
-        """As the function of this name."""
+        """As the function `deliver`."""
         how = self._how
         num_slots = self._ahead + how.spare
         self._block = SharedBlock(num_slots, how.slot_bytes)
-        # Should nobody close the generator: at its exit multiprocessing sends daemons SIGTERM, which they ignore, and
-        # waits. Not atexit, which does not run in a process that multiprocessing has spawned.
+        # If the generator is never closed: at exit, multiprocessing sends daemons SIGTERM, which they ignore, and
+        # waits. Not atexit, which does not run in a process spawned by multiprocessing.
         Finalize(self, _kill, args=(self._processes,), exitpriority=10)
         try:
             for _ in range(how.workers):
@@ -216,7 +215,7 @@ class Ring:
             while self._asked:
                 yield self._next()
         finally:
-            # A worker holds nothing that another one needs: it is killed wherever it is.
+            # A worker holds nothing that others need, so it can be killed at any point.
             _kill(self._processes)
             for pipe in self._pipes:
                 pipe.close()
@@ -231,7 +230,7 @@ class Ring:
         given = self._items, self._block, theirs
         process = context.Process(target=work, args=given, daemon=True)  # type: ignore[attr-defined]
         with warnings.catch_warnings():
-            # Python 3.12 and later warn of any thread; the workers take no lock that a thread of torch could hold.
+            # Python 3.12 and later warn about any thread; workers take no lock that a torch thread could hold.
             warnings.filterwarnings(
                 "ignore",
                 message=".*multi-threaded, use of fork",
@@ -248,10 +247,10 @@ class Ring:
         if request is None:
             return
         worker = self._count % self._how.workers
-        self._receive(0)  # or both could wait for room in full pipes
+        self._receive(0)  # otherwise both sides could block on full pipes
         asked = _Asked(worker, self._slots.pop(), request)
         self._asked[self._count] = asked
-        with contextlib.suppress(OSError):  # of a dead worker: its sentinel tells
+        with contextlib.suppress(OSError):  # a dead worker is found by its sentinel
             self._pipes[worker].send((self._count, asked.slot, request))
         self._count += 1
 
@@ -263,7 +262,7 @@ class Ring:
                 raise self._hang(asked.worker)
             begun, part = time.monotonic(), min(left, self._how.timeout_s / 10)
             self._receive(part)
-            # While the whole job was stopped (Ctrl-Z, a scheduler), its workers could not work either.
+            # If the whole job was stopped (Ctrl-Z, a scheduler), its workers could not work either.
             left -= min(time.monotonic() - begun, part)
         del self._asked[number]
         answer = self._answers.pop(number)
@@ -277,7 +276,7 @@ class Ring:
         return header, data
 
     def _receive(self, timeout_s: float) -> None:
-        """Wait for an answer and take one of each worker. Raises DataError when a worker has died."""
+        """Wait for an answer, then take one from each ready worker. Raises DataError if a worker died."""
         sentinels = [process.sentinel for process in self._processes]
         ready = wait([*self._pipes, *sentinels], timeout_s)
         for pipe in self._pipes:
@@ -290,7 +289,7 @@ class Ring:
                 raise self._death(worker)
 
     def _label(self, worker: int) -> str:
-        """The samples that a worker is at: of the first item that it has not sent."""
+        """The samples that a worker is making: those of the first item that it has not sent."""
         for number, asked in self._asked.items():
             if asked.worker == worker and number not in self._answers:
                 return f" while it made {self._items.label(asked.request)}"
@@ -304,27 +303,27 @@ class Ring:
         reason = ". Set data.workers=0 to see its error"
         if code is not None and code < 0:
             end = f"was killed by signal {-code}"
-            crash = "a crash inside a library. Set data.workers=0 to see where"
+            crash = "a library crashed. Set data.workers=0 to see where"
             reason = f": {REASONS.get(-code, crash)}"
         return DataError(
             f"loader worker {worker} {end}{self._label(worker)}{reason}. {CONTINUE}"
         )
 
     def _hang(self, worker: int) -> DataError:
-        """Have all workers write their stacks, and kill them."""
+        """Make all workers write their stacks, kill them, and return the error."""
         _write_stacks(self._processes)
         _kill(self._processes)
         return DataError(
             f"loader worker {worker} (process {self._processes[worker].pid}) has sent nothing for "
-            f"{self._how.timeout_s:g} s{self._label(worker)}. The stacks of all workers are on stderr, but for one "
-            "that was stopped (SIGSTOP, a debugger, a scheduler). The disk may not answer, or a library may "
+            f"{self._how.timeout_s:g} s{self._label(worker)}. The stacks of all workers are on stderr, except "
+            "stopped ones (SIGSTOP, a debugger, a scheduler). The disk may be hanging, or a library may "
             "not survive a fork: try data.start_method=spawn, or data.workers=0. If it only needs longer, raise "
             f"data.timeout_s. {CONTINUE}"
         )
 
 
 def _write_stacks(processes: list[BaseProcess]) -> None:
-    """One after another: two that write at the same time mix their lines."""
+    """Have workers write their stacks one after another, so that their lines do not mix."""
     for worker, process in enumerate(processes):
         if process.is_alive() and process.pid is not None:
             print(
@@ -337,7 +336,7 @@ def _write_stacks(processes: list[BaseProcess]) -> None:
 
 
 def _kill(processes: list[BaseProcess]) -> None:
-    """SIGTERM is ignored by workers."""
+    """Kill and join processes. Workers ignore SIGTERM, so this sends SIGKILL."""
     for process in processes:
         process.kill()
     for process in processes:
@@ -345,9 +344,9 @@ def _kill(processes: list[BaseProcess]) -> None:
 
 
 def work(items: Items, block: SharedBlock, pipe: Connection) -> None:
-    """What a loader process does until the trainer is gone: it makes what it is asked for.
+    """Main loop of a loader process: makes requested items until the trainer is gone.
 
-    It has one thread and no random state of its own.
+    The process has one thread and no random state of its own.
     """
     isolate()
     starter = os.getppid()
@@ -364,19 +363,19 @@ def work(items: Items, block: SharedBlock, pipe: Connection) -> None:
 
 
 def _slot(block: SharedBlock, number: int, size: int) -> Tensor:
-    """The first bytes of a slot. Raises DataError for more than there are."""
+    """The first `size` bytes of a slot. Raises DataError if the slot is smaller."""
     if size > block.slot_bytes:
         raise DataError(
-            f"a sample takes {size} bytes, but a slot of the loader has "
+            f"a sample needs {size} bytes, but a slot of the loader has "
             f"{block.slot_bytes}. Set data.workers=0."
         )
     return torch.from_numpy(block.slot(number)[:size])
 
 
 def _received(pipe: Connection, starter: int) -> Any:
-    """The next message; None when the trainer is gone.
+    """The next message; None if the trainer is gone.
 
-    A forked worker holds copies of the trainer's ends of pipes, so a trainer that is gone does not close them.
+    A forked worker holds copies of the trainer's ends of the pipes, so they stay open when the trainer is gone.
     """
     while not pipe.poll(LOOK_S):
         if os.getppid() != starter:
@@ -385,10 +384,10 @@ def _received(pipe: Connection, starter: int) -> Any:
 
 
 def isolate() -> None:
-    """One thread, no shared random state, no CUDA.
+    """Give this process one thread, no shared random state, and no CUDA work.
 
-    Ctrl-C and a scheduler's signals reach all processes of a job at once. Workers ignore them: the trainer ends its
-    step first, writes a checkpoint, and needs its workers until then.
+    Ctrl-C and a scheduler's signals reach all processes of a job at once. Workers ignore them, because the trainer
+    needs them until it has finished its step and written a checkpoint.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -406,19 +405,19 @@ def isolate() -> None:
 
 
 def keep_memory() -> None:
-    """Let this process keep the memory that it frees, where glibc allocates it.
+    """Let this process keep freed memory, if glibc allocates it.
 
-    Otherwise each decoded image comes as new pages, and goes back at once: at 2048x1024, 7 of 25 ms for JPEG.
+    Otherwise each decoded image takes new pages and returns them at once: at 2048x1024, 7 of 25 ms for JPEG.
     """
     trim_threshold, mmap_threshold = -1, -3
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(trim_threshold, 2**30)
-        mallopt(mmap_threshold, 2**25)  # the largest that glibc takes
+        mallopt(mmap_threshold, 2**25)  # the maximum that glibc accepts
 
 
 def sendable(error: Exception) -> Exception:
-    """The error, with its traceback in a note unless it is expected; in another class if that cannot be sent or raised.
+    """The error, with its traceback in a note unless expected; as another class if it cannot be pickled or raised.
 
     StopIteration would end a stream of batches as if it were over.
     """

@@ -1,9 +1,9 @@
-"""Opens the splits of a data set, and sums up what their samples say.
+"""Opens the splits of a data set, and gathers statistics of their samples.
 
-pairs.py finds the files, masks.py says what the pixels of a mask mean, pack.py keeps what
-was decoded, facts.py what was found out about files.
+pairs.py finds the files, masks.py converts mask pixels to train ids, pack.py stores decoded
+samples, facts.py stores facts about files.
 
-The classes of a mixture (`data.mix`) are those of its main set: of data.root if it is given, else of the first entry.
+A mixture (`data.mix`) has the classes of its main set: data.root if it is given, else the first entry.
 Training reads all entries, validation the main set.
 """
 
@@ -41,21 +41,23 @@ from segpipe.settings.config import Config
 from segpipe.settings.groups import FILE_SETS, DataConfig
 from segpipe.settings.setting import nearest
 
-IGNORE = "ignore"  # in the map of a mixture: pixels of the class enter neither loss nor score
+IGNORE = (
+    "ignore"  # in the map of a mixture: exclude the class's pixels from loss and score
+)
 LEAST_SIDE = 4  # pixels; Fast-SCNN convolves without padding at stride 2
 
-# A word of a name that is a number, with a short prefix at most: 08640, f00930, frame0012.
+# A word of a name that is a number, optionally with a short prefix: 08640, f00930, frame0012.
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])([A-Za-z]{0,6})([0-9]+)(?![0-9A-Za-z])")
 _END = re.compile(r"[\W_]+$")
 
 
 @dataclass
 class CachedSamples:
-    """`samples`, of which each process keeps those it read until `budget_mib` is full; no bit changes.
+    """`samples` with a cache per process of up to `budget_mib`; changes no bits.
 
-    Decoding a PNG costs more than all of its augmentation. The first samples stay: with
-    random access, replacing one by another gains nothing. Arrays are read-only, so that
-    no user can change what the next one sees. A copy for another process starts empty.
+    Decoding a PNG costs more than all of its augmentation. The first samples stay cached:
+    with random access, replacing one by another gains nothing. Arrays are read-only, so no
+    user can change them for the next one. A copy for another process starts empty.
     """
 
     samples: Samples
@@ -85,7 +87,7 @@ class CachedSamples:
         return self.keep(index, *self.samples.read(index))
 
     def keep(self, index: int, image: Uint8, target: Uint8) -> Sample:
-        """The sample, which is kept if it fits."""
+        """The sample; caches it if it fits."""
         size = self._bytes + image.nbytes + target.nbytes
         if size <= self.budget_mib * 2**20:
             image.flags.writeable = target.flags.writeable = False
@@ -95,14 +97,14 @@ class CachedSamples:
 
 
 def main_set(data: DataConfig) -> DataConfig:
-    """The set that has the shared class table and the validation split."""
+    """The set with the shared class table and the validation split."""
     if data.root or not data.mix:
         return replace(data, mix=[])
     return _entry(data, data.mix[0])
 
 
 def parts(data: DataConfig, splits: Iterable[str]) -> list[tuple[DataConfig, str]]:
-    """The sets that splits consist of, each without a mixture, and the split of each.
+    """The single data sets that splits consist of, and the split of each.
 
     All entries of data.mix for "train", the main set for another split.
     """
@@ -118,7 +120,7 @@ def parts(data: DataConfig, splits: Iterable[str]) -> list[tuple[DataConfig, str
 
 
 def _entry(data: DataConfig, entry: Mapping[str, Any]) -> DataConfig:
-    """Settings of one set. One that names neither folder nor kind is the set of data.root itself."""
+    """Settings of one entry. An entry with neither root nor name is the set of data.root itself."""
     own = "root" in entry or "name" in entry
     kind = "folder" if "root" in entry and data.name == "synthetic" else data.name
     return replace(
@@ -131,7 +133,7 @@ def _entry(data: DataConfig, entry: Mapping[str, Any]) -> DataConfig:
 
 
 def absent_root(data: DataConfig) -> str:
-    """The first folder of the data that does not exist here; empty if all do, or there is none."""
+    """The first data folder that does not exist here; empty if all exist or none is needed."""
     for part, _ in parts(data, ("train", data.split)):
         if part.name != "synthetic" and not Path(part.root).is_dir():
             return part.root
@@ -143,9 +145,9 @@ def open_samples(
 ) -> DataSet:
     """Samples of a split, in the order of their names. Raises DataError for the first problem.
 
-    With `data.hold_out` the split "train" lacks that sequence, and any other split is the
-    sequence itself, from "train" and from that split. Without `packed`, every sample is
-    read from its own files, as whoever checks a run should.
+    With `data.hold_out`, the split "train" lacks that sequence, and any other split is the
+    sequence itself, from "train" and that split. Without `packed`, every sample is read
+    from its own files, as an audit of a run should.
     """
     if not packed:
         data = replace(data, pack="off")
@@ -154,14 +156,14 @@ def open_samples(
 
 
 class Splits(NamedTuple):
-    """The data of a run, opened."""
+    """The opened splits of a run."""
 
     train: DataSet
     val: DataSet  # `data.split`
 
 
 def open_splits(config: Config, *, packed: bool = True) -> Splits:
-    """Both splits of a configuration, as `open_samples` does."""
+    """Both splits of a configuration, opened by `open_samples`."""
     data, seed = config.data, config.seed
     train = open_samples(data, "train", seed, packed=packed)
     if data.split == "train":
@@ -172,7 +174,7 @@ def open_splits(config: Config, *, packed: bool = True) -> Splits:
 def open_readable(
     data: DataConfig, split: str, seed: int
 ) -> tuple[DataSet | None, list[str]]:
-    """Samples of a split, of its complete pairs if there are other files too, or None; and why it is not whole."""
+    """Samples of a split, or of its complete pairs, or None; and a message for each fault."""
     try:
         return open_samples(data, split, seed), []
     except DataError as error:
@@ -187,7 +189,7 @@ def open_readable(
 
 
 def _open(data: DataConfig, split: str, seed: int) -> DataSet:
-    """The samples of a split: of all sets of data.mix for training, else of the main set."""
+    """The samples of a split: all sets of data.mix for training, else the main set."""
     if data.mix and split == "train":
         return _open_mixture(data, seed)
     data = main_set(data)
@@ -200,8 +202,8 @@ def _open(data: DataConfig, split: str, seed: int) -> DataSet:
 
 
 def _open_files(data: DataConfig, split: str) -> FileSamples:
-    """The samples of a split in files. Raises DataError for the first one without its other half."""
-    mask_table(data)  # a missing root is named before a missing split
+    """The samples of a split in files. Raises DataError for the first incomplete pair."""
+    mask_table(data)  # reports a missing root before a missing split
     found = scan(data, split)
     if found.faults:
         raise DataError(found.faults[0])
@@ -209,7 +211,7 @@ def _open_files(data: DataConfig, split: str) -> FileSamples:
 
 
 def file_samples(data: DataConfig, found: Scan) -> FileSamples:
-    """The samples of the pairs of a data set in files."""
+    """The samples of the given pairs of a data set in files."""
     facts = facts_of(data.root)
     table = settled(mask_table(data), [pair.mask for pair in found.pairs], facts.header)
     sources = [*found.lists]
@@ -226,7 +228,7 @@ def file_samples(data: DataConfig, found: Scan) -> FileSamples:
 
 
 def _open_mixture(data: DataConfig, seed: int) -> DataSet:
-    """All sets of data.mix."""
+    """The samples of all sets of data.mix."""
     main = main_set(data)
     found = [(part, _open(part, split, seed)) for part, split in parts(data, ["train"])]
     own = [one for part, one in found if part == main]
@@ -248,8 +250,8 @@ def _open_mixture(data: DataConfig, seed: int) -> DataSet:
 def _shared_ids(part: SubSet, names: Mapping[str, str], shared: ClassTable) -> Uint8:
     """Train id of the shared table for each train id of a set, uint8 (256,); 255 stays.
 
-    Classes of one name are one class. Raises DataError for classes that are neither shared nor in the map, and for
-    names in the map that do not exist.
+    Classes with the same name are the same class. Raises DataError for classes that are neither shared nor in the map,
+    and for unknown names in the map.
     """
     given = {str(name): wanted for name, wanted in names.items()}
     own = part.samples.classes
@@ -262,7 +264,7 @@ def _shared_ids(part: SubSet, names: Mapping[str, str], shared: ClassTable) -> U
             )
         if wanted not in choices:
             raise DataError(
-                f"{where} maps {name} to {wanted!r}, which is no class of the shared table "
+                f"{where} maps {name} to {wanted!r}, which is not a class of the shared table "
                 f"{shared.name}.{nearest(wanted, choices)}"
             )
 
@@ -289,7 +291,7 @@ def _shared_ids(part: SubSet, names: Mapping[str, str], shared: ClassTable) -> U
 
 
 def _held_out(data: DataConfig, split: str) -> DataSet:
-    """The files on one side of `data.hold_out`; checks both sides, so that a run fails before it starts."""
+    """The samples on one side of `data.hold_out`; checks both sides, so that a run fails before it starts."""
     train = _open_files(data, "train")
     other = _open_files(data, data.split if split == "train" else split)
     pairs = sorted({*train.pairs, *other.pairs})
@@ -301,7 +303,7 @@ def _held_out(data: DataConfig, split: str) -> DataSet:
         shown = [f"{name}: {number}" for name, number in sorted(counts.items())[:12]]
         fault = "training would have no image left"
         if not held:
-            fault = "no image is of that sequence"
+            fault = "no image belongs to that sequence"
         raise DataError(
             f"data.hold_out = {data.hold_out}, but {fault}. Images by sequence: "
             f"{', '.join(shown)}."
@@ -315,14 +317,14 @@ def _held_out(data: DataConfig, split: str) -> DataSet:
 def sequence(name: str, pattern: str = "") -> str:
     """Sequence of the image `name`, a path below the split's folder without suffix (`Samples.name`).
 
-    The folder, if the name has one; otherwise what stands before the last number. A name without a number is a
-    sequence of its own:
+    The folder, if the name has one; otherwise the part before the last number. A name without a number is its own
+    sequence:
 
     `0016E5_08640` -> `0016E5`, `Seq05VD_f00030` -> `Seq05VD`, `lindau/lindau_000003_000019_leftImg8bit` -> `lindau`,
     `lindau_000003_000019` -> `lindau_000003`, `frame0012` -> `frame`, `000012` -> `unnamed`, `kitchen` -> `kitchen`.
 
-    With `pattern`, a regular expression, its first group or else its whole match. Raises DataError for a name that it
-    does not match.
+    With `pattern`, a regular expression: its first group, or without groups its whole match. Raises DataError for a
+    name that does not match.
     """
     if not pattern:
         return frame(name)[0]
@@ -330,14 +332,14 @@ def sequence(name: str, pattern: str = "") -> str:
     found = re.search(pattern, name)
     if found is None or not (text := found[1] if found.re.groups else found[0]):
         raise DataError(
-            f"data.sequence = {pattern!r} does not match {name}. Change it, or leave it empty."
+            f"data.sequence = {pattern!r} does not match {name}. Correct it, or leave it empty."
         )
 
     return text
 
 
 def frame(name: str) -> tuple[str, int | None]:
-    """Sequence of an image by the rule above and its number in it; None for a name without a number."""
+    """Sequence of an image by the rule above, and its frame number, or None if the name has no number."""
     folder, _, stem = name.rpartition("/")
     numbers = list(_NUMBER.finditer(stem))
     if not numbers:
@@ -371,7 +373,7 @@ def over(
     indices: Sequence[int],
     progress: Progress = silent,
 ) -> list[R]:
-    """What `work` makes of each index, by threads if the samples allow it; what it found out about files is kept."""
+    """Results of `work` for each index, in threads if the samples allow it; stores new facts about files."""
     found = threaded(work, indices, progress, allowed=samples.thread_safe())
     keep_facts(samples)
     return found
@@ -384,7 +386,7 @@ def spaced(indices: Sequence[int], count: int) -> list[int]:
 
 
 def keep_facts(samples: DataSet) -> None:
-    """Keep what was found out about its files for the next start."""
+    """Store facts about the samples' files for the next start."""
     for files in samples.file_sets():
         files.facts.keep()
 
@@ -392,16 +394,16 @@ def keep_facts(samples: DataSet) -> None:
 def class_pixels(samples: DataSet) -> Int64:
     """Pixels of each train id over a split, int64 (C,); ignored pixels are not counted.
 
-    Reads every mask of a split that lies in files, and at most 64 samples of another set.
+    Reads every mask of a data set in files, and at most 64 samples of any other.
     """
     counts = over(samples, samples.counts, samples.countable())
     return sum(counts, np.zeros(samples.classes.num_classes, np.int64))
 
 
 def check_labelled(samples: DataSet) -> None:
-    """Raise DataError if a data set of these samples has no pixel of any class, or if all have only one.
+    """Raise DataError if one of the data sets has no labelled pixel, or all together have only one class.
 
-    Reads masks until two classes have been seen.
+    Reads masks until it has seen two classes.
     """
     seen: set[int] = set()
     for part in samples.parts():
@@ -417,14 +419,14 @@ def check_labelled(samples: DataSet) -> None:
             hint = f" If 255 is a class: `ids: {{0: {names[0]}, 255: {names[1]}}}` and `ignore: []` in classes.yaml."
         raise DataError(
             f"{names[seen.pop()]} is the only class that occurs in the masks of the {len(samples)} training images: "
-            "every network that says nothing else scores 100 %. Check that the masks were exported with their objects "
-            "(many tools write black ones if not told otherwise), and that the rest of the image is a class, such as "
+            "a network that always predicts it scores 100 %. Check that the masks were exported with their objects "
+            "(many tools write black masks by default), and that the rest of the image is a class, such as "
             f"background, and not ignored.{hint}"
         )
 
 
 def _classes_of(samples: DataSet, seen: set[int], enough: int) -> set[int]:
-    """Classes that occur in the samples; reads masks until there are `enough` with those `seen` before."""
+    """Classes that occur in the samples; reads masks until these and `seen` together are `enough`."""
     found: set[int] = set()
     for index in range(len(samples)):
         found |= set(np.flatnonzero(samples.counts(index)).tolist())
@@ -434,7 +436,7 @@ def _classes_of(samples: DataSet, seen: set[int], enough: int) -> set[int]:
 
 
 def check_scorable(samples: DataSet, split: str) -> None:
-    """Raise DataError if no image of validation has a labelled pixel, or one in a file is too small for a network."""
+    """Raise DataError if no validation image has a labelled pixel, or an image file is too small for a network."""
     for files in samples.file_sets():
         for index, pair in enumerate(files.pairs):
             height, width = files.size(index)
@@ -449,7 +451,7 @@ def check_scorable(samples: DataSet, split: str) -> None:
 
 
 def _unlabelled(samples: DataSet, which: str, purpose: str) -> str:
-    """Message about images of which no pixel has a class."""
+    """Message about images without any labelled pixel."""
     return (
         f"none of the {len(samples)} {which} has a labelled pixel (the first is "
         f"{samples.name(0)}): there is nothing to {purpose}. Check the masks, and "

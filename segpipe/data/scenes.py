@@ -1,7 +1,8 @@
 """Procedural street scenes, so that training works before any data set is downloaded.
 
-A scene is a pure function of its generator and the size: layout, weather and noise are drawn from it, and OpenCV only
-paints. scenes.yaml has the colors, the weather, and what stands along the street: upright faces with outlines on them.
+A scene is a pure function of its generator and the size: layout, weather and noise are drawn from the generator, and
+OpenCV only paints. scenes.yaml has the colors, the weather, and the things along the street: upright faces with
+outlines.
 
 Places are (side, up, ahead) in metres: `side` to the right of the middle of the road, `ahead` along its bend. A paint
 is a color and a class id. Painting goes from far to near: later surfaces hide earlier ones in image and target alike.
@@ -23,7 +24,7 @@ Face = tuple[Vector, Vector, Vector]  # a corner, and the edges that start there
 
 TABLES = yaml.safe_load(Path(__file__).with_name("scenes.yaml").read_text())
 CLASSES = tuple(TABLES["paints"])
-NEAR, FAR = 1.2, 150.0  # metres; nothing nearer is painted, and the ground ends there
+NEAR, FAR = 1.2, 150.0  # meters; nothing nearer is painted, and the ground ends at FAR
 GRAIN = 24  # grey levels between the darkest and the brightest noise
 OUTLINES: dict[str, Float64] = {
     name: np.array([point.split(",") for point in text.split()], np.float64) / 100
@@ -32,7 +33,7 @@ OUTLINES: dict[str, Float64] = {
 
 
 def _colors(text: str) -> Float64:
-    """Colors (N, 3) from hexadecimal ones."""
+    """Colors (N, 3) from hexadecimal text."""
     return np.array([[*bytes.fromhex(color)] for color in text.split()], np.float64)
 
 
@@ -50,7 +51,7 @@ PAINTS = _paints()
 
 
 class Kind(NamedTuple):
-    """A kind of thing, of which several stand behind one another; as in scenes.yaml."""
+    """A kind of thing that stands in a row along the street, as in scenes.yaml."""
 
     paint: str
     sizes: list[list[float]]
@@ -86,11 +87,11 @@ class Canvas:
         self.pixels = np.zeros((rows, columns, 4), np.uint8)
         self.view = {name: rng.uniform(*ends) for name, ends in TABLES["view"].items()}
         self.row = rows * self.view["row"]
-        # Polygons (N, K, 2), given as shares of a face, with paint and gain: painted when `flush` is called.
+        # Polygons (N, K, 2) as fractions of a face, with paint and gain; `flush` paints them.
         self.waiting: list[tuple[Face, Float64, Float64, float]] = []
 
     def draw(self, thing: Thing, rng: Generator) -> None:
-        """Paint the flank of a thing that is seen from the road, then its front."""
+        """Queue the flank of a thing that faces the road, then its front."""
         outer, inner = thing.edges
         width, height, length = inner - outer, thing.height, thing.length
         flank = (inner, 0, thing.ahead), (0, 0, length), (0, height, 0)
@@ -106,7 +107,7 @@ class Canvas:
                 self.waiting.append((face, shares, own, gain))
 
     def flush(self) -> None:
-        """Paint what waits, under the light and behind haze. Hundreds of polygons are projected together."""
+        """Paint all queued polygons, with light and haze. Hundreds of polygons are projected together."""
         faces = np.array([face for face, *_ in self.waiting], np.float64)
         points = [shares.reshape(-1, 2) for _, shares, *_ in self.waiting]
         counts = [len(each) for each in points]
@@ -132,20 +133,20 @@ class Canvas:
 
 @cache
 def grid(name: str, columns: int, rows: int) -> Float64:
-    """An outline in each cell of a grid, as shares (N, K, 2) of the whole."""
+    """An outline in each cell of a grid, as fractions (N, K, 2) of the whole."""
     cells = np.indices((columns, rows)).reshape(2, -1).T[:, None]
     return np.asarray((cells + OUTLINES[name]) / (columns, rows))
 
 
 def pick(rng: Generator, name: str) -> Float64:
-    """One of the paints of that name, a little brighter or darker."""
+    """A random paint with this name, slightly brighter or darker."""
     paint: Float64 = PAINTS[name][rng.integers(len(PAINTS[name]))].copy()
     paint[:3] *= rng.uniform(0.88, 1.12)
     return paint
 
 
 def paint_scene(rng: Generator, size: Size) -> Sample:
-    """Image uint8 (H, W, 3) RGB and target uint8 (H, W) of the scene that `rng` draws."""
+    """Image uint8 (H, W, 3) RGB and target uint8 (H, W) of a scene drawn from `rng`."""
     canvas, kerb = Canvas(size, rng), rng.uniform(5.2, 6.2)
     down = np.linspace(0, 1, int(canvas.row) + 8)[:, None, None]
     sky = canvas.pixels[: len(down)]
@@ -165,7 +166,7 @@ def paint_scene(rng: Generator, size: Size) -> Sample:
 
 
 def paint_ground(canvas: Canvas, kerb: float, rng: Generator) -> None:
-    """Grass, pavements, the road and its marks, as strips along the street."""
+    """Queue grass, pavements, the road and its markings, as strips along the street."""
     edge = kerb - 2.4
     (stone,), (white,) = PAINTS["kerb"], PAINTS["line"]
 
@@ -193,7 +194,7 @@ def paint_ground(canvas: Canvas, kerb: float, rng: Generator) -> None:
 
 
 def line_up(kind: Kind, sign: int, kerb: float, rng: Generator) -> list[Thing]:
-    """Things of a kind on one side of the street, more or fewer of them than on others."""
+    """Things of a kind on one side of the street, with a random density."""
     things = []
     spread = rng.uniform(0.8, 2.0)
     (first, last), (least, most) = kind.ahead, kind.gap
@@ -211,7 +212,7 @@ def line_up(kind: Kind, sign: int, kerb: float, rng: Generator) -> list[Thing]:
 
 
 def expose(pixels: Uint8, rng: Generator) -> Sample:
-    """What the camera records: lens, texture and noise."""
+    """Image and target as the camera records them: with lens blur, texture and noise."""
     image = cv2.GaussianBlur(pixels[..., :3], (3, 3), 0.7)
     noise = rng.integers(0, GRAIN, image.shape, np.uint8)
     image = cv2.addWeighted(image, 1, noise, 1, -GRAIN / 2)

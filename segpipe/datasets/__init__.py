@@ -1,1 +1,1 @@
-"""Where data comes from: importers of other formats, the doctor's checks, proposals of class tables and splits."""
+"""Preparation of data sets: importers of other formats, the doctor's checks, proposed class tables and splits."""

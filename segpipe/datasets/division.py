@@ -1,7 +1,7 @@
 """Divides a data set into training and validation images, whole sequences at a time.
 
 Neighboring frames of a video show nearly the same scene. With one in training and the next in validation, a network
-that has learned the scene by heart scores well and fails on the next street.
+that has memorized the scene scores well and fails on the next street.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from segpipe.errors import DataError
 from segpipe.keys import generator, sample_key
 
 TRIALS = 200
-COPY = ".rf."  # Roboflow puts this and a digest behind the name of each of its augmented copies of an image
+COPY = ".rf."  # Roboflow appends this and a digest to the name of each augmented copy of an image
 
 
 def divide(
@@ -30,11 +30,11 @@ def divide(
     pattern: str = "",
     pixels: Int64 | None = None,
 ) -> list[bool]:
-    """Whether each image is for validation, a function of the arguments alone.
+    """Whether each image is for validation; depends only on the arguments.
 
-    `by`: "sequence" keeps sequences whole, "image" takes images one by one, "tail" takes the last frames of each
-    sequence. Of many random divisions, it takes the one whose shares of images, and of the `pixels` (N, C) of each
-    class, are nearest to `val`. Raises DataError when nothing can be divided.
+    `by`: "sequence" keeps sequences whole, "image" divides single images, "tail" takes the last frames of each
+    sequence. Otherwise chooses, among many random divisions, the one whose shares of images, and of the `pixels`
+    (N, C) of each class, are nearest to `val`. Raises DataError if nothing can be divided.
     """
     groups = [name.partition(COPY)[0] for name in names]
     if by == "tail":
@@ -47,9 +47,9 @@ def divide(
     found, places = np.unique(groups, return_inverse=True)
     if len(found) < 2:
         raise DataError(
-            f"all {len(names)} images are of one {by}, {', '.join(found)}, which cannot be divided. If they are frames "
-            "of one video, set by=tail: its last frames. If they are independent photos, set by=image. If sequences "
-            "are named in another way, set pattern=REGEX, whose first group is the sequence."
+            f"all {len(names)} images belong to one {by}, {', '.join(found)}, which cannot be divided. If they are "
+            "frames of one video, set by=tail to validate on its last frames. If they are independent photos, set "
+            "by=image. If sequences are named differently, set pattern=REGEX, whose first group is the sequence."
         )
 
     rows = np.ones((len(names), 1))
@@ -65,7 +65,7 @@ def divide(
 def _nearest_to(weights: Float64, val: float, seed: int) -> set[int]:
     """Rows whose share of each column is nearest to `val`: the first column counts as much as all others together.
 
-    A class that one side would lack counts 1 more, more than any share can.
+    A class that one side lacks adds 1 to the error, more than any share can.
     """
     num, columns = weights.shape
     best, chosen = np.inf, set[int]()
@@ -87,7 +87,7 @@ def _nearest_to(weights: Float64, val: float, seed: int) -> set[int]:
 
 
 def _tails(names: Iterable[str], val: float, pattern: str) -> set[str]:
-    """Images that are the last of their sequence."""
+    """The last images of each sequence."""
     members: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: (frame(name)[1] or 0, name)):
         members.setdefault(sequence(name, pattern), []).append(name)
@@ -100,7 +100,7 @@ def _tails(names: Iterable[str], val: float, pattern: str) -> set[str]:
 
     if not chosen:
         raise DataError(
-            "by=tail found no sequence of two or more images. Set by=image, or pattern=REGEX."
+            "by=tail found no sequence with two or more images. Set by=image, or pattern=REGEX."
         )
 
     return chosen
@@ -109,7 +109,7 @@ def _tails(names: Iterable[str], val: float, pattern: str) -> set[str]:
 def shared_sequences(
     train: Sequence[str], val: Sequence[str], pattern: str
 ) -> dict[str, tuple[int, int]]:
-    """Number of training and validation images of each sequence that is in both; `pattern` is `data.sequence`."""
+    """Number of training and validation images of each sequence in both; `pattern` is `data.sequence`."""
 
     first, second = (
         Counter(sequence(name.partition(COPY)[0], pattern) for name in names)

@@ -1,6 +1,6 @@
-"""What an importer reads and writes: images of an export, the areas of labels on them, and a `folder` data set of them.
+"""An export's images with their labelled areas, as importers read them, and the `folder` data set written from them.
 
-classes.yaml is written last. So an import that was interrupted is no data set yet, and the same command continues it.
+classes.yaml is written last, so an interrupted import is not a data set yet, and the same command continues it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from segpipe.data.readers import Progress, read_header, threaded
 from segpipe.errors import ConfigError, DataError
 
 Area = NDArray[np.bool_]
-# Its pixels in an image; raises ValueError with the rest of a sentence.
+# Pixels of a shape in an image of this size; raises ValueError with the end of a sentence.
 Shape = Callable[[Size], Area]
 BACKGROUND, BACKGROUND_TOO = "background", "_background_"
 IGNORED = ("ignore", "__ignore__", "void")
 SPLIT_NAMES = {
     "training": "train", "valid": "val", "validation": "val", "default": "", "all": "",
 }  # fmt: skip
-# What content of other types than expected raises.
+# Errors raised by content of unexpected types.
 INCOMPLETE = (
     KeyError,
     TypeError,
@@ -45,13 +45,13 @@ INCOMPLETE = (
     RecursionError,
     cv2.error,
 )
-Paint = Callable[[Mapping[str, int]], Uint8]  # from the train id of each label
+Paint = Callable[[Mapping[str, int]], Uint8]  # train id of each label -> mask
 
 
 class Item(NamedTuple):
-    """One image and how to make its mask."""
+    """One image, and the function that paints its mask."""
 
-    split: str  # empty: the format knows none
+    split: str  # empty: the format has no splits
     name: str  # path below the folder of the split, without suffix
     image: Path
     paint: Paint  # raises DataError
@@ -66,7 +66,7 @@ class Export:
     drawn: set[str] = field(default_factory=set)  # labels that images have
     faults: list[str] = field(default_factory=list)
     exif: str = ""
-    # Labels by the color that the format gives them; black is what lies outside all areas.
+    # Labels by their color in the format; black means outside all areas.
     colors: dict[Color, str] = field(default_factory=lambda: {(0, 0, 0): BACKGROUND})
 
     def classes(
@@ -74,8 +74,8 @@ class Export:
     ) -> tuple[tuple[str, ...], dict[str, int]]:
         """Names of the classes, and the train id of each label.
 
-        The classes are `names`, or the labels that are drawn and not `ignored`: declared ones in their order, then
-        others. What lies outside all areas is the first class, unless it is in `names` or ignored.
+        The classes are `names`, or else the drawn labels that are not `ignored`: declared ones in their order, then the
+        others. The background, outside all areas, is the first class, unless it is in `names` or ignored.
         """
         ids = dict.fromkeys([*IGNORED, *ignored], IGNORE_INDEX)
         ordered = dict.fromkeys([*self.declared, *sorted(self.drawn)])
@@ -94,13 +94,13 @@ class Export:
         ]
         if len(chosen) > IGNORE_INDEX:
             self.faults.append(
-                f"{len(chosen)} classes, but at most {IGNORE_INDEX} fit. Choose some with names=[...]."
+                f"{len(chosen)} classes, but at most {IGNORE_INDEX} are possible. Select some with names=[...]."
             )
         return chosen, ids
 
     @contextmanager
     def part(self, what: object) -> Iterator[None]:
-        """A file, or a part of one, whose fault does not concern the others."""
+        """Collects the fault of a file, or of a part of one, so that the others can go on."""
         try:
             yield
         except DataError as error:
@@ -116,14 +116,14 @@ class Export:
         size: Size,
         shapes: Sequence[tuple[str, Shape | str]],
     ) -> None:
-        """An image with shapes on it, of which later ones cover those before; label "" is of one without an area.
+        """Add an image with shapes, later ones on top; a shape without an area has the label "".
 
-        Text instead of a shape says why it has no pixels.
+        A text in place of a shape says why it has no pixels.
         """
         self.drawn |= {BACKGROUND, *(label for label, _ in shapes if label)}
 
         def paint(ids: Mapping[str, int]) -> Uint8:
-            # Declared sizes are believed only if the image has them: painting takes memory.
+            # Check the declared size against the image first, since painting allocates memory.
             check_size(image, size)
             target = np.full(size, ids.get(BACKGROUND, IGNORE_INDEX), np.uint8)
             for label, shape in shapes:
@@ -144,9 +144,9 @@ class Export:
 
 
 def find_image(folders: Sequence[Path], file_name: str) -> Path:
-    """The file in the first folder that has it at its whole path: one of the same name elsewhere is another image.
+    """The file in the first folder that has it at its full path, since the same name elsewhere is another image.
 
-    Raises DataError if none has it.
+    Raises DataError if no folder has it.
     """
     parts = PurePosixPath(file_name.replace("\\", "/")).parts
     for folder in folders:
@@ -154,12 +154,12 @@ def find_image(folders: Sequence[Path], file_name: str) -> Path:
             return path
     places = " or ".join(dict.fromkeys(map(str, folders)))
     raise DataError(
-        f"{file_name} has labels, but is not in {places}. Export with the images."
+        f"{file_name} has labels, but is not in {places}. Include the images in the export."
     )
 
 
 def entry_name(file_name: str) -> str:
-    """Where the files of an image go below those of its split, without suffix: never outside, whatever its path is."""
+    """Relative path of an image's files in the folder of its split, without suffix; never outside that folder."""
     path = PurePosixPath(file_name.replace("\\", "/"))
     return "/".join(
         part for part in path.with_suffix("").parts if part not in ("/", "..")
@@ -167,24 +167,24 @@ def entry_name(file_name: str) -> str:
 
 
 def split_name(name: str) -> str:
-    """The name of a split here: train, val, or as it is. Raises DataError for a name that is no folder's."""
+    """Our name of a split: train, val, or its own in lower case. Raises DataError for a name that is no folder name."""
     if not re.fullmatch(r"(\w[\w .-]*)?", name):
         raise DataError(
-            f"{name!r} is the name of a split, but letters, digits, _ and - were needed."
+            f"{name!r} is the name of a split, but only letters, digits, _ and - are allowed."
             " Rename it in the labelling tool."
         )
     return SPLIT_NAMES.get(name.lower(), name.lower())
 
 
 def load_json(path: Path, *keys: str) -> dict[str, Any]:
-    """Content of a JSON file that has `keys`. Raises DataError for any other file."""
+    """Content of a JSON file with these `keys`. Raises DataError for any other file."""
     try:
         content = files.read_json(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as JSON: {error}.") from None
     for key in keys:
         if not isinstance(content, dict) or key not in content:
-            raise DataError(f"{path} has no {key!r}, so it is not of this format.")
+            raise DataError(f"{path} has no {key!r}, so it does not have this format.")
     return dict(content)
 
 
@@ -202,10 +202,10 @@ def write_import(
     skip: bool,
     progress: Progress,
 ) -> list[str]:
-    """Write masks, links to the images (or copies) and classes.yaml; returns what could not be imported.
+    """Write masks, links to the images (or copies) and classes.yaml; returns a message per fault.
 
-    If there is anything of that, classes.yaml is not written, unless `skip`. `origin` says what is imported: a folder
-    `out` with another origin, or with anything else in it, is refused by ConfigError.
+    With faults, classes.yaml is written only if `skip` is set and a mask was written. `origin` identifies the import:
+    raises ConfigError for a folder `out` that holds another import or anything else.
     """
     _claim(out, json.dumps(origin, sort_keys=True).encode())
     (out / "classes.yaml").unlink(missing_ok=True)
@@ -237,7 +237,7 @@ def write_import(
 
 
 def mask_path(out: Path, item: Item) -> Path:
-    """Where the mask of an image is written."""
+    """Path of an image's mask."""
     return out / "masks" / item.split / f"{item.name}.png"
 
 
@@ -246,7 +246,7 @@ def _claim(out: Path, origin: bytes) -> None:
     if mark.is_file():
         if mark.read_bytes() != origin:
             raise ConfigError(
-                f"out = {out} holds another import: of another source, or with other names or ignored labels. Remove "
+                f"out = {out} holds another import, with a different source, names or ignored labels. Remove "
                 "it, or choose another folder."
             )
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -255,18 +255,16 @@ def _claim(out: Path, origin: bytes) -> None:
 
 
 def _put(item: Item, ids: Mapping[str, int], out: Path, copy: bool, times: int) -> str:
-    """Write the files of an image, whose name is there so many `times`; returns what was wrong with it."""
+    """Write the files of an image whose name occurs `times` times; returns its fault, or an empty text."""
     suffix = item.image.suffix.lower()
     image = out / "images" / item.split / f"{item.name}{suffix}"
     mask = mask_path(out, item)
     for earlier in (mask, image):
         earlier.unlink(missing_ok=True)
-    if times > 1:  # a mask of that name could be the other one's
+    if times > 1:  # the mask could belong to either image
         return f"{item.split or 'the set'} has {item.name} {times} times."
     if suffix not in SUFFIXES:
-        return (
-            f"{item.image} is of a format that is not read. Convert it to PNG or JPEG."
-        )
+        return f"{item.image} has an unsupported format. Convert it to PNG or JPEG."
     try:
         target = item.paint(ids)
     except DataError as error:

@@ -1,7 +1,7 @@
-"""Importers: a function per format from a source to an Export.
+"""Importers: one function per format that reads a source into an Export.
 
-COCO's instances and stuff are JSON, as COCO, Roboflow and CVAT write them; labelme has a JSON file per image, CVAT one
-annotations.xml. Pascal VOC and CVAT's `Segmentation mask 1.1` are masks drawn as pictures, with lists.
+COCO, Roboflow and CVAT write COCO's instances and stuff as JSON; labelme writes a JSON file per image, CVAT one
+annotations.xml. Pascal VOC and CVAT's `Segmentation mask 1.1` have mask images and lists.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ Corners = list[tuple[float, float]]  # (x, y)
 
 
 def polygon(points: ArrayLike, size: Size) -> Area:
-    """The pixels whose center lies inside a polygon of (x, y) points. Raises ValueError.
+    """Pixels whose center lies inside a polygon of (x, y) points. Raises ValueError.
 
     The pixel in row r and column c covers [c, c + 1) x [r, r + 1), as in COCO: neighbors that share an edge neither
-    overlap nor leave a gap, which cannot be said of cv2.fillPoly, since it draws the edge into both.
+    overlap nor leave a gap, unlike with cv2.fillPoly, which draws the edge into both.
     """
     corners = np.asarray(points, np.float64)
     if corners.size < 6 or corners.size % 2:
@@ -58,22 +58,22 @@ def polygon(points: ArrayLike, size: Size) -> Area:
         )
 
     if not np.isfinite(corners).all():
-        raise ValueError("has a corner that is no finite number")
+        raise ValueError("has a corner that is not a finite number")
 
     corners = corners.reshape(-1, 2)
     following = np.roll(corners, -1, axis=0)
-    # Each edge downwards: rounding is then the same for the shapes on both of its sides.
+    # All edges point downwards, so that the shapes on both sides of one round it equally.
     downward = (corners[:, 1] <= following[:, 1])[:, None]
     x, y = np.where(downward, corners, following).T
     next_x, next_y = np.where(downward, following, corners).T
     height, width = size
-    # Rows that the polygon touches; an edge crosses the middle of a row or does not.
+    # Rows that the polygon touches; only edges that cross the middle of a row count.
     first = int(np.clip(np.floor(y.min() - 0.5), 0, height))
     last = int(np.clip(np.ceil(next_y.max() + 0.5), first, height))
     middles = np.arange(first, last)[:, None] + 0.5
     crosses = (y <= middles) != (next_y <= middles)
     rows, edges = np.nonzero(crosses)
-    # Where it does, inside and outside change places from this column on.
+    # At a crossing, inside and outside swap from this column on.
     slope = (next_x - x)[edges] / (next_y - y)[edges]
     below = middles[rows, 0] - y[edges]
     at = x[edges] + below * slope
@@ -85,14 +85,14 @@ def polygon(points: ArrayLike, size: Size) -> Area:
 
 
 def rectangle(left: float, top: float, right: float, bottom: float) -> Corners:
-    """The corners of a rectangle."""
+    """Corners of a rectangle."""
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
 def runs(counts: Sequence[int], size: Size) -> Area:
-    """Area whose pixels, row by row, are `counts` alternating runs, outside first.
+    """Area from the lengths `counts` of alternating runs in row order, starting outside.
 
-    Raises ValueError if they do not fill the area.
+    Raises ValueError if they do not add up to the area.
     """
     height, width = size
     if sum(counts) != height * width or min(counts) < 0:
@@ -105,7 +105,7 @@ def runs(counts: Sequence[int], size: Size) -> Area:
 
 
 def coco_counts(text: str) -> list[int]:
-    """Run lengths in the compressed text of COCO: numbers of 5 bits per character, each from the third on a difference.
+    """Run lengths from COCO's compressed text of 5 bits per character; the fourth and later are stored as differences.
 
     Source: rleFrString in cocoapi/common/maskApi.c.
     """
@@ -128,7 +128,7 @@ def coco_counts(text: str) -> list[int]:
 
 
 def _pasted(shape: Shape, part: Size, left: int, top: int, size: Size) -> Area:
-    """The pixels of a mask of part of the image. Raises ValueError for one outside, before it takes memory."""
+    """Area of a mask of part of the image. Raises ValueError if it lies outside, before allocating memory."""
     height, width = part
     if min(left, top) < 0 or top + height > size[0] or left + width > size[1]:
         raise ValueError(
@@ -140,9 +140,9 @@ def _pasted(shape: Shape, part: Size, left: int, top: int, size: Size) -> Area:
 
 
 def coco(source: Path, names: Sequence[str]) -> Export:
-    """Labels of a JSON file beside or above its images, or of a folder with annotations/ or a JSON file per split.
+    """Labels of a JSON file next to or above its images, or of a folder with annotations/ or a JSON file per split.
 
-    Larger areas are painted first, so that what lies on something else stays visible.
+    Larger areas are painted first, so that smaller objects on top stay visible.
     """
     files = [source]
     if source.is_dir():
@@ -163,11 +163,11 @@ def coco(source: Path, names: Sequence[str]) -> Export:
 
 
 def _read_coco(path: Path, source: Path, export: Export) -> None:
-    """Add the images of a JSON file, with their areas."""
+    """Add the images of a JSON file and their areas."""
     content = load_json(path, "images", "annotations", "categories")
     labels = {int(each["id"]): str(each["name"]) for each in content["categories"]}
     export.declared += [labels[number] for number in sorted(labels)]
-    # Of each image its areas: size, label, shape.
+    # Areas of each image: (size, label, shape).
     shapes: dict[int, list[tuple[float, str, Shape | str]]] = {}
     for each in content["annotations"]:
         category = int(each.get("category_id", -1))
@@ -199,9 +199,9 @@ def _read_coco(path: Path, source: Path, export: Export) -> None:
 
 
 def _coco_places(path: Path, source: Path) -> tuple[list[Path], str]:
-    """Folders that may hold the images of a JSON file, and its split.
+    """Folders that may hold a JSON file's images, and its split.
 
-    They lie beside it, or in val2017/ or images/val2017/ with annotations/instances_val2017.json.
+    Images lie next to it or, for annotations/instances_val2017.json, in val2017/ or images/val2017/.
     """
     name = path.stem.partition("_")[2]
     root = source if source.is_dir() else path.parent
@@ -220,7 +220,7 @@ def _coco_places(path: Path, source: Path) -> tuple[list[Path], str]:
 
 
 def _coco_area(segmentation: Any, size: Size) -> Area:
-    """Pixels of polygons, whose union it is, or of run lengths by column, compressed or not."""
+    """Area of the union of polygons, or of run lengths in column order, compressed or not."""
     if not segmentation:
         raise ValueError(
             "is a box without a segmentation. Export instance or semantic segmentation"
@@ -240,7 +240,7 @@ def _coco_area(segmentation: Any, size: Size) -> Area:
     for points in segmentation:
         if not isinstance(points, list):
             raise ValueError(
-                "has a segmentation that is no list of polygons [[x, y, x, y, x, y]]"
+                "has a segmentation that is not a list of polygons [[x, y, x, y, x, y]]"
             )
         covered |= polygon(points, size)
 
@@ -250,7 +250,7 @@ def _coco_area(segmentation: Any, size: Size) -> Area:
 def labelme(source: Path, names: Sequence[str]) -> Export:
     """Labels of a folder of JSON files with their images, subfolders included; later shapes cover earlier ones.
 
-    labelme turns photos upright as EXIF says, so the class table gets `exif: apply`.
+    labelme rotates photos upright by their EXIF data, so the class table gets `exif: apply`.
     """
     files = [
         path
@@ -259,7 +259,7 @@ def labelme(source: Path, names: Sequence[str]) -> Export:
     ]
     if not files:
         raise DataError(
-            f"{source} has no JSON files. Set source to the folder where labelme saved them."
+            f"{source} has no JSON files. Set source to the folder where labelme saved its files."
         )
 
     export = Export(exif="apply")
@@ -271,20 +271,20 @@ def labelme(source: Path, names: Sequence[str]) -> Export:
 
 
 def _read_labelme(path: Path, name: Path, export: Export) -> None:
-    """Add the image of a JSON file, with its shapes."""
+    """Add the image of a JSON file and its shapes."""
     content = load_json(path, "shapes", "imagePath", "imageHeight", "imageWidth")
     size = int(content["imageHeight"]), int(content["imageWidth"])
     shapes = [_labelme_shape(shape) for shape in content["shapes"]]
     listed = str(content["imagePath"]).replace("\\", "/")
     try:
         image = find_image([path.parent], listed)
-    except DataError:  # it was labelled elsewhere
+    except DataError:  # the path is from another machine
         image = find_image([path.parent], PurePosixPath(listed).name)
     export.add("", str(name), image, size, shapes)
 
 
 def _labelme_shape(shape: dict[str, Any]) -> tuple[str, Shape | str]:
-    """Label and shape of an entry."""
+    """Label and shape of a JSON entry."""
     label, kind = str(shape["label"]), str(shape.get("shape_type") or "polygon")
     if kind in WITHOUT_AREA:
         return "", f"a {kind} of {label} has no area. Draw a polygon"
@@ -301,13 +301,13 @@ def _labelme_shape(shape: dict[str, Any]) -> tuple[str, Shape | str]:
         left, top = min(points)
         return label, partial(_png, str(shape.get("mask")), round(left), round(top))
 
-    return label, f"is a {kind} of {len(points)} points, which is not read"
+    return label, f"is a {kind} of {len(points)} points, which is not supported"
 
 
 def _png(text: str, left: int, top: int, size: Size) -> Area:
-    """A mask of part of the image: a PNG in base64 whose pixels are not 0."""
+    """Area of the nonzero pixels of a base64 PNG that covers part of the image."""
     part = None
-    with suppress(ValueError, cv2.error):  # no base64, or empty
+    with suppress(ValueError, cv2.error):  # not base64, or empty
         data = np.frombuffer(base64.b64decode(text), np.uint8)
         part = cv2.imdecode(data, cv2.IMREAD_GRAYSCALE)
 
@@ -319,7 +319,7 @@ def _png(text: str, left: int, top: int, size: Size) -> Area:
 
 
 def cvat(source: Path, names: Sequence[str]) -> Export:
-    """Labels of annotations.xml with its images beside it or in images/; a higher z_order covers a lower one."""
+    """Labels of annotations.xml, with images next to it or in images/; a higher z_order covers a lower one."""
     path = source if source.is_file() else source / "annotations.xml"
     try:
         root = ElementTree.parse(path).getroot()
@@ -330,7 +330,7 @@ def cvat(source: Path, names: Sequence[str]) -> Export:
 
     if root.find("track") is not None:
         raise DataError(
-            f"{path} is of a video. Export from CVAT as `CVAT for images 1.1`, with the images."
+            f"{path} is for a video. Export from CVAT as `CVAT for images 1.1`, with the images."
         )
 
     export = Export()
@@ -346,7 +346,7 @@ def cvat(source: Path, names: Sequence[str]) -> Export:
 def _read_cvat(
     image: ElementTree.Element, name: str, folder: Path, export: Export
 ) -> None:
-    """Add an image, with its shapes."""
+    """Add an image and its shapes."""
     subset = image.get("subset", "")
     split = split_name(subset)
     folders = [folder / place for place in (f"images/{subset}", "images", "")]
@@ -358,7 +358,7 @@ def _read_cvat(
 
 
 def _cvat_shape(element: ElementTree.Element) -> tuple[str, Shape | str]:
-    """Label and shape of an element."""
+    """Label and shape of an XML element."""
     label, kind = element.attrib["label"], element.tag
 
     def numbers(*keys: str) -> list[float]:
@@ -368,7 +368,7 @@ def _cvat_shape(element: ElementTree.Element) -> tuple[str, Shape | str]:
     if float(element.get("rotation", 0)):
         return (
             label,
-            f"is a rotated {kind}, which is not read. Convert it to a polygon in CVAT",
+            f"is a rotated {kind}, which is not supported. Convert it to a polygon in CVAT",
         )
 
     if kind == "polygon":
@@ -385,13 +385,13 @@ def _cvat_shape(element: ElementTree.Element) -> tuple[str, Shape | str]:
         part = height, width
         return label, partial(_pasted, partial(runs, counts), part, left, top)
 
-    return "", f"a {kind} of {label} is not read. Draw a polygon"
+    return "", f"a {kind} of {label} is not supported. Draw a polygon"
 
 
 def voc(source: Path, names: Sequence[str]) -> Export:
     """Labels of JPEGImages, SegmentationClass and ImageSets/Segmentation.
 
-    labelmap.txt names the colors; without it, `names` are those of the ids 0, 1, 2, ...
+    labelmap.txt names the colors; without it, `names` are the classes of the ids 0, 1, 2, ...
     """
     roots = [
         path
@@ -421,7 +421,7 @@ def voc(source: Path, names: Sequence[str]) -> Export:
         lists = [path for path in lists if path.stem != "trainval"]
     if not lists:
         export.faults.append(
-            f"{root} has no list in ImageSets/Segmentation. Without lists, data=folder reads the two folders."
+            f"{root} has no list in ImageSets/Segmentation. Without lists, data=folder can read the two folders."
         )
 
     for path in lists:
@@ -443,7 +443,7 @@ def voc(source: Path, names: Sequence[str]) -> Export:
 def _voc_target(
     image: Path, mask: Path, table: MaskTable, ids: Mapping[str, int]
 ) -> Uint8:
-    """Train ids of a mask that is drawn in ids or colors of its own table."""
+    """Train ids of a mask that holds ids or colors of `table`."""
     lut = np.full(256, IGNORE_INDEX, np.uint8)
     names = table.classes.names
     lut[: len(names)] = [ids.get(name, IGNORE_INDEX) for name in names]
@@ -453,7 +453,7 @@ def _voc_target(
 
 
 def _voc_table(path: Path, names: Sequence[str]) -> MaskTable:
-    """The colors in CVAT's labelmap.txt, whose lines are `name:r,g,b:parts:actions`, or else the ids of `names`."""
+    """Table of the colors in CVAT's labelmap.txt (lines `name:r,g,b:parts:actions`), or else of the ids of `names`."""
     table: dict[str, Any] = {"names": [*names], "masks": "ids"}
     if path.is_file():
         lines = [each for each in path.read_text().splitlines() if each.strip()]
@@ -463,8 +463,8 @@ def _voc_table(path: Path, names: Sequence[str]) -> MaskTable:
         table = {"names": own, "palette": colors, "masks": "colors"}
     elif not names:
         raise DataError(
-            f"{path} does not exist, so nothing says what the masks hold. Set names=[...] to the names of the ids "
-            "0, 1, 2, ... If this is Pascal VOC itself, data=voc reads it as it is."
+            f"{path} does not exist, so the classes in the masks are unknown. Set names=[...] to the names of the ids "
+            "0, 1, 2, ... If this is Pascal VOC itself, use data=voc without an import."
         )
     try:
         return mask_table_of(table, "voc")
@@ -472,7 +472,7 @@ def _voc_table(path: Path, names: Sequence[str]) -> MaskTable:
         raise DataError(f"{path}: {error}") from None
 
 
-# Arguments: source, and the names that the user gave, in their order. Raises DataError for a source of another format.
+# Arguments: source, and the user's names, in their order. Raises DataError for a source of another format.
 IMPORTERS: dict[str, Callable[[Path, Sequence[str]], Export]] = {
     "voc": voc,
     "coco": coco,

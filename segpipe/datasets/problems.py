@@ -1,4 +1,4 @@
-"""Checks a data set before the first step, rather than hours into a run."""
+"""Checks of a data set before the first step, rather than hours into a run."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from segpipe.errors import DataError, listed
 from segpipe.settings.groups import DataConfig
 
 FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores
-BLOCK = 1024  # pairs that are checked before the pixels so far are looked at
-RARE = 0.05  # share of the masks of a split that are of another kind by mistake
-SOME = 16  # samples of a user's class that are read to check it
+BLOCK = 1024  # pairs to check between comparisons with FULL_VERIFY_PIXELS
+RARE = 0.05  # up to this share of a split's masks, another kind is probably a mistake
+SOME = 16  # samples to read when checking a user's data set class
 
 
 def verify(data: DataConfig, sets: Mapping[str, DataSet]) -> None:
-    """Raise DataError for the first problem of splits that were opened.
+    """Raise DataError for the first problem of the opened splits.
 
     `data.verify`: "headers" checks pairs, sizes and the ends of files, "full" decodes everything, "auto" the first 300
     million pixels of a split.
@@ -66,7 +66,7 @@ def verify(data: DataConfig, sets: Mapping[str, DataSet]) -> None:
                         print(note, file=sys.stderr)
             if split != "train":
                 check_scorable(samples, split)
-    finally:  # once: splits of one folder share their facts
+    finally:  # once, since splits of one folder share their facts
         for samples in sets.values():
             keep_facts(samples)
 
@@ -78,12 +78,11 @@ def problems(
     progress: Progress = silent,
     grouped: bool = False,
 ) -> Iterator[str]:
-    """Message for every problem of the data; calls `progress(done, total)` after each block of pairs.
+    """A message for every problem of the data; calls `progress(done, total)` after each block of pairs.
 
-    With `grouped`, files with the same fault have one message, with their number and the
-    first names.
+    With `grouped`, files with the same fault share one message, with their number and the first names.
     """
-    found: dict[str, DataError] = {}  # what concerns all splits comes once
+    found: dict[str, DataError] = {}  # by message: problems of all splits appear once
     for part, split in parts(data, splits):
         samples, faults = open_readable(part, split, 0)
         errors = [DataError(fault) for fault in faults]
@@ -97,7 +96,7 @@ def problems(
 def _errors(
     data: DataConfig, samples: DataSet, progress: Progress
 ) -> Iterator[DataError]:
-    """Each problem of the samples of one data set."""
+    """Every problem of the samples of one data set."""
     for files in samples.file_sets():
         yield from _file_errors(data, files, progress)
 
@@ -110,7 +109,7 @@ def _errors(
 def _file_errors(
     data: DataConfig, files: FileSamples, progress: Progress
 ) -> Iterator[DataError]:
-    """Problems of files that are paired."""
+    """Every problem of image and mask files."""
     num_pixels = 0
     for start in range(0, len(files), BLOCK):
         decode = data.verify == "full"
@@ -122,7 +121,7 @@ def _file_errors(
                 checked = threaded(
                     partial(_checked, files, data.max_pixels, decode), block
                 )
-            finally:  # also when stopped: what is kept must not call a damaged file whole
+            finally:  # also if interrupted: the saved facts must not call a damaged file intact
                 damaged = JPEG_DAMAGE.search(written())
                 for pair in block if damaged else ():
                     files.facts.forget(pair.image)
@@ -137,13 +136,13 @@ def _file_errors(
 def _checked(
     files: FileSamples, most_pixels: int, decode: bool, pair: Pair
 ) -> tuple[int, list[DataError]]:
-    """Pixels of a pair, and what is wrong with it; with `decode`, all of each file is read, not only its header."""
+    """Number of pixels of a pair, and its problems; with `decode`, reads whole files, not only their headers."""
     facts, table = files.facts, files.table
     errors: list[DataError] = []
     headers: list[Header] = []
 
     def check(path: str, is_mask: bool, header: Header) -> None:
-        """Raise DataError for a file that should not be decoded."""
+        """Raise DataError for a file that must not be decoded."""
         area = header.height * header.width
         if area > most_pixels:
             raise DataError(
@@ -165,7 +164,9 @@ def _checked(
                 known = facts.whole(path, own, mask=is_mask)
                 header = known.header
                 if is_mask and content_of(table, header, known.values)[-1]:
-                    read_target(table, path)  # raises, and names the first pixel
+                    read_target(
+                        table, path
+                    )  # raises an error that names the first pixel
             headers.append(header)
         except DataError as error:
             errors.append(error)
@@ -182,7 +183,7 @@ def _checked(
 
 
 def _grouped(errors: Iterable[DataError]) -> Iterator[str]:
-    """A message for each cause."""
+    """One message per cause."""
     same: dict[str, list[DataError]] = {}
     for error in errors:
         same.setdefault(error.cause or f"fault {len(same)}", []).append(error)
@@ -196,31 +197,31 @@ def _grouped(errors: Iterable[DataError]) -> Iterator[str]:
 
 
 def missing_labels(split: str, samples: DataSet) -> Iterator[str]:
-    """Warnings about images without a labelled pixel, classes that no image has, and a few black-and-white masks."""
+    """Warnings about images without labelled pixels, classes without images, and a few black-and-white masks."""
     indices = samples.countable()
     content = np.array(over(samples, samples.content, indices))
     counts, ignored, unknown = content[:, :-2], content[:, -2], content[:, -1]
     if unknown.any():
-        samples.counts(indices[unknown.argmax()])  # raises, and names a pixel
+        samples.counts(indices[unknown.argmax()])  # raises an error that names a pixel
     empty = np.flatnonzero(counts.sum(1) == 0)
     if empty.size:
         yield (
             f"{empty.size} of the {len(indices)} images of {split} have no labelled pixel, such as "
-            f"{samples.name(indices[empty[0]])}: check their masks, and which ids the class table ignores."
+            f"{samples.name(indices[empty[0]])}. Check their masks, and which ids the class table ignores."
         )
 
     binary = (np.count_nonzero(counts, axis=1) == 1) & (ignored > 0)
     if 0 < binary.sum() <= RARE * len(indices) and not ignored[~binary].any():
         yield (
             f"{binary.sum()} of the {len(indices)} masks of {split}, such as that of "
-            f"{samples.name(indices[binary.argmax()])}, hold one class and ignored pixels, which no other mask has: "
-            "black-and-white masks of 0 and 255 among masks of ids?"
+            f"{samples.name(indices[binary.argmax()])}, hold one class and ignored pixels, unlike all other masks. "
+            "Are they black-and-white masks (0 and 255) among masks of ids?"
         )
 
     names = samples.classes.names
     absent = [names[train] for train in np.flatnonzero(counts.sum(0) == 0)]
     if absent and len(indices) == len(samples):
-        result = "have no IoU and do not enter the mean"
+        result = "have no IoU and are left out of the mean"
         if split == "train":
             result = "cannot be learned"
         yield (
@@ -230,9 +231,9 @@ def missing_labels(split: str, samples: DataSet) -> Iterator[str]:
 
 
 def check_overlap(train: DataSet, val: DataSet, split: str) -> None:
-    """Raise DataError if images of validation are training images too, where both lie in files.
+    """Raise DataError if validation images are also training images; only for data sets in files.
 
-    Reads only files whose sizes occur in both, and whose SHA-256 is not known.
+    Reads only files whose size occurs in both splits and whose SHA-256 is not known.
     """
     sides = [
         {
@@ -256,13 +257,13 @@ def check_overlap(train: DataSet, val: DataSet, split: str) -> None:
     if found:
         raise DataError(
             f"{len(found)} of the images of split {split} are training images, byte for byte (the first: "
-            f"{' = '.join(found[0])}): the score would be too good. Remove them from one of the two, or set "
+            f"{' = '.join(found[0])}): the score would be too high. Remove them from one of the two, or set "
             f"data.allow_overlap=true."
         )
 
 
 class CensusRow(NamedTuple):
-    """One sample: its place in the split, and what its target holds, as `DataSet.content` says it."""
+    """One sample: its index in the split, and the content of its target, as in `DataSet.content`."""
 
     place: int
     content: Int64
@@ -270,7 +271,7 @@ class CensusRow(NamedTuple):
 
 
 class Census(NamedTuple):
-    """A split as it was opened, and a row for each sample that can be read, in their order."""
+    """An opened split, and a row for each readable sample, in order."""
 
     split: str
     samples: DataSet
@@ -278,19 +279,19 @@ class Census(NamedTuple):
 
     @property
     def table(self) -> Int64:
-        """Pixels of each class, of ignored ones, and of values that the class table does not have, int64 (n, C + 2)."""
+        """Pixels per sample of each class, of ignored ones, and of values not in the class table, int64 (n, C + 2)."""
         shape = (len(self.rows), self.samples.classes.num_classes + 2)
         return np.array([row.content for row in self.rows]).reshape(shape)
 
 
 def take(split: str, samples: DataSet, progress: Progress) -> Census:
-    """The census of a split: of all files, and of some samples of any other data set.
+    """The census of a split: all samples of a data set in files, some of any other.
 
-    A file that cannot be read is left out: problems.py reports it.
+    Skips unreadable files, which `problems` reports.
     """
 
     def examine(index: int) -> CensusRow | None:
-        """The row of a sample; None for one that cannot be read."""
+        """The row of a sample; None for an unreadable one."""
         with suppress(DataError):
             return CensusRow(index, samples.content(index), samples.size(index))
         return None

@@ -1,4 +1,4 @@
-"""A class table for masks that come without one, from the ids or colors that they hold."""
+"""Proposes a class table for masks without one, from the ids or colors that they hold."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from segpipe.data.readers import (
 from segpipe.errors import DataError
 
 MOST_CLASSES = 254
-MANY = 40  # ids or colors: of blended values there are soon that many
+MANY = 40  # ids or colors; blended values soon exceed this
 MANY_CLASSES = (
-    "# Warning: so many? If the rare ones are no classes, masks were resized with interpolation,\n"
+    "# Warning: many classes. If the rare ones are not classes, masks were resized with interpolation,\n"
     "# smoothed or stored as JPEG: export class masks as PNG."
 )
 BINARY = [0, 255]  # the ids of black and white masks
@@ -29,22 +29,22 @@ BINARY = [0, 255]  # the ids of black and white masks
 
 @dataclass
 class Tally:
-    """What all masks hold."""
+    """Content of all masks."""
 
     kind: str  # ids or colors
     pixels: Counter[Value] = field(default_factory=Counter)
     files: Counter[Value] = field(default_factory=Counter)
-    # That files give to ids.
+    # Colors of ids in the files' palettes.
     palette: dict[Value, tuple[int, ...]] = field(default_factory=dict)
     richest: tuple[int, str] = (0, "")  # most values of one mask, and its path
 
     def share(self, value: Value) -> str:
-        """Percentage of the pixels."""
+        """A value's percentage of the pixels, as text."""
         return f"{100 * self.pixels[value] / self.pixels.total():.2f} % of the pixels"
 
 
 def propose(masks: Sequence[str], progress: Progress = silent) -> str:
-    """Text of a classes.yaml for mask files. Raises DataError when they hold no classes, or ids and colors."""
+    """Text of a classes.yaml for mask files. Raises DataError if they hold no classes, or both ids and colors."""
     tally = _tally(masks, progress)
     values = sorted(tally.pixels)
     if len(values) > MOST_CLASSES:
@@ -55,18 +55,18 @@ def propose(masks: Sequence[str], progress: Progress = silent) -> str:
             "number objects instead of classes. Export class masks as PNG."
         )
 
-    # Id 255 is a class only where there is none but 0 beside it.
+    # Id 255 is a class only if 0 is the only other id.
     classes = [value for value in values if value != IGNORE_INDEX or values == BINARY]
     if len(classes) < 2:
         held = " and ".join(map(str, values))
         raise DataError(
-            f"all {len(masks)} masks hold nothing but {held}, and one class is nothing "
-            "to learn. Check that they were exported with their objects: many tools "
-            "write black masks if not told otherwise. (255 counts as ignored. If it is "
+            f"all {len(masks)} masks hold only {held}, but training needs at least "
+            "two classes. Check that they were exported with their objects: many tools "
+            "write black masks by default. (255 counts as ignored. If it is "
             "a class, write classes.yaml by hand, see docs/data.md.)"
         )
 
-    lines = [f"# Proposed from {len(masks)} masks. Give the classes their names."]
+    lines = [f"# Proposed from {len(masks)} masks. Name the classes."]
     if len(classes) > MANY:
         lines.append(MANY_CLASSES)
 
@@ -99,14 +99,14 @@ def _table(tally: Tally, classes: Sequence[Value]) -> list[str]:
     if colored:
         note = "  # move the color of unlabelled pixels here, as in [[0, 0, 0]], with its name"
     elif IGNORE_INDEX in tally.pixels:
-        note = f"  # {tally.share(IGNORE_INDEX)}: a class, if this is not 0"
+        note = f"  # {tally.share(IGNORE_INDEX)}; if this is not 0, maybe a class"
 
     ignored = [] if IGNORE_INDEX in classes else [IGNORE_INDEX]
     return [*lines, f"ignore: {ignored}{note if ignored else ''}"]
 
 
 def _tally(masks: Sequence[str], progress: Progress) -> Tally:
-    """What the masks hold: ids or colors. Colors with three equal channels are ids, if there are no others."""
+    """Content of the masks: ids or colors. Colors with three equal channels count as ids if there are no others."""
     examples: dict[str, str] = {}
     tally = Tally("")
     found = threaded(lambda path: values_of(read_mask(path)), masks, progress)
@@ -120,8 +120,8 @@ def _tally(masks: Sequence[str], progress: Progress) -> Tally:
             if color and tally.palette.setdefault(value, color) != color:
                 raise DataError(
                     f"index {value} of the palette of {path} has the color {color}, but {tally.palette[value]} in "
-                    "masks before it: a tool has reordered palettes. Write classes.yaml by hand with `masks: colors` "
-                    "and a palette if the colors count, or `masks: ids` if the indices do."
+                    "earlier masks: a tool has reordered palettes. Write classes.yaml by hand, with `masks: colors` "
+                    "and a palette if the colors are right, or `masks: ids` if the indices are."
                 )
 
     if all(isinstance(value, int) or len(set(value)) == 1 for value in tally.pixels):
@@ -138,7 +138,7 @@ def _tally(masks: Sequence[str], progress: Progress) -> Tally:
 
 
 def _greys(counts: Counter[Value]) -> Counter[Value]:
-    """The same with a color of three equal channels as the id of that value."""
+    """The same counts, with each gray color replaced by the id of its value."""
     ids: Counter[Value] = Counter()
     for value, count in counts.items():
         if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""From what was typed, `key=value` or options with dashes, to values with types: of a command's keys, or a Config."""
+"""Parse `key=value` arguments and options with dashes into typed values of a command's keys, or into a Config."""
 
 import logging
 import re
@@ -45,23 +45,23 @@ from segpipe.settings.setting import (
 )
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# In a clone the folder lies beside the package, in an installed wheel inside it.
+# In a clone, conf/ lies next to the package; in an installed wheel, inside it.
 CONF = next(
     path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if path.is_dir()
 )
 MULTIRUN = ("-m", "--multirun")
 CONFIG_DIR = ("-cd", "--config-dir")
 SHOW = ("-c", "--cfg")
-# Options of a training; their values are of these types.
+# Options of `segpipe train`, with an example of each value's type.
 OPTIONS: Values = {
     **dict.fromkeys(MULTIRUN, False),
     **dict.fromkeys((*CONFIG_DIR, *SHOW), ""),
 }
-# Text in Hydra's grammar of sweeps; other text is taken as it was typed, and a comma parts two jobs.
+# Text in Hydra's sweep grammar; other text is taken literally, and a comma separates two jobs.
 SWEEP = re.compile(
     r"""['"]|^(choice|range|interval|glob|shuffle|sort|tag|str|json_str)\("""
 )
-# Below OmegaConf's messages; names only its classes.
+# Lines that OmegaConf appends to its messages; they name only its classes.
 OMEGACONF_LINE = re.compile(r"\s*(full_key: |reference_type=|object_type=)")
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -72,9 +72,9 @@ OmegaConf.register_new_resolver(
 
 @dataclass
 class CommandLine:
-    """What was typed for a training."""
+    """The command line of `segpipe train`, parsed."""
 
-    # As Hydra needs them, the added folders among them.
+    # In Hydra's form, including the added folders.
     overrides: list[str] = field(default_factory=list)
     added: list[Path] = field(default_factory=list)  # folders with further files
     sweeps: bool = False
@@ -82,7 +82,7 @@ class CommandLine:
 
 
 def command_line(arguments: Sequence[str]) -> CommandLine:
-    """The arguments, checked. Folders are relative to the current one.
+    """The arguments, checked. Folders are relative to the current folder.
 
     Raises ConfigError with a line for each key, file of conf/ or value that is not valid.
     """
@@ -109,7 +109,7 @@ def command_line(arguments: Sequence[str]) -> CommandLine:
         except ConfigError as error:
             problems.append(str(error))
     if problems and not line.sweeps:
-        # What can be read may be wrong, too: one attempt tells all.
+        # The valid overrides may contradict each other, too: report everything in one attempt.
         try:
             check(composed(line))
         except ConfigError as error:
@@ -131,7 +131,7 @@ def choices(group: str, added: Sequence[Path] = ()) -> list[str]:
 
 
 def _is_sweep(text: str, added: Sequence[Path]) -> bool:
-    """Whether an override chooses an experiment that is a sweep."""
+    """Whether an override selects an experiment that is a sweep."""
     name = f"{text.replace('=', '/')}.yaml"
     paths = [folder / name for folder in (CONF, *added)]
     return text.startswith("experiment=") and any(
@@ -140,10 +140,9 @@ def _is_sweep(text: str, added: Sequence[Path]) -> bool:
 
 
 def _override(text: str, line: CommandLine) -> str:
-    """`text` as Hydra needs it: text in quotes, and entries of a mapping added.
+    """`text` in Hydra's form: strings quoted, and entries of a mapping added with ++.
 
-    Raises ConfigError for a key, a file of conf/ or a value that is not valid. The values of a sweep are checked with
-    its jobs.
+    Raises ConfigError for an invalid key, file of conf/ or value. The values of a sweep are checked with its jobs.
     """
     key, equals, value = text.partition("=")
     key = key.lstrip("+")
@@ -152,7 +151,7 @@ def _override(text: str, line: CommandLine) -> str:
     hint = nearest(key.strip("-"), [*SETTINGS, *GROUPS])
     if key.startswith("-"):
         raise ConfigError(
-            f"{key} is no option of segpipe. Settings are written without dashes, as KEY=VALUE.{hint}"
+            f"{key} is not an option of segpipe. Settings are written without dashes, as KEY=VALUE.{hint}"
         )
     if not equals or not key:
         raise ConfigError(f"{text!r} is not of the form key=value.{hint}")
@@ -189,12 +188,12 @@ def _check_value(key: str, text: str) -> None:
 
 
 def _parsed(key: str, text: str, example: str) -> Override:
-    """An override in Hydra's grammar. Raises ConfigError for one that cannot be read."""
+    """An override, parsed by Hydra's grammar. Raises ConfigError for a syntax error."""
     try:
         return OverridesParser.create().parse_override(f"{key}={text}")
     except HydraException:
         raise ConfigError(
-            f"'{key}={text}' cannot be read. Write it like {key}={example}."
+            f"'{key}={text}' cannot be parsed. Write it like {key}={example}."
         ) from None
 
 
@@ -205,20 +204,20 @@ def unquoted(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Text as Hydra's grammar takes it: backslashes before a quote are doubled, and an inner quote gets one more."""
+    """Text quoted for Hydra's grammar: backslashes before a quote are doubled, and an inner quote is escaped."""
     inner = re.sub(r'(\\+)("|$)', r"\1\1\2", unquoted(text)).replace('"', '\\"')
     return f'"{inner}"'
 
 
 def _value(entry: Setting, text: str) -> Any:
-    """Value of `text` for a setting: text as it was typed, all else in Hydra's grammar."""
+    """Value of `text` for a setting: strings are taken literally, all else is parsed by Hydra's grammar."""
     if entry.is_text:
         return unquoted(text)
     parsed = _parsed(entry.key, text, shown(entry.default))
     if parsed.is_sweep_override():
         raise ConfigError(
-            f"'{entry.key}={text}' has several values. A list: {entry.key}=[{text}]. "
-            f"One training for each: add --multirun."
+            f"'{entry.key}={text}' has several values. For a list, write {entry.key}=[{text}]; "
+            f"for one run per value, add --multirun."
         )
     return parsed.value()
 
@@ -230,11 +229,11 @@ def parse(
     *,
     overrides: bool = False,
 ) -> Values:
-    """Values of the keys of a command, and of those settings of a run, whose keys have a dot, that are given.
+    """Values of a command's keys, and of the settings of a run (keys with a dot) that are given.
 
-    Keys in `positional` may be given without their name, in this order. With `overrides`, all other arguments are those
-    of a training, and come under this name. Raises ConfigError for unknown and missing keys and for values that do not
-    fit.
+    Keys in `positional` may be given without their name, in this order. With `overrides`, all other arguments are
+    settings of a training, returned under this name. Raises ConfigError for unknown and missing keys and for invalid
+    values.
     """
     known = {key.key: key for key in keys}
     defaults = {name: entry.default for name, entry in known.items()}
@@ -248,7 +247,7 @@ def parse(
 
 
 def complete(values: Values, keys: Sequence[Setting]) -> Values:
-    """The values with their types, and the defaults of the keys that are not given. Raises as `parse` does."""
+    """The values, converted to their types, with defaults for missing keys. Raises as `parse` does."""
     known = {key.key: key for key in keys}
     refuse(_unknown(name, known) for name in values if name not in known)
     missing = [
@@ -276,7 +275,7 @@ def _pairs(
     positional: Sequence[str],
     others: list[str],
 ) -> Iterator[tuple[str, str]]:
-    """Key and text of each argument: key=text, or an option with dashes; what `defaults` lacks goes to `others`."""
+    """Key and text of each key=text argument or option with dashes; keys not in `defaults` go to `others`."""
     rest = list(arguments)
     nameless = list(positional)
     while rest:
@@ -297,7 +296,7 @@ def _pairs(
 
 
 def _following(default: Any, rest: list[str]) -> str:
-    """What an option takes of the arguments after it: one value, all for a list, none for a switch."""
+    """Text of an option from the arguments after it: one value, all values for a list, none for a switch."""
     if isinstance(default, bool):
         return "true"
     is_list = isinstance(default, list)
@@ -308,9 +307,9 @@ def _following(default: Any, rest: list[str]) -> str:
 
 
 def with_settings(config: Config, given: Values) -> Config:
-    """`config` with the settings in `given` replaced; keys without a dot are no settings.
+    """`config` with the settings in `given` replaced; keys without a dot are skipped.
 
-    A `loss.backend` that needs a certain machine becomes auto: the network may have been trained on another one.
+    A `loss.backend` that needs certain hardware becomes auto: the network may have been trained on another machine.
     """
     values = flat(config)
     if config.loss.backend != "plain":
@@ -322,12 +321,12 @@ def with_settings(config: Config, given: Values) -> Config:
 
 
 def compose(arguments: Sequence[str]) -> Config:
-    """The configuration of a single run. Raises ConfigError naming the key, the value and the nearest valid ones."""
+    """The configuration of a single run. Raises ConfigError with the key, the value and the nearest valid ones."""
     return composed(command_line(arguments))
 
 
 def composed(line: CommandLine) -> Config:
-    """The configuration that the overrides of a single run stand for."""
+    """The configuration of a single run from its parsed command line."""
     logging.getLogger("hydra").setLevel(logging.ERROR)
     GlobalHydra.instance().clear()
     with (
@@ -338,10 +337,10 @@ def composed(line: CommandLine) -> Config:
 
 
 def resolve(composed: DictConfig) -> Config:
-    """Config from what Hydra composed, whose plug-ins are trusted: the user named them.
+    """Config from Hydra's composed configuration. Trusts its plug-ins, since the user named them.
 
-    Raises ConfigError for unknown keys, wrong types, and a folder that nothing would read. Runs that were started with
-    one can still be loaded, so `check` does not ask for it.
+    Raises ConfigError for unknown keys, wrong types, and a data.root that nothing would read. `check` allows the last,
+    so that old runs with one can still be loaded.
     """
     values = OmegaConf.to_container(
         composed, resolve=True, enum_to_str=True, throw_on_missing=True
@@ -351,8 +350,8 @@ def resolve(composed: DictConfig) -> Config:
     config = from_mapping({str(key): value for key, value in values.items()})
     if config.data.name == "synthetic" and config.data.root and not config.data.mix:
         raise ConfigError(
-            f"data.root = {config.data.root}, but data=synthetic, the default, draws "
-            f"its scenes and reads no files. Add data=folder, or leave data.root out."
+            f"data.root = {config.data.root}, but data=synthetic, the default, generates "
+            f"its scenes and reads no files. Add data=folder, or remove data.root."
         )
     plugins.trust(path for _, path in config.import_paths)
     return config
@@ -360,7 +359,7 @@ def resolve(composed: DictConfig) -> Config:
 
 @contextmanager
 def explained(added: Sequence[Path]) -> Iterator[None]:
-    """Errors of Hydra, OmegaConf and YAML become a ConfigError that names the setting or the file."""
+    """Converts errors of Hydra, OmegaConf and YAML to a ConfigError that names the setting or the file."""
     folders = (CONF, *added)
     try:
         yield
@@ -372,8 +371,8 @@ def explained(added: Sequence[Path]) -> Iterator[None]:
         ) from error
     except RecursionError as error:
         raise ConfigError(
-            f"The defaults of a file in {' and '.join(map(str, folders))} lead back to "
-            f"the file itself. Remove one of them."
+            f"The defaults of a file in {' and '.join(map(str, folders))} include "
+            f"the file itself, perhaps indirectly. Remove one of them."
         ) from error
     except (
         HydraException,
@@ -385,7 +384,7 @@ def explained(added: Sequence[Path]) -> Iterator[None]:
 
 
 def _explanation(error: Exception) -> str:
-    """What is wrong with a setting that Hydra or OmegaConf refused, on one line."""
+    """Why Hydra or OmegaConf refused a setting, on one line."""
     errors = [each for each in (error, error.__cause__) if each]
     lines = [line for each in errors for line in str(each).splitlines()]
     text = " ".join(line.strip() for line in lines if not OMEGACONF_LINE.match(line))
@@ -394,11 +393,11 @@ def _explanation(error: Exception) -> str:
     unresolved = (InterpolationResolutionError, MissingMandatoryValue)
     if any(isinstance(each, unresolved) for each in errors):
         return (
-            f"{key}: {text}. Give it a value, or name what exists, a setting or a "
-            f"variable; \\${{ stands for ${{."
+            f"{key}: {text}. Give it a value, or refer to an existing setting or "
+            f"variable; \\${{ escapes ${{."
         )
     if "find 'hydra/" in text:
-        return f"{text}. Others come by pip install 'segpipe[joblib]', 'segpipe[submitit]' or 'segpipe[optuna]'."
+        return f"{text}. For others, pip install 'segpipe[joblib]', 'segpipe[submitit]' or 'segpipe[optuna]'."
     if key == "experiment" or key.startswith("_"):
         return f"{text}. The first line of an experiment is `# @package _global_`, without a byte order mark before it."
     if not key or key.partition("[")[0] in SETTINGS or key.startswith("hydra"):

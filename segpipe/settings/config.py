@@ -1,6 +1,6 @@
 """The configuration of a run: all groups of settings, conversion from and to plain mappings, and their checks.
 
-Imports no torch and builds nothing, so that `segpipe train --help` and a wrong key answer at once.
+Imports no torch and builds nothing, so `segpipe train --help` and errors about wrong keys appear at once.
 """
 
 import hashlib
@@ -63,17 +63,17 @@ class Config:
 
     @property
     def run_dir(self) -> Path:
-        """Folder of the run. It depends on nothing but the configuration, so all ranks agree on it."""
+        """Folder of the run. Depends only on the configuration, so all ranks agree on it."""
         return Path(self.run.root) / self.run.name
 
     @property
     def global_batch(self) -> int:
-        """Samples of one optimizer update, for any number of processes."""
+        """Samples per optimizer update, for any number of processes."""
         return self.compute.shards * self.compute.samples_per_shard
 
     @property
     def import_paths(self) -> list[tuple[str, str]]:
-        """Settings that name code of the user which can reach the numbers, with the import path of each."""
+        """(setting, import path) of the user's code that can affect the numbers."""
         named = []
         for key, value in flat(self).items():
             if SETTINGS[key].plugin and not SETTINGS[key].free:
@@ -92,7 +92,7 @@ MAPPINGS = tuple(
     key for key, entry in SETTINGS.items() if isinstance(entry.default, dict)
 )
 
-# Of an entry of data.mix.
+# Keys of an entry of data.mix.
 MIX = {
     entry.key: entry
     for entry in (
@@ -120,7 +120,7 @@ def from_mapping(values: Values) -> Config:
         else:
             given[str(name)] = value
 
-    if given.get("augment.color_on") == "worker":  # as it is now
+    if given.get("augment.color_on") == "worker":  # today's only behavior
         del given["augment.color_on"]
     unknown = [no_setting(key) for key in given if key not in SETTINGS]
     known = {key: value for key, value in given.items() if key in SETTINGS}
@@ -131,7 +131,7 @@ def from_mapping(values: Values) -> Config:
 
 
 def no_setting(key: str) -> str:
-    """Why `key` cannot be set: a group, or unknown."""
+    """Why `key` cannot be set: it is a group, or unknown."""
     inside = [known for known in SETTINGS if known.startswith(f"{key}.")]
     if inside:
         return f"{key} is a group of settings. Set one of them, such as {inside[0]}."
@@ -139,7 +139,7 @@ def no_setting(key: str) -> str:
 
 
 def saved_config(folder: Path) -> Config:
-    """The configuration of a run, from config.json. Raises ConfigError when that is missing, damaged or foreign."""
+    """The configuration of a run, from config.json. Raises ConfigError if the file is missing, damaged or foreign."""
     path = folder / "config.json"
     try:
         return from_mapping(read_json(path))
@@ -160,13 +160,13 @@ def flat(config: Config) -> Values:
 
 
 def recipe(config: Config) -> Values:
-    """Settings that decide what is trained, by dotted name: all that are not free."""
+    """Settings that determine the training result, by dotted name: all that are not free."""
     found = deciding(flat(config))
-    found["data.mix"] = [  # of a data set as of data.root, the place is free
+    found["data.mix"] = [  # where a data set lies is free, as for data.root
         {key: value for key, value in entry.items() if key not in ("root", "classes")}
         for entry in config.data.mix
     ]
-    if config.train.patience:  # then it decides where training may stop
+    if config.train.patience:  # then validations decide when training stops
         found["train.validate_every"] = config.train.validate_every
     if config.compute.mode == "audit":
         found["compute.mode"] = "elastic"  # the same numbers; audit only records more
@@ -174,7 +174,7 @@ def recipe(config: Config) -> Values:
 
 
 def course(found: Values) -> Values:
-    """What of a recipe decides an update: train.steps only while the learning rates follow it."""
+    """The part of a recipe that affects an update: train.steps only if the learning rates depend on it."""
     whole = deciding(found)
     if found.get("optim.schedule_steps"):
         del whole["train.steps"]
@@ -182,13 +182,13 @@ def course(found: Values) -> Values:
 
 
 def deciding(found: Values) -> Values:
-    """The settings that are not free, as this version would write them: an earlier one lacks some, and has others."""
+    """The settings that are not free, by this version's names: defaults for missing ones, without unknown ones."""
     kept = SETTINGS.items()
     return {key: found.get(key, each.default) for key, each in kept if not each.free}
 
 
 def changed_course(before: Values, now: Values) -> str:
-    """What differs between the recipes of a run and of its continuation, with what to do; empty if nothing does."""
+    """How a resumed run's recipe differs from the original, with what to do; empty if it does not."""
     old, new = course(before), course(now)
     changed = [
         f"{name}: {before.get(name)} -> {now.get(name)}"
@@ -197,18 +197,18 @@ def changed_course(before: Values, now: Values) -> str:
     ]
     if not changed:
         return ""
-    fix = "Resume with the same settings, or start another run with another run.name."
+    fix = "Resume with the same settings, or start a new run with another run.name."
     if len(changed) == 1 and "train.steps" in changed[0]:
         fix = (
-            f"The learning rates follow it, since optim.schedule_steps = 0. Resume with train.steps="
-            f"{before.get('train.steps')}, or train on from its weights in another run: model.weights=FOLDER of this "
-            f"run and another run.name. A run with optim.schedule_steps can be made longer."
+            f"The learning rates depend on it, since optim.schedule_steps = 0. Resume with train.steps="
+            f"{before.get('train.steps')}, or start a new run from its weights: model.weights=FOLDER of this "
+            f"run and another run.name. A run with optim.schedule_steps can be extended."
         )
-    return f"was trained with another recipe ({'; '.join(changed[:5])}). {fix}"
+    return f"was trained with a different recipe ({'; '.join(changed[:5])}). {fix}"
 
 
 def config_hash(config: Config | Values) -> str:
-    """Hex digest of all settings, also as an earlier version saved them; ranks compare it when they join."""
+    """Hex digest of all settings, also of ones that an earlier version saved; ranks compare it when they join."""
     text = json.dumps(
         to_mapping(config) if isinstance(config, Config) else config, sort_keys=True
     )
@@ -216,10 +216,10 @@ def config_hash(config: Config | Values) -> str:
 
 
 def check(config: Config, *, world_size: int = 1) -> None:
-    """Raise ConfigError with a line for each setting that a run could not work with. Reads no files."""
+    """Raise ConfigError with a line for each invalid setting or contradiction. Reads no files."""
     values = flat(config)
     wrong = problems_of(SETTINGS, values)
-    # What follows needs sound values, and says nothing of those that are not.
+    # The checks below need valid values, so invalid ones become defaults and are not reported twice.
     defaults = {key: SETTINGS[key].default for key in wrong}
     config = from_mapping(values | defaults) if wrong else config
     found = chain(
@@ -246,11 +246,11 @@ def _data(config: Config) -> Iterator[str]:
         yield f"data.root is empty, but data={data.name} reads files. Set data.root=FOLDER."
     for key in ("images", "masks"):
         if getattr(data, key) and not in_files:
-            yield f"data.{key} is set, but only data in files reads it. Remove it, or set data=folder."
+            yield f"data.{key} is set, but only data sets in files use it. Remove it, or set data=folder."
     if data.pack != "off" and not (in_files or data.mix):
         yield (
-            f"data.pack = {data.pack}, but the samples of data={data.name} do not lie in files. Set data.pack=off; "
-            f"data.cache_mib keeps them in memory."
+            f"data.pack = {data.pack}, but the samples of data={data.name} are not files. Set data.pack=off; "
+            f"data.cache_mib caches them in memory."
         )
     if not data.pack:
         yield "data.pack is empty, but off, auto or a folder was needed."
@@ -262,16 +262,16 @@ def _data(config: Config) -> Iterator[str]:
         yield f"data.balance = {data.balance} counts classes, but data.balance_by = sequence. Set data.balance=0."
     if data.train_split != "train" and (data.mix or not in_files):
         yield (
-            f"data.train_split = {data.train_split}, but only one data set in files reads it; an entry of data.mix has "
-            f"its own `split`. Set data.train_split=train."
+            f"data.train_split = {data.train_split}, but only a single data set in files uses it; an entry of data.mix "
+            f"has its own `split`. Set data.train_split=train."
         )
     splits = data.train_split.split("+")
     if len(set(splits)) < len(splits):
-        yield f"data.train_split = {data.train_split} names a split twice. Leave one of them out."
+        yield f"data.train_split = {data.train_split} names a split twice. Remove one of them."
     if data.hold_out and (data.mix or not in_files):
         yield (
-            f"data.hold_out = {data.hold_out}, but only data=folder and other data in files can leave a sequence out, "
-            f"a mixture cannot. Leave it empty."
+            f"data.hold_out = {data.hold_out}, but only data=folder and other data sets in files can hold out a "
+            f"sequence; a mixture cannot. Leave it empty."
         )
 
 
@@ -283,7 +283,7 @@ def _augment(augment: AugmentConfig) -> Iterator[str]:
 
 
 def _mixture(data: DataConfig) -> Iterator[str]:
-    """What is wrong with the entries of data.mix, as far as no file is needed to tell."""
+    """Problems of the entries of data.mix that can be found without reading files."""
     for number, entry in enumerate(data.mix):
         key = f"data.mix[{number}]"
         for name, value in entry.items():
@@ -298,8 +298,8 @@ def _mixture(data: DataConfig) -> Iterator[str]:
             yield f"{key} has no root. Set root to the folder of this data set, such as {{root: FOLDER}}."
     if 0 < sum("weight" in entry for entry in data.mix) < len(data.mix):
         yield (
-            "data.mix gives some sets a weight and others none. Give all a weight, or none: then each set counts by "
-            "its number of images."
+            "data.mix gives some sets a weight and others none. Give all a weight, or none: then each set is weighted "
+            "by its number of images."
         )
 
 
@@ -344,7 +344,7 @@ def _network_and_loss(config: Config) -> Iterator[str]:
     own = ":" in loss.name
     if own and loss.label_smoothing:
         yield (
-            f"loss.label_smoothing = {loss.label_smoothing}, but {loss.name} is your own loss. Smooth there, and "
+            f"loss.label_smoothing = {loss.label_smoothing}, but {loss.name} is your own loss. Smooth labels there and "
             f"set loss.label_smoothing=0."
         )
     if own and loss.backend not in ("auto", "plain"):
@@ -361,7 +361,7 @@ def _length(config: Config) -> Iterator[str]:
     if train.epochs and train.steps not in (0, STEPS):
         yield (
             f"train.steps = {train.steps} and train.epochs = {train.epochs}. Set one of them; if an experiment sets "
-            f"train.steps, train.steps=0 leaves it to train.epochs."
+            f"train.steps, add train.steps=0."
         )
     if train.patience and not train.validate_every:
         yield (
@@ -376,7 +376,7 @@ def _length(config: Config) -> Iterator[str]:
     if train.patience and earliest >= train.steps:
         yield (
             f"train.patience = {train.patience} and train.validate_every = {train.validate_every}: training could stop "
-            f"after {earliest} updates at the earliest, but ends after train.steps = {train.steps}. Lower one of them."
+            f"early only after {earliest} updates, but ends after train.steps = {train.steps}. Lower one of them."
         )
     if 0 < schedule_steps < train.steps:
         yield (
@@ -393,32 +393,32 @@ def _processes(config: Config, world_size: int) -> Iterator[str]:
     if compute.shards < world_size:
         yield (
             f"compute.shards = {compute.shards}, but there are {world_size} processes and each needs a shard. Start at "
-            f"most {compute.shards} processes, or set compute.shards={world_size} (another global batch)."
+            f"most {compute.shards} processes, or set compute.shards={world_size} (changes the global batch)."
         )
     by_torch = compute.mode in ("off", "ddp")
     if by_torch and compute.shards % world_size:
         yield (
             f"compute.shards = {compute.shards} cannot be divided among {world_size} processes, and compute.mode = "
-            f"{compute.mode} gives all of them equal batches. Use compute.mode=elastic, which takes any number of "
+            f"{compute.mode} needs equal batches per process. Use compute.mode=elastic, which takes any number of "
             f"processes up to {compute.shards}, or a number that divides it."
         )
     if compute.compile and compute.mode != "elastic":
         yield (
-            f"compute.compile = true, but compute.mode = {compute.mode}: DDP needs the gradients one by one, and an "
-            f"audit the layers. Set compute.mode=elastic or compute.compile=false."
+            f"compute.compile = true, but compute.mode = {compute.mode}: DDP needs each gradient separately, and an "
+            f"audit each layer. Set compute.mode=elastic or compute.compile=false."
         )
     if config.model.norm == "sync" and not by_torch:
         yield (
-            f"model.norm = sync, but compute.mode = {compute.mode} promises the same bits for any number of processes, "
+            f"model.norm = sync, but compute.mode = {compute.mode} guarantees equal bits for any number of processes, "
             f"which is impossible with statistics over all ranks. Set compute.mode=ddp or model.norm=batch."
         )
 
 
 def export_problems(export: ExportConfig) -> Iterator[str]:
-    """Contradictions between export settings, one sentence each."""
+    """Contradictions between export settings, one message each."""
     precision = f"export.precision = {export.precision}"
     if "fp32" not in export.precision:
-        yield f"{precision} lacks fp32, from which the others are made. Add it."
+        yield f"{precision} lacks fp32, from which the others are converted. Add it."
     if "onnx" not in export.formats:
         formats = f"export.formats = {export.formats}"
         if set(export.precision) - {"fp32"}:
@@ -435,9 +435,9 @@ def export_problems(export: ExportConfig) -> Iterator[str]:
 
 
 def check_critical_classes(chosen: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ConfigError for a name in `export.critical_classes` that is no class of the data set."""
+    """Raise ConfigError for a name in `export.critical_classes` that is not a class of the data set."""
     if unknown := [name for name in chosen if name not in names]:
         raise ConfigError(
-            f"export.critical_classes = {list(chosen)}, but {unknown[0]} is no class: {', '.join(names)}."
+            f"export.critical_classes = {list(chosen)}, but {unknown[0]} is not a class: {', '.join(names)}."
             f"{nearest(unknown[0], names)}"
         )

@@ -16,7 +16,7 @@ FILE_SETS = (
 )  # fmt: skip
 DATA_NAMES = ("synthetic", *FILE_SETS)
 STEPS = 400  # train.steps unless it is set
-# Real images that an exported file must be compared on to count as verified.
+# Number of real images that an exported file must be compared on to count as verified.
 ENOUGH_IMAGES = 16
 
 
@@ -32,7 +32,7 @@ class RunConfig:
         choices=("error", "resume", "replace"),
     )
     allow_fingerprint_change: bool = setting(
-        False, "resume even if versions or hardware, and so the bits, may differ"
+        False, "resume even if versions or hardware differ; the bits may then differ"
     )
 
 
@@ -40,29 +40,29 @@ class RunConfig:
 class ModelConfig:
     name: str = setting(
         "fast_scnn",
-        "network; docs/plugins.md has those of your own",
+        "network; for your own, see docs/plugins.md",
         choices=MODEL_NAMES,
         plugin=True,
     )
     args: dict[str, Any] = setting({}, "arguments of the network: model.args.KEY=VALUE")
     weights: str = setting(
         "",
-        "file of weights, or folder of a run, to start from, see docs/weights.md; empty: from the seed",
+        "initial weights: a file or a run folder, see docs/weights.md; empty: random, from the seed",
         free=True,
     )
     weights_sha256: str = setting(
-        "", "SHA-256 that the file of model.weights must have; filled in at the start"
+        "", "required SHA-256 of the model.weights file; filled in at the start"
     )
     weights_partial: bool = setting(
         False,
-        "take the tensors of model.weights that fit and leave the others, for an encoder alone",
+        "load only the tensors of model.weights that fit, such as those of an encoder",
     )
     freeze: list[str] = setting(
-        [], "patterns of parameter names that are not trained, such as [detail.*]"
+        [], "name patterns of parameters that are not trained, such as [detail.*]"
     )
     standardize: bool = setting(
         False,
-        "each image enters the network with mean 0 and variance 1, whatever its light, see docs/models.md",
+        "normalize each image to mean 0 and variance 1, whatever its lighting, see docs/models.md",
     )
     norm: str = setting(
         "batch",
@@ -75,7 +75,7 @@ class ModelConfig:
 class DataConfig:
     name: str = setting("synthetic", "data set", choices=DATA_NAMES, plugin=True)
     args: dict[str, Any] = setting(
-        {}, "arguments of a data set of your own: data.args.KEY=VALUE"
+        {}, "arguments of your own data set: data.args.KEY=VALUE"
     )
     root: str = setting("", "folder of the data set; not used by synthetic", free=True)
     mix: list[Any] = setting(
@@ -86,41 +86,41 @@ class DataConfig:
     )
     balance: float = setting(
         0.0,
-        "images with a class that fewer than this fraction of the images hold come more often; 0: each once per epoch",
+        "oversample images with a class that occurs in less than this fraction of images; 0: each image once per epoch",
         high=1,
     )
     balance_by: str = setting(
         "class",
-        "what data.balance counts; sequence: every sequence (drive) comes equally often, without data.balance",
+        "what to balance; sequence: draw every sequence (drive) equally often, with data.balance=0",
         choices=("class", "sequence"),
     )
     train_split: str = setting(
-        "train", "split that training reads; train+val joins two, another protocol"
+        "train", "training split; train+val joins two, which is a different protocol"
     )
     split: str = setting("val", "split that validation reads")
     sequence: str = setting(
         "",
-        "regular expression that finds an image's sequence (drive) in its name; empty: its folder, or what stands "
-        "before the last number",
+        "regular expression that finds an image's sequence (drive) in its name; empty: its folder, or the name up "
+        "to the last number",
     )
     hold_out: str = setting(
         "",
-        "sequence that training leaves out and validation consists of, see docs/evaluate.md",
+        "sequence to leave out of training and validate on instead, see docs/evaluate.md",
     )
     classes: str = setting(
         "",
-        "YAML class table; empty: <data.root>/classes.yaml, or that of a published data set",
+        "YAML class table; empty: <data.root>/classes.yaml, or the published data set's own",
         free=True,
     )
     images: str = setting(
         "",
-        "folder: images below data.root, as FOLDER/SPLIT or FOLDER/SPLIT/*ENDING; empty: found",
+        "folder: images below data.root, as FOLDER/SPLIT or FOLDER/SPLIT/*ENDING; empty: detected",
     )
     masks: str = setting(
-        "", "folder: masks below data.root, in the same form; empty: found"
+        "", "folder: masks below data.root, in the same form; empty: detected"
     )
     allow_overlap: bool = setting(
-        False, "train although validation reads the same images", free=True
+        False, "train even if validation reads the same images", free=True
     )
     size: list[int] = setting(
         [192, 384], "synthetic: [height, width] in pixels", length=2, low=32, high=8192
@@ -139,7 +139,7 @@ class DataConfig:
     )
     max_pixels: int = setting(
         10**8,
-        "pixels of the largest image that is read; a larger one is refused at the start",
+        "largest image allowed, in pixels; larger ones are refused at the start",
         low=1,
         free=True,
     )
@@ -162,13 +162,13 @@ class DataConfig:
     )
     cache_mib: int = setting(
         0,
-        "memory for decoded samples, in MiB: for those of training in each loader process, and as much for those of "
-        "validation in each rank, which later validations then need not load",
+        "cache for decoded samples, in MiB: one per loader process for training, and one per rank for validation, so "
+        "that later validations need not load them",
         free=True,
     )
     pack: str = setting(
         "off",
-        "keep decoded samples of files in a pack, see docs/data.md; auto: below data.root; or its FOLDER",
+        "keep decoded samples on disk in a pack, see docs/data.md; auto: below data.root; or a FOLDER",
         free=True,
     )
     prefetch: int = setting(
@@ -213,7 +213,7 @@ class AugmentConfig:
     contrast: float = setting(0.2, "largest relative change of contrast", high=1)
     gamma: list[float] = setting(
         [1.0, 1.0],
-        "[smallest, largest] exponent of the values, before the other colors; above 1: darker, as at dusk",
+        "[smallest, largest] gamma exponent, applied before the other color changes; above 1: darker",
         length=2,
         low=0.1,
         high=10,
@@ -238,7 +238,7 @@ class AugmentConfig:
     )
     keyed: bool = setting(
         True,
-        "false is the control: albumentations' own random state, as in other trainers",
+        "false, for comparison: albumentations' own random state, as in other trainers",
     )
 
 
@@ -251,22 +251,22 @@ class LossConfig:
         plugin=True,
     )
     args: dict[str, Any] = setting(
-        {}, "arguments of a loss of your own: loss.args.KEY=VALUE"
+        {}, "arguments of your own loss: loss.args.KEY=VALUE"
     )
     class_weights: Any = setting(
         "none",
         "weight of each class, with mean 1 over the training pixels: logX: 1 / log(X + frequency) with 1 < X <= 2, "
-        "log: log1.02, sqrt: 1 / sqrt(frequency); a list: these weights as they are, in the order of the classes",
+        "log: log1.02, sqrt: 1 / sqrt(frequency); a list: used unchanged, in class order",
         choices=("none", "log", "sqrt"),
         family=("log1.10", r"log1\.(?=0*[1-9])\d{1,4}|log2(\.0{1,4})?"),
         item=1.0,
     )
     label_smoothing: float = setting(
         0.0,
-        "share of the target that is spread evenly over all classes, in the class heads",
+        "share of the target spread evenly over all classes, in the class heads",
         high=1,
     )
-    # Free, because the fingerprint of a run holds what it resolves to, and a resume compares fingerprints.
+    # Free, because a run's fingerprint holds the backend it resolves to, and a resume compares fingerprints.
     backend: str = setting(
         "auto",
         "what computes upsampling and loss: native (compiled, CPU) and triton (CUDA) never hold logits at full "
@@ -286,25 +286,25 @@ class LossConfig:
     )
     dice_weight: float = setting(
         0.0,
-        "weight of a soft Dice loss on the main head, in which all classes count equally",
+        "weight of a soft Dice loss on the main head; all classes count equally",
     )
     lovasz_weight: float = setting(
         0.0,
-        "weight of Lovasz-softmax, which follows the IoU, on the main head; it holds logits at full resolution",
+        "weight of Lovasz-softmax, an IoU surrogate, on the main head; needs logits at full resolution",
     )
     teacher: str = setting(
         "",
-        "folder of a trained run, or one of its checkpoints, whose answers the main head also learns (distillation)",
+        "teacher for distillation into the main head: folder of a trained run, or one of its checkpoints",
         free=True,
     )
     teacher_sha256: str = setting(
         "",
-        "SHA-256 that the checkpoint of loss.teacher must have; filled in at the start",
+        "required SHA-256 of the loss.teacher checkpoint; filled in at the start",
     )
     teacher_weight: float = setting(1.0, "weight of the divergence from the teacher")
     temperature: float = setting(
         1.0,
-        "divides logits of network and teacher in that divergence",
+        "divides the logits of network and teacher in that loss",
         low=0.01,
     )
     boundary_weight: float = setting(
@@ -312,13 +312,13 @@ class LossConfig:
     )
     boundary: str = setting(
         "band",
-        "what the boundary head learns: band: pixels near another class, as PIDNet; detail: edges of a Laplacian "
-        "pyramid by cross-entropy and Dice, as STDC",
+        "target of the boundary head; band: pixels near another class, as in PIDNet; detail: edges of a Laplacian "
+        "pyramid, with cross-entropy and Dice, as in STDC",
         choices=("band", "detail"),
     )
     focal_gamma: float = setting(
         2.0,
-        "focal: exponent of 1 - the probability of the correct class",
+        "focal: exponent of (1 - probability of the correct class)",
     )
     ohem_threshold: float = setting(
         0.7,
@@ -326,7 +326,7 @@ class LossConfig:
         high=1,
     )
     ohem_min_kept: float = setting(
-        0.0625, "ohem: fraction of a shard's pixels that is always kept", high=1
+        0.0625, "ohem: smallest fraction of a shard's pixels to keep", high=1
     )
 
 
@@ -368,13 +368,13 @@ class EmaConfig:
 
 @dataclass(slots=True)
 class TrainConfig:
-    steps: int = setting(STEPS, "number of updates; 0: left to train.epochs")
+    steps: int = setting(STEPS, "number of updates; 0: given by train.epochs")
     epochs: int = setting(
-        0, "passes over the training images instead of train.steps; 0: none"
+        0, "passes over the training images, instead of train.steps; 0: use train.steps"
     )
     precision: str = setting(
         "fp32",
-        "precision of the network; the loss is always fp32, or with tf32 and without Triton nearly",
+        "precision of the network; the loss is fp32, or close to it with tf32 and without Triton",
         choices=("fp32", "tf32", "bf16", "fp16"),
     )
     channels_last: bool = setting(True, "memory format NHWC")
@@ -383,7 +383,7 @@ class TrainConfig:
     )
     log_every_s: float = setting(
         2.0,
-        "on a GPU, seconds between these lines at least: it is waited for at each",
+        "minimum seconds between these lines on a GPU, since each one waits for the GPU",
         free=True,
     )
     validate_every: int = setting(
@@ -391,7 +391,7 @@ class TrainConfig:
     )
     patience: int = setting(
         0,
-        "validations in a row without a better mIoU after which training stops; 0: none",
+        "stop after this many validations in a row without a better mIoU; 0: never",
     )
     progress: bool = setting(True, "show progress", free=True)
 
@@ -400,7 +400,7 @@ class TrainConfig:
 class ComputeConfig:
     mode: str = setting(
         "elastic",
-        "which runs give equal bits: ddp with the same processes, elastic and audit with any number",
+        "which runs are bit-identical: ddp: with the same number of processes; elastic, audit: with any number",
         choices=("off", "ddp", "elastic", "audit"),
     )
     nproc: str = setting(
@@ -413,18 +413,18 @@ class ComputeConfig:
         low=1,
         high=65536,
     )
-    # At least 2: the networks pool whole images, which leaves BatchNorm one value per image.
+    # At least 2: global pooling leaves BatchNorm one value per image.
     samples_per_shard: int = setting(4, "samples per logical shard", low=2, high=65536)
     threads: int = setting(
-        2, "intra-op threads per process; changes the bits on a CPU", low=1, high=1024
+        2, "intra-op threads per process; on a CPU, changes the bits", low=1, high=1024
     )
     compile: bool = setting(
         False,
-        "torch.compile for the network; other bits than without, see docs/performance.md",
+        "torch.compile for the network; changes the bits, see docs/performance.md",
     )
     cuda_graph: str = setting(
         "auto",
-        "on a GPU, in mode elastic: record the network's passes at the first batch, and replay them; on: any network's",
+        "GPU, mode elastic: record the network's passes at the first batch and replay them; on: for any network",
         choices=("auto", "on", "off"),
         free=True,
     )
@@ -441,14 +441,12 @@ class ComputeConfig:
 @dataclass(slots=True)
 class CheckpointConfig:
     every: int = setting(100, "updates between writes of last.pt; 0: only at the end")
-    every_s: float = setting(30.0, "on a GPU, seconds between these writes at least")
+    every_s: float = setting(30.0, "minimum seconds between these writes on a GPU")
     keep_every: int = setting(
         0,
-        "updates between checkpoints that are kept as step_NNNNNN.pt, for audits; 0: none",
+        "updates between checkpoints kept as step_NNNNNN.pt, for audits; 0: none",
     )
-    keep_last: int = setting(
-        0, "how many of the newest step_NNNNNN.pt are kept; 0: all"
-    )
+    keep_last: int = setting(0, "how many of the newest step_NNNNNN.pt to keep; 0: all")
 
 
 @dataclass(slots=True)
@@ -472,15 +470,15 @@ class TrackConfig:
     )
     group: str = setting(
         "",
-        "wandb: group of runs, empty: WANDB_RUN_GROUP; mlflow: parent of runs, such as those of a sweep",
+        "wandb: group of runs, empty: WANDB_RUN_GROUP; mlflow: parent run, for example of a sweep",
     )
     register: str = setting(
         "",
-        "mlflow: name in its model registry of which the exported model becomes a version; empty: none",
+        "mlflow: registered model that gets the exported model as a new version; empty: none",
     )
     metrics: str = setting(
         "9464",
-        "prometheus: port on 127.0.0.1 of a machine's first process, the others count on; or a folder for text files",
+        "prometheus: port on 127.0.0.1 of a machine's first process, others take the next; or a folder for text files",
     )
     job_type: str = setting("", "wandb: type of the run; empty: WANDB_JOB_TYPE")
     tags: list[str] = setting([], "wandb: tags of the run; empty: WANDB_TAGS")
@@ -511,38 +509,38 @@ class ExportConfig:
     )
     engines: list[str] = setting(
         [],
-        "engines besides onnxruntime in which every ONNX file must pass the gates",
+        "engines, besides onnxruntime, in which every ONNX file must pass the gates",
         choices=("openvino", "openvino_bf16"),
     )
     mask_stride: int = setting(
         1,
-        "1: masks of the image's size; the network's output stride: smaller masks, without the last upsampling",
+        "1: masks of image size; the network's output stride: smaller masks, without the last upsampling",
         low=1,
     )
     images: int = setting(
         ENOUGH_IMAGES, "validation images that the gates compare", low=1
     )
     quality_images: int = setting(
-        100, "validation images for the mIoU gate and the fit of the temperature", low=1
+        100, "validation images for the mIoU gate and the temperature fit", low=1
     )
     critical_classes: list[str] = setting(
         [], "classes whose IoU an int8 file must not lower by 2 points"
     )
     latency_budget_ms: float = setting(
         0.0,
-        "longest time per image on one CPU thread of this machine; 0: no limit",
+        "maximum time per image on one CPU thread of this machine; 0: no limit",
     )
     allow_unverified: bool = setting(
         False, "export without the data set, marked UNVERIFIED_REAL_DATA"
     )
     height: int = setting(
         0,
-        "image height if there is no data set; 0: that of the validation images",
+        "image height without a data set; 0: from the validation images",
         high=65536,
     )
     width: int = setting(
         0,
-        "image width if there is no data set; 0: that of the validation images",
+        "image width without a data set; 0: from the validation images",
         high=65536,
     )
     dir: str = setting("", "folder of the exported files; empty: <run folder>/export")

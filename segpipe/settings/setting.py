@@ -12,7 +12,7 @@ from typing import Any
 
 from segpipe.errors import ConfigError, did_you_mean, refuse
 
-# What a value of a type may be given as, and how a message calls it.
+# For each type of value: the types accepted as input, and its name in messages.
 KINDS: dict[type, tuple[Any, str]] = {
     bool: (bool, "true or false"),
     int: (int, "a whole number"),
@@ -20,12 +20,12 @@ KINDS: dict[type, tuple[Any, str]] = {
     str: (str | int | float | Path, "text"),
 }
 
-MOST = 1e9  # of a number without a limit of its own
+MOST = 1e9  # upper limit of a number that declares none
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting or a command's key. The type of `default` is the type of its values."""
+    """A setting, or a key of a command. Values have the type of `default`."""
 
     key: str
     default: Any
@@ -34,20 +34,19 @@ class Setting:
     low: float = 0  # smallest valid number
     high: float = MOST
     length: int = 0  # items that a list must have; 0 means any number
-    free: bool = False  # cannot reach the numbers: may change when a run is resumed
+    free: bool = False  # cannot affect the numbers: may change when a run is resumed
     required: bool = False  # has no default; `default` is then an example
-    # A family of names that are valid, too: an example, and the regular expression.
+    # Further valid names: an example, and the regular expression.
     family: tuple[str, str] = ("", "")
-    # A list or mapping of values like this one is valid, too, or what a list that is empty by default holds.
+    # An example of the items of a list or mapping. If `default` is neither, a list of such items is valid too.
     item: Any = None
-    auto: bool = False  # "auto" is valid, too: an empty list until the data tells
-    # An import path package.module:Name is valid, too; its form is checked where it is
-    # imported.
+    auto: bool = False  # "auto" is valid too: an empty list until the data set is known
+    # An import path package.module:Name is valid too; its form is checked on import.
     plugin: bool = False
 
     @property
     def is_text(self) -> bool:
-        """Whether every value is text, taken as it was typed."""
+        """Whether every value is text, taken literally."""
         return isinstance(self.default, str) and self.item is None
 
     @property
@@ -72,12 +71,12 @@ class Setting:
         return ", ".join(filter(None, [*self.choices, family, own]))
 
     def convert(self, value: Any) -> Any:
-        """`value` as the type of the default; a number given for a text (`compute.nproc=4`) becomes text.
+        """`value` converted to the type of the default; a number given for text (`compute.nproc=4`) becomes text.
 
         Raises ConfigError for a value of another type.
         """
         default = self.default
-        # YAML reads these words as truth values.
+        # YAML reads these words as booleans.
         word = {"true": "on", "false": "off"}.get(str(value).lower())
         if word in (default, *self.choices):
             value = word
@@ -117,7 +116,7 @@ class Setting:
 
     @property
     def _example(self) -> Any:
-        """A value of the type that the items of a list or mapping have, or the value itself."""
+        """An example of an item of a list or mapping; for other types, the default itself."""
         if self.item is None and isinstance(self.default, list):
             return next(iter(self.default), "")
         return self.default if self.item is None else self.item
@@ -133,7 +132,7 @@ class Setting:
         )
 
     def problem(self, value: Any) -> str:
-        """What is wrong with `value`, which has the right type; empty when it is valid."""
+        """What is wrong with `value`, already of the right type; empty if it is valid."""
         items = value if isinstance(value, list) else [value]
         if isinstance(value, dict):
             items = [] if self.item is None else list(value.values())
@@ -153,7 +152,7 @@ class Setting:
                 return f"{self.key} = {brief(value)}, but a value of {self.valid} was needed."
         names = [item for item in items if isinstance(item, str) and not item.isdigit()]
         if len(set(names)) < len(names):
-            return f"{self.key} = {value} names one twice. Give each name once."
+            return f"{self.key} = {value} contains a name twice. Give each name once."
         return ""
 
     def _is_choice(self, name: str) -> bool:
@@ -168,7 +167,7 @@ Values = dict[str, Any]  # by key
 
 
 def problems_of(settings: Settings, values: Values) -> dict[str, str]:
-    """What is wrong with values by key, each of the right type; only those that are not valid."""
+    """What is wrong with each invalid value, by key; all values have the right type."""
     found = {key: settings[key].problem(value) for key, value in values.items()}
     return {key: problem for key, problem in found.items() if problem}
 
@@ -176,9 +175,9 @@ def problems_of(settings: Settings, values: Values) -> dict[str, str]:
 def converted(
     settings: Settings, values: Values, problems: Iterable[str] = ()
 ) -> Values:
-    """The values by key with their types.
+    """The values by key, converted to their types.
 
-    Raises ConfigError with a line for each of the `problems` found before, and for each value that does not fit.
+    Raises ConfigError with a line for each of the `problems` found before, and for each value of the wrong type.
     """
     found, problems = {}, list(problems)
     for key, value in values.items():
@@ -193,14 +192,14 @@ def converted(
 def valid_values(
     settings: Settings, values: Values, problems: Iterable[str] = ()
 ) -> Values:
-    """`converted`, which also raises for values that are not valid."""
+    """As `converted`, but also raises for invalid values."""
     found = converted(settings, values)
     refuse([*problems_of(settings, found).values(), *problems])
     return found
 
 
 def setting(default: Any, doc: str, **properties: Any) -> Any:
-    """Dataclass field of a setting; `properties` are those of Setting."""
+    """Dataclass field of a setting; `properties` are fields of Setting."""
     metadata = {"doc": doc, **properties}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
@@ -208,12 +207,12 @@ def setting(default: Any, doc: str, **properties: Any) -> Any:
 
 
 def group(kind: type, **properties: Any) -> Any:
-    """Dataclass field of a group of settings; `properties` hold for all of them."""
+    """Dataclass field of a group of settings; `properties` apply to all of them."""
     return field(default_factory=kind, metadata=properties)
 
 
 def declared(kind: type, prefix: str = "", **inherited: Any) -> Iterator[Setting]:
-    """All settings below a dataclass, in its order."""
+    """All settings of a dataclass and its groups, in their order."""
     defaults = kind()
     for entry in fields(kind):
         default = getattr(defaults, entry.name)
@@ -232,15 +231,15 @@ def shown(value: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """A value for a message, its middle left out if it is longer than a few lines."""
+    """A value for a message; the middle of a long one is left out."""
     text = repr(value)
     return text if len(text) <= 300 else f"{text[:100]}...{text[-100:]}"
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """A sentence that names the choice nearest to `word`, with a leading space; empty if none is alike.
+    """A sentence that names the choice nearest to `word`, with a leading space; empty if none is similar.
 
-    Finds a setting in any group and spelling, and by its name in other trainers: `train.batchSize`.
+    Finds a setting in another group or spelling, or by its name in other trainers: `train.batchSize`.
     """
     choices = list(choices)
     leaf = word.rpartition(".")[2].replace("-", "_")
@@ -259,7 +258,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 @cache
 def terms_elsewhere() -> dict[str, list[str]]:
-    """Our settings with their names in other trainers, the best first."""
+    """Names of our settings in other trainers, best match first."""
     path = Path(__file__).with_name("terms_elsewhere.txt")
     lines = path.read_text(encoding="utf8").splitlines()[1:]
     entries = (line.split(": ") for line in lines)

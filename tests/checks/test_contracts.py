@@ -252,37 +252,41 @@ def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
         (
             "unused",
             "gradients reach all parameters",
-            "net.other.weight, net.other.bias get none",
+            "net.other.weight, net.other.bias get no gradient",
         ),
-        ("detached", "gradients reach all parameters", "net.conv.weight get none"),
+        (
+            "detached",
+            "gradients reach all parameters",
+            "net.conv.weight get no gradient",
+        ),
         (
             "python",
-            "randomness of torch's generator alone",
+            "randomness only from torch's generator",
             "Draw only from torch's generator",
         ),
         (
             "counter",
-            "randomness of torch's generator alone",
+            "randomness only from torch's generator",
             "keep nothing from one call to the next",
         ),
         (
             "running",
-            "randomness of torch's generator alone",
+            "randomness only from torch's generator",
             "keep nothing from one call to the next",
         ),
         (
             "drift",
-            "randomness of torch's generator alone",
-            "backward changes net.conv.bias. Leave parameters",
+            "randomness only from torch's generator",
+            "backward changes net.conv.bias. Only the optimizer",
         ),
         (
             "late",
-            "randomness of torch's generator alone",
+            "randomness only from torch's generator",
             "draws from the global generator of numpy.random: shards",
         ),
         (
             "gradient",
-            "randomness of torch's generator alone",
+            "randomness only from torch's generator",
             "two passes of the same images in training mode differ",
         ),
         ("dropout", "no randomness in eval mode", "F.dropout training=self.training"),
@@ -369,7 +373,7 @@ def test_no_training_starts_with_a_network_of_another_start(
     check_network_of(config, 5)
     monkeypatch.setattr(contracts, "started", started)
     with pytest.raises(
-        ConfigError, match="others in a process that was started again, as rank 1 of 2"
+        ConfigError, match="differ in a process that was started again, as rank 1 of 2"
     ):
         check_network_of(config, 5)
 
@@ -503,7 +507,7 @@ def loss(**settings: Any) -> dict[str, str]:
             'It looks like a mean. Return the loss of each pixel (reduction="none")',
         ),
         ("square", "shards add up", "its halves together"),
-        ("ignored", "ignored pixels do not count", "Leave out target == ignore_index"),
+        ("ignored", "ignored pixels do not count", "Mask out target == ignore_index"),
         ("counts", "a batch without labels", "Do not divide by counts"),
         ("log", "gradients are finite", "Use log_softmax"),
         ("random", "no randomness", "Draw nothing at random"),
@@ -533,7 +537,7 @@ def test_sound_losses_keep_all_clauses() -> None:
     for name in ("cross_entropy", "ohem", "loss:loss", "loss:plain"):
         assert not loss(name=name)
     assert (
-        "must take the keyword class_weights"
+        "must accept the keyword class_weights"
         in loss(name="loss:plain", class_weights="log")["can be called"]
     )
 
@@ -551,7 +555,7 @@ def test_no_training_starts_with_a_mean_or_a_wrong_argument(
         (["loss.name=loss:loss", "loss.args.fault=random"], "Draw nothing at random"),
         (
             ["loss.name=loss:plain", "loss.class_weights=log"],
-            "must take the keyword class_weights",
+            "must accept the keyword class_weights",
         ),
         (
             ["model.name=net:Net", "model.args.falt=x"],
@@ -561,7 +565,7 @@ def test_no_training_starts_with_a_mean_or_a_wrong_argument(
         (["data.name=data:Dat"], "data has no Dat"),
         (
             ["data.name=data:Data", "data.root=.", "data.args.fault=random"],
-            "sample 0 has other bytes when read twice",
+            "sample 0 has different bytes when read twice",
         ),
     ):
         with pytest.raises(ConfigError, match=says):
@@ -579,12 +583,12 @@ def data(split: str = "train", **args: Any) -> dict[str, str]:
     [
         ("ids", "images, targets and names", "sample 0 has class id 2"),
         ("random", "same bytes twice", "draw nothing at random"),
-        ("last", "same bytes twice", "sample 2 has other bytes when read twice"),
-        ("init", "same bytes twice", "Let the index alone decide"),
+        ("last", "same bytes twice", "sample 2 has different bytes when read twice"),
+        ("init", "same bytes twice", "A sample must depend only on its index"),
         (
             "process",
             "same bytes in another process",
-            "has other bytes when read by another process",
+            "has different bytes when read by another process",
         ),
     ],
 )
@@ -603,7 +607,7 @@ def test_no_training_starts_with_samples_that_depend_on_the_process(fault: str) 
     if fault:
         with pytest.raises(
             ConfigError,
-            match=r"data\.name = data:Data: sample 0 has other bytes when read (twice|by)",
+            match=r"data\.name = data:Data: sample 0 has different bytes when read (twice|by)",
         ):
             check_data(config)
     else:
@@ -629,7 +633,7 @@ def test_the_command_checks_what_is_named(
         == 2
     )
     shown = capsys.readouterr().out
-    assert "loss, shards add up: loss.name = loss:loss: a batch has the loss" in shown
+    assert "loss, shards add up: loss.name = loss:loss: a batch has loss" in shown
     assert "8 checks of loss: 4 failed" in shown
     assert checks.check_plugin({"overrides": ["data.name=data:Data"]}) == 0
     assert "8 checks of data: all passed" in capsys.readouterr().out

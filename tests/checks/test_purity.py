@@ -428,7 +428,7 @@ def test_what_cannot_be_sent_to_a_process_is_told(plant):
     [finding] = purity.check(augmenter, Noise())
     assert finding.unanswered
     assert finding.probe == purity.ANOTHER_START
-    assert "top of a module" in finding.advice
+    assert "module level" in finding.advice
     assert purity.quick(augmenter, Noise()) == "", "forked workers take it"
 
 

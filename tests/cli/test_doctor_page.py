@@ -102,7 +102,7 @@ def test_proposed_classes_have_a_picture_each(
         write(tmp_path / f"masks/drive{number}_001.png", mask)
     assert page(tmp_path) == (2, "")
     assert (
-        "doctor.html is not written: it needs classes.yaml" in capsys.readouterr().out
+        "doctor.html was not written: it needs classes.yaml" in capsys.readouterr().out
     )
     code, text = page(tmp_path, "write=true")
     assert code == 0

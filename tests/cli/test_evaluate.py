@@ -150,7 +150,7 @@ def test_files_that_changed_since_the_run_are_told(
     labels = cv2.imread(str(mask), cv2.IMREAD_UNCHANGED)
     cv2.imwrite(str(mask), np.roll(labels, 1))
     cv2.imwrite(str(root / "train" / "frame00.png"), np.zeros((72, 96, 3), np.uint8))
-    change = "valannot/frame01.png was altered: this is not the score of that day."
+    change = "valannot/frame01.png was altered: this is not the score of the run."
     told = f"The labelled images changed since the run: {change}"
     found, tables = evaluated(capsys, f"run={folder}", f"out={page}")
     assert found["note"].startswith(told)

@@ -72,7 +72,7 @@ def test_unknown_id_names_file_id_table_and_remedy() -> None:
         "lindau_000003.png",
         "id 34",
         "row 2, column 3",
-        "camvid table knows 0-11",
+        "camvid table has 0-11",
         "extend the table",
     ):
         assert part in str(caught.value)
@@ -107,22 +107,22 @@ def test_names_may_be_numbers(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("ids:", "idz:", "key = idz is not one of .* Did you mean ids"),
-        ("names: [floor, shelf, person]", "names: []", r"names holds \[\]"),
+        ("names: [floor, shelf, person]", "names: []", r"names has \[\]"),
         (
             "names: [floor, shelf, person]",
             "names: [floor, shelf, floor]",
-            "names holds floor twice",
+            "names has floor twice",
         ),
-        ("names: [floor, shelf, person]", 'names: [1, "1"]', "names holds 1 twice"),
+        ("names: [floor, shelf, person]", 'names: [1, "1"]', "names has 1 twice"),
         (
             "names: [floor, shelf, person]",
             "names: [floor, no, person]",
-            "names holds False, .* quote it",
+            "names has False, .* quote it",
         ),
         (
             "names: [floor, shelf, person]",
             "names: [floor, ~, person]",
-            "names holds None, .* quote it",
+            "names has None, .* quote it",
         ),
         ("[70, 70, 70], ", "", "palette = 2 colors, but 3"),
         ("[70, 70, 70]", "[70, 70]", r"palette = \[70, 70\]"),
@@ -132,11 +132,11 @@ def test_names_may_be_numbers(tmp_path: Path) -> None:
             "24: persn",
             r"ids\[24\]: 'persn' is not one of names. Did you mean person",
         ),
-        ("24: person", "70000: person", "holds 70000"),
+        ("24: person", "70000: person", "has 70000"),
         ("24: person", "24: floor", "no id in ids maps to person"),
-        ("ignore: [0, 255]", "ignore: [7]", "id 7 is in ids and in ignore"),
-        ("ignore: [0, 255]", "ignore: [-1]", "ignore holds -1"),
-        ("ignore: [0, 255]", "ignore: [[0]]", r"ignore holds \[0\]"),
+        ("ignore: [0, 255]", "ignore: [7]", "id 7 is in both ids and ignore"),
+        ("ignore: [0, 255]", "ignore: [-1]", "ignore has -1"),
+        ("ignore: [0, 255]", "ignore: [[0]]", r"ignore has \[0\]"),
         ("ignore: [0, 255]", "ignore: 255", "ignore = 255"),
         ("names: [", "names: [[", "cannot be read as YAML"),
     ],
@@ -155,5 +155,5 @@ def test_a_missing_table_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"classes\.yaml does not exist.*data\.classes"):
         load_masks(tmp_path / "classes.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
-    with pytest.raises(DataError, match="holds no keys"):
+    with pytest.raises(DataError, match="has no keys"):
         load_masks(tmp_path / "list.yaml")

@@ -236,7 +236,9 @@ def test_a_corrupted_pack_delivers_the_pixels_of_the_files(
         pack = packed()
         said = [refusal(folder, number, pack) for number in range(NUMBER)]
         assert pack.use().total() == said.count(None)
-        assert "It is read from its files and packed again" in capfd.readouterr().err
+        assert (
+            "Reading it from its files and packing it again" in capfd.readouterr().err
+        )
 
 
 def test_the_doctor_names_each_file_that_the_reader_refuses(

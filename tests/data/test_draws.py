@@ -212,7 +212,7 @@ def test_every_sequence_comes_equally_often() -> None:
     assert found["a"] == pytest.approx(found["b"], rel=0.02)
     assert found["a"] + found["b"] == pytest.approx(1 / 4, rel=0.02)
     assert shares(None)["dusk"] == pytest.approx(1 / 12, rel=0.02)
-    with pytest.raises(ConfigError, match=r"are of one sequence, dusk\. Set"):
+    with pytest.raises(ConfigError, match=r"belong to one sequence, dusk\. Set"):
         repeats_by_sequence([["dusk"] * 4])
 
 

@@ -104,7 +104,7 @@ def test_one_folder_is_divided_by_lists_and_a_lone_image_is_named(
     tmp_path: Path,
 ) -> None:
     data = make(tmp_path, "a.png", "mask:a_mask.png", "b.png", "mask:b_mask.png")
-    assert "nothing says which belong to split train" in scan(data, "train")[1][0]
+    assert "nothing defines split train" in scan(data, "train")[1][0]
     pairs, faults, *_ = scan_undivided(data)
     assert ([pair.name for pair in pairs], faults) == (["a", "b"], [])
     (tmp_path / "train.txt").write_text("a\n")
@@ -200,7 +200,7 @@ def test_settings_name_other_folders(tmp_path: Path) -> None:
     assert found(data) == [("a", "photo/train/a.png", "drawn/train/a_v2.png")]
     beside = make(tmp_path / "beside", "train/a.png", "mask:train/a_mask.png")
     beside.images, beside.masks = "train", "train/*_mask"
-    assert "nothing says which belong to split train" in scan(beside, "train")[1][0]
+    assert "nothing defines split train" in scan(beside, "train")[1][0]
     beside.images, beside.masks = "SPLIT", "SPLIT/*_mask"
     assert found(beside) == [("a", "train/a.png", "train/a_mask.png")]
     config = compose(
@@ -214,7 +214,7 @@ def test_settings_name_other_folders(tmp_path: Path) -> None:
     assert config.data.masks == "x/SPLIT/*_v2.png"
     check(config, world_size=1)
     with pytest.raises(
-        ConfigError, match=r"data\.images is set, but only data in files reads it"
+        ConfigError, match=r"data\.images is set, but only data sets in files use it"
     ):
         check(compose(["data.images=x"]), world_size=1)
 
@@ -222,11 +222,11 @@ def test_settings_name_other_folders(tmp_path: Path) -> None:
 REFUSED = {
     "no split": (
         ["images/a.png", "mask:masks/a.png"],
-        ["nothing says which belong", "segpipe split data.root="],
+        ["nothing defines split", "segpipe split data.root="],
     ),
     "no split of drives": (
         ["images/north/a.png", "mask:masks/north/a.png"],
-        ["nothing says which belong", "`segpipe split data.root="],
+        ["nothing defines split", "`segpipe split data.root="],
     ),
     "other splits": (
         ["images/val/a.png", "mask:masks/val/a.png"],
@@ -244,7 +244,7 @@ REFUSED = {
     ),
     "two synonyms": (
         ["images/train/a.png", "mask:labels/train/a.png", "mask:gt/train/a.png"],
-        ["labels and gt, and each may hold the masks. Set data.masks=labels"],
+        ["labels and gt, each of which may hold the masks. Set data.masks=labels"],
     ),
     "two endings": (
         [
@@ -253,7 +253,7 @@ REFUSED = {
             "mask:masks/train/a_mask.png",
         ],
         [
-            "has the masks *_mask and *_gt for its images. Choose with data.masks=FOLDER/SPLIT/*_mask"
+            "has the masks *_mask and *_gt for the images. Choose with data.masks=FOLDER/SPLIT/*_mask"
         ],
     ),
     "two lists": (
@@ -263,7 +263,7 @@ REFUSED = {
     "drawings": (
         ["images/train/a.png", "masks/train/a.json"],
         [
-            "holds no masks of the 1 images",
+            "has no masks for the 1 images",
             "`segpipe import --help`",
         ],
     ),
@@ -289,11 +289,11 @@ REFUSED = {
     ),
     "wrong line": (
         ["images/frame1.png", "mask:masks/frame1.png", "train.txt=frame1\nfrme1"],
-        ["lists frme1, but images has no such stem."],
+        ["lists frme1, but no image has this stem."],
     ),
     "another case": (
         ["images/a.PNG", "mask:masks/a.png", "train.txt=images/A.png"],
-        ["lists images/A.png, but images has no such stem."],
+        ["lists images/A.png, but no image has this stem."],
     ),
 }
 

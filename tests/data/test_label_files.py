@@ -175,7 +175,7 @@ def off_by_one() -> np.ndarray:
 OWN_ORDER = {0: 2, 1: 0, 2: 1, 255: 3}
 IN_ORDER = {0: 0, 1: 1, 2: 2, 255: 3}
 PAINTED = {0: (9, 8, 7), 1: (250, 0, 0), 2: (0, 250, 0), 255: (255, 255, 255)}
-LOSSY = "loses information"
+LOSSY = "is lossy"
 
 # Name: content, class table, and either None (read right) or parts of the message.
 Case = tuple[Callable[[], bytes], str, tuple[str, ...] | None]
@@ -197,7 +197,7 @@ CASES: dict[str, Case] = {
     "png grey of 16 bits with alpha": (
         grey_of_16_bits_with_alpha,
         IDS,
-        ("cannot be a mask: 16 bits per channel of colors or alpha",),
+        ("cannot be a mask: 16 bits per channel of color or alpha",),
     ),
     "png palette, indices are ids": (
         lambda: palette_file("PNG", PAINTED, RAW),
@@ -233,7 +233,7 @@ CASES: dict[str, Case] = {
         lambda: palette_file("PNG", COLORS, OWN_ORDER),
         BOTH,
         (
-            "index 0 of its palette is id 0, floor, but its color (70, 70, 70) is that of shelf",
+            "index 0 of its palette is id 0, floor, but its color (70, 70, 70) belongs to shelf",
             "masks: colors",
         ),
     ),
@@ -255,7 +255,7 @@ CASES: dict[str, Case] = {
     "png palette, transparent entry, colors": (
         lambda: palette_file("PNG", COLORS, OWN_ORDER, transparency=0),
         BOTH + "masks: colors\n",
-        ("is transparent in ", "without an alpha channel"),
+        (" transparent pixels, the first", "without an alpha channel"),
     ),
     "png rgb": (lambda: encoded(rgb()), BOTH, None),
     "png rgba, opaque": (lambda: encoded(with_alpha(255)), BOTH, None),
@@ -263,7 +263,7 @@ CASES: dict[str, Case] = {
         lambda: encoded(with_alpha(254)),
         BOTH,
         (
-            "transparent in 1 pixels, the first at row 1, column 2",
+            "1 transparent pixels, the first at row 1, column 2",
             "without an alpha channel",
         ),
     ),
@@ -289,7 +289,7 @@ CASES: dict[str, Case] = {
         lambda: encoded(rgb()),
         TRAIN_IDS,
         (
-            "is a mask of colors, such as (128, 64, 128) at row 0, column 0",
+            "holds colors, such as (128, 64, 128) at row 0, column 0",
             "one color per class (`palette`)",
         ),
     ),
@@ -316,7 +316,7 @@ CASES: dict[str, Case] = {
     "png ids in three equal channels, not declared": (
         lambda: encoded(np.dstack([grey()] * 3)),
         IDS + PALETTE,
-        ("the color (7, 7, 7)", "If grey values are ids, set `masks: ids`"),
+        ("the color (7, 7, 7)", "If gray values are ids, set `masks: ids`"),
     ),
     "png grey that means colors": (
         lambda: encoded(mapped({0: 128, 1: 70, 2: 20, 255: 0})),
@@ -332,7 +332,7 @@ CASES: dict[str, Case] = {
     "png unknown id of 16 bits": (
         lambda: encoded(mapped(RAW | {2: 3000}, np.uint16)),
         IDS,
-        ("has id 3000", "knows 0, 7-8, 11"),
+        ("has id 3000", "table has 0, 7-8, 11"),
     ),
     "png truncated": (lambda: encoded(grey())[:-20], IDS, ("is truncated",)),
     "png with an orientation": (
@@ -345,14 +345,14 @@ CASES: dict[str, Case] = {
     "bmp palette of two colors": (
         bmp_of_two_colors,
         "names: [floor, rest]\n",
-        ("is a BMP of black and white", "Write it as PNG"),
+        ("is a black-and-white BMP", "Write it as PNG"),
     ),
     "bmp rgb": (lambda: encoded(rgb(), "BMP"), BOTH, None),
     "bmp rgba": (bmp_with_4_bytes, BOTH, None),
     "bmp of 1 bit": (
         lambda: encoded(TARGET > 0, "BMP"),
         "names: [floor, rest]\n",
-        ("is a BMP of black and white", "Write it as PNG"),
+        ("is a black-and-white BMP", "Write it as PNG"),
     ),
     "bmp truncated": (lambda: encoded(rgb(), "BMP")[:-5], BOTH, ("is truncated",)),
     "tiff grey": (lambda: encoded(grey(), "TIFF"), IDS, None),
@@ -566,7 +566,7 @@ def test_a_photo_that_may_be_turned_or_not_is_refused(
     for found in (list(problems(data, ["train"])), [str(fault_of(data))]):
         assert len(found) == 1
         assert (
-            f"has the EXIF orientation {number}, and its mask has the same size turned or not"
+            f"has the EXIF orientation {number}, but the size of its mask fits both ways"
             in found[0]
         )
     applied = turned_set(tmp_path / "applied", number, size, mask, "exif: apply\n")
@@ -599,9 +599,9 @@ def test_a_set_with_ids_and_colors_is_refused_unless_the_table_decides(
     (tmp_path / "classes.yaml").write_text(text)
     data = DataConfig(name="folder", root=str(tmp_path))
     (found,) = problems(data, ["train"])
-    assert "b.png is a mask of ids, but" in found
-    assert "a.png is one of colors. Set `masks: ids` or `masks: colors`" in found
-    with pytest.raises(DataError, match=r"b\.png is a mask of ids"):
+    assert "b.png holds ids, but" in found
+    assert "a.png holds colors. Set `masks: ids` or `masks: colors`" in found
+    with pytest.raises(DataError, match=r"b\.png holds ids"):
         open_samples(data, "train", 0).read(1)
     (tmp_path / "classes.yaml").write_text(text + "masks: colors\n")
     assert list(problems(data, ["train"])) == []

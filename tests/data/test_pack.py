@@ -142,7 +142,7 @@ def test_a_changed_file_is_named_and_packed_again(
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1
     assert said[0].startswith(
-        f"{data.root}/images/train/2.png was changed after it was packed."
+        f"{data.root}/images/train/2.png has changed since it was packed."
     )
     read_all(opened(data))
     assert capfd.readouterr().err == ""
@@ -178,7 +178,7 @@ def test_a_mask_of_the_same_size_and_time_is_noticed(
     )
     samples = opened(data)
     assert same(read_all(samples), decoded(samples))
-    assert f"{path} was changed after it was packed" in capfd.readouterr().err
+    assert f"{path} has changed since it was packed" in capfd.readouterr().err
 
 
 def test_a_file_that_changes_while_it_is_packed_is_not_packed(
@@ -250,7 +250,9 @@ def test_a_file_under_the_name_of_another_sample(
     samples = opened(data)
     assert same(read_all(samples), decoded(samples))
     assert use(samples) == {"intact": NUM - 1, "replaced": 1}
-    assert "is another sample. It is read from its files" in capfd.readouterr().err
+    assert (
+        "holds a different sample. Reading it from its files" in capfd.readouterr().err
+    )
 
 
 def write_together(data: DataConfig, barrier: object) -> None:
@@ -328,7 +330,7 @@ def test_a_full_disk_is_named(
     monkeypatch.setattr(pack_module.os, "replace", full)
     with pytest.raises(
         DataError,
-        match=r"\.segpipe-pack cannot take 0\.0 MiB more: No space left on device",
+        match=r"\.segpipe-pack has no room for 0\.0 MiB more: No space left on device",
     ):
         opened(data).read(0)
     assert files(data) == []
@@ -336,7 +338,7 @@ def test_a_full_disk_is_named(
 
 def test_no_folder_for_a_pack(data: DataConfig) -> None:
     with pytest.raises(
-        DataError, match=r"classes\.yaml/x cannot be made: Not a directory"
+        DataError, match=r"classes\.yaml/x cannot be created: Not a directory"
     ):
         Pack(f"{data.root}/classes.yaml/x", "")
 
@@ -344,7 +346,7 @@ def test_no_folder_for_a_pack(data: DataConfig) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"pack": "auto"}, "the samples of data=synthetic do not lie in files"),
+        ({"pack": "auto"}, "the samples of data=synthetic are not files"),
         ({"pack": "", "name": "folder", "root": "x"}, "data.pack is empty"),
     ],
 )

@@ -179,9 +179,7 @@ def test_some_samples_are_checked_before_a_training_and_all_on_demand() -> None:
 
 def test_two_samples_of_one_name_are_refused() -> None:
     found = list(problems(config(fault="names", num=2), ["train"]))
-    assert found == [
-        "samples 0 and 1 are both named train0. Give each a name of its own."
-    ]
+    assert found == ["samples 0 and 1 are both named train0. Give each its own name."]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +191,7 @@ def test_two_samples_of_one_name_are_refused() -> None:
         ),
         (config(num=0), "split train has no sample"),
         (config("data:Odd"), "data:Odd: the object has no name, read, classes"),
-        (config("data:Twice"), "data.name = data:Twice: names holds a twice"),
+        (config("data:Twice"), "data.name = data:Twice: names has a twice"),
         (config("data:Date"), "data has no Date. Did you mean Data"),
     ],
 )
@@ -255,7 +253,7 @@ def test_transforms_of_the_user_follow_the_key() -> None:
         ("Needs", r"augment.extra = transforms:Needs cannot be called as Needs\(\)"),
         (
             "nothing",
-            "augment.extra = transforms:nothing made 3, but a transform of albumentations",
+            "augment.extra = transforms:nothing made 3, but an albumentations transform",
         ),
         ("Roww", "transforms has no Roww. Did you mean Row"),
     ],
@@ -269,7 +267,9 @@ def test_a_transform_that_does_not_fit_is_refused(name: str, says: str) -> None:
 def test_a_transform_of_albumentations_keeps_dtype_and_shape(name: str) -> None:
     """ToFloat trained on pictures of 0 and 1: batches are uint8."""
     plugins.trust(["albumentations"])
-    with pytest.raises(ConfigError, match=rf"albumentations:{name} made .* must stay"):
+    with pytest.raises(
+        ConfigError, match=rf"albumentations:{name} made .* must not change"
+    ):
         [augmented(f"albumentations:{name}", key) for key in range(20)]
 
 

@@ -266,8 +266,8 @@ def test_the_doctor_says_where_a_set_comes_from_and_what_is_missing(
     (tmp_path / "SegmentationClass/2007_000032.png").unlink()
     assert segpipe(arguments) == 2
     text = capsys.readouterr().out
-    assert "ImageSets/Segmentation/val.txt does not exist" in text
-    assert "SegmentationClass holds no masks of the 1 images." in text
+    assert "ImageSets/Segmentation/val.txt is missing; it lists" in text
+    assert "SegmentationClass has no masks for the 1 images." in text
     arguments[2] += "/nowhere"
     assert segpipe(arguments) == 2
     assert "nowhere does not exist" in capsys.readouterr().out

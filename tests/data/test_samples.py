@@ -156,7 +156,7 @@ def test_a_sequence_that_is_held_out_moves_from_training_to_validation(
     ]  # the control
     with pytest.raises(
         DataError,
-        match=r"no image is of that sequence.*a: 3, b: 1, c: 3\.",
+        match=r"no image belongs to that sequence.*a: 3, b: 1, c: 3\.",
     ):
         names(replace(data, hold_out="aa"), "train")
     with pytest.raises(DataError, match="training would have no image left"):
@@ -240,13 +240,13 @@ FAULTS = {
         lambda root: write(root / "masks/train/frame1.png", mask_of(1, (12, 32))),
         ["images/train/frame1.png is 24x32", "masks/train/frame1.png is 12x32"],
     ),
-    "colors": (break_colors, ["masks/train/frame1.png is a mask of colors"]),
+    "colors": (break_colors, ["masks/train/frame1.png holds colors"]),
     "depth": (break_depth, ["masks/train/frame1.png cannot be a mask: 16 bits"]),
     "id": (
         break_id,
         [
             "masks/train/frame1.png has id 9",
-            "table knows 0, 4, 7, 255",
+            "table has 0, 4, 7, 255",
             "extend the table",
         ],
     ),

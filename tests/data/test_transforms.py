@@ -92,7 +92,7 @@ def test_unknown_names_are_refused_with_the_nearest():
     ):
         Augmenter(AugmentConfig(extra=["nois"]))
     with pytest.raises(
-        ConfigError, match=r"augment.extra = \['noise', 'noise'\] names one twice"
+        ConfigError, match=r"augment.extra = \['noise', 'noise'\] contains a name twice"
     ):
         check(compose(["augment.extra=[noise,noise]"]), world_size=1)
 

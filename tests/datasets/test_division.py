@@ -121,9 +121,9 @@ def test_copies_of_one_image_stay_together() -> None:
 @pytest.mark.parametrize("by", ["sequence", "image"])
 def test_a_single_sequence_is_refused_with_the_ways_on(by: str) -> None:
     names = [f"frame{number}" for number in range(9)] if by == "sequence" else ["a"]
-    with pytest.raises(DataError, match=r"are of one .*by=tail.*by=image.*pattern="):
+    with pytest.raises(DataError, match=r"belong to one .*by=tail.*by=image.*pattern="):
         divide(names, val=0.2, by=by, seed=0)
-    with pytest.raises(DataError, match="no sequence of two"):
+    with pytest.raises(DataError, match="no sequence with two"):
         divide(["a", "b"], val=0.5, by="tail", seed=0)
 
 
@@ -160,9 +160,9 @@ def test_a_newcomer_gets_from_masks_to_a_checked_split(
     assert not (tmp_path / "classes.yaml").exists()
     assert segpipe(["doctor", "data=folder", root, "write=true"]) == 0
     text = capsys.readouterr().out
-    assert f"This table is written to {tmp_path}/classes.yaml." in text
+    assert f"Wrote this table to {tmp_path}/classes.yaml." in text
     assert (
-        f"is not divided into train and val yet, so no more was checked. Next: `segpipe split {root} val=0.2`"
+        f"is not divided into train and val yet, so nothing else was checked. Next: `segpipe split {root} val=0.2`"
         in text
     )
     assert "problem" not in text
@@ -209,7 +209,7 @@ def test_split_refuses_folders_that_are_divided(
 ) -> None:
     (tmp_path / "images/train").mkdir(parents=True)
     assert segpipe(["split", f"data.root={tmp_path}"]) == 2
-    assert "divided into splits already" in capsys.readouterr().err
+    assert "already divided into splits" in capsys.readouterr().err
     assert segpipe(["split", "data.root=/no/where"]) == 2
 
 
@@ -316,7 +316,7 @@ def test_many_ids_get_a_warning(tmp_path: Path, number: int, warned: bool) -> No
 def test_masks_of_one_id_get_no_table(tmp_path: Path, ids: tuple[int, ...]) -> None:
     with pytest.raises(
         DataError,
-        match=f"all 2 masks hold nothing but {' and '.join(map(str, ids))}, .*exported",
+        match=f"all 2 masks hold only {' and '.join(map(str, ids))}, .*exported",
     ):
         proposal(tmp_path, [mask_of(*ids)] * 2)
 
@@ -383,7 +383,7 @@ def test_images_of_a_test_list_are_in_no_other(
     (tmp_path / "link").symlink_to(tmp_path)
     listing.write_text(lines[suffix])
     assert segpipe(["split", root, "val=0.3", "by=image"]) == 0
-    assert "1 images of the split test are left out" in capsys.readouterr().out
+    assert "1 images of the test split are left out" in capsys.readouterr().out
     lists = [tmp_path / f"{split}.txt" for split in ("train", "val")]
     names = [name for path in lists for name in path.read_text().split()]
     assert sorted(names) == ["a_0", "b_0", "b_1"]

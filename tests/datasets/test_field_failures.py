@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Mask, str, int, tuple[str, ...]]] = {
         stripes(0, 1, 2, 31),
         THREE,
         2,
-        ("has id 31", "table knows 0-2, 255", "extend the table"),
+        ("has id 31", "table has 0-2, 255", "extend the table"),
     ),
     "the last class never occurs": (
         stripes(0, 1),
@@ -112,7 +112,7 @@ CASES: dict[str, tuple[Mask, str, int, tuple[str, ...]]] = {
         colored,
         THREE,
         2,
-        ("is a mask of colors, such as (7, 0, 0)", "Set `masks: colors`"),
+        ("holds colors, such as (7, 0, 0)", "Set `masks: colors`"),
     ),
     "an image of ignored pixels": (
         first_ignored,
@@ -175,7 +175,7 @@ def test_the_same_images_in_training_and_validation(
     ("mask", "part"),
     [
         (stripes(*range(32)), "has ids 12, 13, 14"),
-        (colored, "CamVid's 32 colors: data=camvid32"),
+        (colored, "CamVid's 32 colors, set data=camvid32"),
     ],
 )
 def test_camvid_of_32_classes_is_not_that_of_12(

@@ -106,7 +106,7 @@ LEFT_OUT: dict[str, tuple[str, Any, str]] = {
     "cvat line": (
         "cvat",
         lambda root: cvat(root, '<polyline label="lane" points="1,1;2,2"/>'),
-        "b.png: a polyline of lane is not read",
+        "b.png: a polyline of lane is not supported",
     ),
 }
 
@@ -218,13 +218,13 @@ BROKEN: dict[str, tuple[str, Any, tuple[str, ...], list[str]]] = {
     "coco flat polygon": (
         "coco",
         lambda root: coco(root, {"segmentation": FLAT}),
-        ("b.png: an area of car has a segmentation that is no list of polygons",),
+        ("b.png: an area of car has a segmentation that is not a list of polygons",),
         ["a"],
     ),
     "coco null": (
         "coco",
         lambda root: coco(root, {"segmentation": [[*FLAT[:-1], None]]}),
-        ("b.png: an area of car has a corner that is no finite number",),
+        ("b.png: an area of car has a corner that is not a finite number",),
         ["a"],
     ),
     "coco runs without size": (

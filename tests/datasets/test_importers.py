@@ -378,7 +378,7 @@ FAULTY: dict[str, tuple[str, dict[str, str], str]] = {
     "coco that is none": (
         "coco",
         {"a.json": '{"shapes": []}'},
-        "a.json has no 'images', so it is not of this format",
+        "a.json has no 'images', so it does not have this format",
     ),
     "coco with holes": (
         "coco",
@@ -388,7 +388,7 @@ FAULTY: dict[str, tuple[str, dict[str, str], str]] = {
     "cvat video": (
         "cvat",
         {"annotations.xml": "<annotations><track/></annotations>"},
-        "is of a video",
+        "is for a video",
     ),
     "cvat rotated box": (
         "cvat",
@@ -398,7 +398,7 @@ FAULTY: dict[str, tuple[str, dict[str, str], str]] = {
             ),
             "images/a.jpg": "",
         },
-        "is a rotated box, which is not read",
+        "is a rotated box, which is not supported",
     ),
     "cvat line": (
         "cvat",
@@ -444,7 +444,7 @@ def test_an_interrupted_import_goes_on_and_another_one_is_refused(
     assert imported(tmp_path / "source", out, "labelme") == 0
     assert np.array_equal(cv2.imread(str(mask), cv2.IMREAD_UNCHANGED), LABELME)
     assert imported(tmp_path / "source", out, "labelme", "background=ignore") == 2
-    assert "another source, or with other names" in capsys.readouterr().err
+    assert "another import, with a different source, names" in capsys.readouterr().err
     assert imported(tmp_path / "source", tmp_path / "source", "labelme") == 2
     assert "is not empty" in capsys.readouterr().err
     assert (out / "images/sub/a.jpg").is_symlink()
@@ -502,7 +502,7 @@ def test_masks_without_a_label_map_need_names(
     assert imported(tmp_path / "source", tmp_path / "out", "voc") == 2
     said = capsys.readouterr().err
     assert "Set names=[...] to the names of the ids" in said
-    assert "data=voc reads it as it is" in said
+    assert "use data=voc without an import" in said
     assert not (tmp_path / "out").exists()
 
 
@@ -529,7 +529,7 @@ def test_labels_are_ignored_by_color(
     mask = np.asarray(Image.open(out / "masks/a.png"))
     assert np.array_equal(mask, scene(0, 1, 255))
     assert imported(tmp_path / "source", tmp_path / "no", "voc", "ignore=[1,2,3]") == 2
-    assert "ignore = [1, 2, 3] is the color of no label" in capsys.readouterr().err
+    assert "ignore = [1, 2, 3] is not the color of a label" in capsys.readouterr().err
 
 
 def test_an_import_divides_what_has_no_splits(

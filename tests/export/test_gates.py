@@ -759,7 +759,7 @@ def test_profiles_answer_alike(name: str) -> None:
         ({"precision": ["fp32", "int8"], "profile": "isaac"}, "export.profile = isaac"),
         ({"precision": ["fp32", "fp8"]}, "export.precision = 'fp8'"),
         ({"profile": "robots"}, "Did you mean robot?"),
-        ({"formats": ["onnx", "onnx"]}, "names one twice"),
+        ({"formats": ["onnx", "onnx"]}, "contains a name twice"),
         ({"height": 64}, "export.width = 0"),
         ({"latency_budget_ms": -1.0}, "export.latency_budget_ms"),
         ({"quality_images": 0}, "export.quality_images"),

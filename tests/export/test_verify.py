@@ -308,7 +308,7 @@ def test_images_that_changed_since_the_run_are_named_and_not_the_folder(
     told = "the labelled images changed since the run: val/frame00.png was altered"
     assert verify(run, folder) == 2
     line = last_line(capsys)
-    assert line.startswith(f"{told}. So {folder} cannot be compared on these images")
+    assert line.startswith(f"{told}. {folder} cannot be compared on these images")
     assert "golden/image.npy differs from" in line
 
     other = Path(shutil.copytree(folder, tmp_path / "other"))

@@ -103,7 +103,9 @@ def test_calls_are_checked_by_the_signature() -> None:
         check_call(LossConfig(name=name, class_weights=weights, args=args))
 
     call("losses:total", factor=2)
-    with pytest.raises(ConfigError, match="losses:total must take the keyword class_w"):
+    with pytest.raises(
+        ConfigError, match="losses:total must accept the keyword class_w"
+    ):
         call("losses:total", "log")
     unknown = r"loss.args.gamma is not an argument of losses:total, which takes factor"
     with pytest.raises(ConfigError, match=unknown):

@@ -267,5 +267,5 @@ def test_a_network_of_our_kind_is_not_wrapped(
     )
     assert type(build_model("net:Mine", 5)).__name__ == "Mine"
     plugins.trust(["torch"])
-    with pytest.raises(ConfigError, match="must take the keyword num_classes"):
+    with pytest.raises(ConfigError, match="must accept the keyword num_classes"):
         build_model("torch.nn:Conv2d", 5)

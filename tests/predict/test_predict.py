@@ -266,8 +266,8 @@ def test_photos_are_turned_upright(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("source={folder}",), "set one of them"),
-        (("run={run}", "artifact=x", "source={folder}"), "set one of them"),
+        (("source={folder}",), "set exactly one"),
+        (("run={run}", "artifact=x", "source={folder}"), "set exactly one"),
         (("run={run}", "source={folder}/nothing.png"), "does not exist"),
         (("run={run}", "source={folder}/*.gif"), "has no images or videos"),
         (("run={run}", "source={folder}/notes.txt"), "notes.txt has no images"),

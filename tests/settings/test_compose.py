@@ -91,7 +91,7 @@ def test_every_misspelled_override_names_the_right_one(prefix: str) -> None:
         ("optim.lrr", "Did you mean optim.lr?"),
         (
             "data.root=shots",
-            "data.root = shots, but data=synthetic, the default, draws its scenes",
+            "data.root = shots, but data=synthetic, the default, generates its scenes",
         ),
         ("=3", "'=3' is not of the form key=value."),
         (
@@ -127,20 +127,23 @@ def test_every_misspelled_override_names_the_right_one(prefix: str) -> None:
         ),
         (
             "data.size=[64,96",
-            "'data.size=[64,96' cannot be read. Write it like data.size=[192,384].",
+            "'data.size=[64,96' cannot be parsed. Write it like data.size=[192,384].",
         ),
         ("augment.crop_size=(64,64)", "Write it like augment.crop_size=[192,384]."),
         ("optim.lr==3", "Write it like optim.lr=0.05."),
         ("run.name=???", "run.name: Missing mandatory value: name. Give it a value"),
         (
             "run.name=${nowhere}",
-            "'nowhere' not found. Give it a value, or name what exists",
+            "'nowhere' not found. Give it a value, or refer to an existing setting",
         ),
         (
             "data.root=${oc.env:SEGPIPE_NOWHERE}",
             "Environment variable 'SEGPIPE_NOWHERE' not found",
         ),
-        ("seed=1,2,3", "A list: seed=[1,2,3]. One training for each: add --multirun."),
+        (
+            "seed=1,2,3",
+            "For a list, write seed=[1,2,3]; for one run per value, add --multirun.",
+        ),
         ("optim.lr=nan", "optim.lr = nan, but a number"),
         ("~data", "data"),
         ("~optim.lr=1", "Did you mean optim.lr?"),
@@ -155,7 +158,8 @@ def test_every_misspelled_override_names_the_right_one(prefix: str) -> None:
         ),
         (
             "--lr=3",
-            "--lr is no option of segpipe. Settings are written without dashes, as KEY=VALUE. Did you mean optim.lr?",
+            "--lr is not an option of segpipe. Settings are written without dashes, as KEY=VALUE. "
+            "Did you mean optim.lr?",
         ),
         (
             "data.num_train=1000000000000",
@@ -310,7 +314,7 @@ def test_typos_in_files_of_the_user_are_refused(own_files: Path) -> None:
     [
         ("# stra\xdfe\n".encode("latin1"), "odd.yaml is not UTF-8 text"),
         ("seed: 3\n".encode("utf16"), "odd.yaml is not UTF-8 text"),
-        (b"# @package _global_\ndefaults: [odd]\n", "lead back to the file itself"),
+        (b"# @package _global_\ndefaults: [odd]\n", "include the file itself"),
         (b"# @package _gloabl_\nseed: 3\n", "is `# @package _global_`"),
         (b"seed: 3\n", "is `# @package _global_`"),
         ("# @package _global_\nseed: 3\n".encode("utf-8-sig"), "byte order mark"),

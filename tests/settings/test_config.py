@@ -366,7 +366,7 @@ def test_patience_that_could_not_act_is_refused() -> None:
     config = from_mapping(
         {"train": {"patience": 3, "validate_every": 100, "steps": 400}}
     )
-    assert "could stop after 400 updates at the earliest" in refused(config)
+    assert "could stop early only after 400 updates" in refused(config)
     config.train.steps = 401
     check(config, world_size=1)
 

@@ -98,7 +98,7 @@ def test_written_weights_are_the_averaged_ones_with_all_that_a_reader_needs(
     assert json.loads(about["classes"]) == list(STREET.names)
     assert about["ema_digest"] == result(pretrained)["ema_digest"]
     assert segpipe(["weights", f"run={pretrained}", f"out={tensors_file}"]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_names_of_the_authors_are_written_and_read_back(
@@ -352,7 +352,7 @@ def test_a_file_that_does_not_fit_is_refused_before_the_folder_is_made(
         ),
         (
             ("export.enabled=true", "export.critical_classes=[road,nosuch]"),
-            "nosuch is no class: road,",
+            "nosuch is not a class: road,",
         ),
         (
             (f"model.weights={tmp_path / 'x.pth'}",),

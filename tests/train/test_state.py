@@ -137,7 +137,7 @@ def test_another_recipe_is_refused_by_name(
 ) -> None:
     other = from_mapping(changed)
     with pytest.raises(
-        CheckpointError, match=r"last\.pt was trained with another recipe"
+        CheckpointError, match=r"last\.pt was trained with a different recipe"
     ) as caught:
         restored(saved, build_state(config(), CAMVID, CPU), other, CAMVID, HERE)
     assert named in str(caught.value)
