@@ -97,6 +97,10 @@ def put(path: Path, content: bytes, *, durable: bool = False) -> None:
 
     With `durable`, it is on the disk afterwards, and temporary files of killed processes are removed. Raises OSError.
     """
+    if path.exists() and not path.is_file():
+        # A rename would replace /dev/null by a file, for all processes of the machine.
+        path.write_bytes(content)
+        return
     writer = f".{this_host()}.{os.getpid()}" if durable else ""
     aside = path.with_name(f".{path.name}{writer}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -580,10 +580,10 @@ PLANTS: dict[str, Plant] = {
     ),
     "BGR for RGB": _graph(bgr, "", REFUSED, 4, "G4 preprocessing differs by"),
     "scale of one in a thousand": _graph(
-        std, "tensor preprocess.scale has other", REFUSED, 4, "G4 preprocessing"
+        std, "tensor preprocess.scale has different", REFUSED, 4, "G4 preprocessing"
     ),
     "bias of one in a thousand": _graph(
-        mean, "tensor preprocess.bias has other", REFUSED, 4, "G4 preprocessing"
+        mean, "tensor preprocess.bias has different", REFUSED, 4, "G4 preprocessing"
     ),
     "classes permuted": _graph(
         classes_permuted, "tensor", REFUSED, 4, "G3 mask agreement"

@@ -233,3 +233,14 @@ def test_compiled_code_that_others_can_write_is_not_loaded(tmp_path: Path) -> No
     folder.chmod(0o777)
     with pytest.raises(PermissionError, match="others can write"):
         native._library(source, command, folder)
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_device_is_written_to_and_not_replaced(tmp_path: Path, durable: bool) -> None:
+    """As root, out=/dev/null made a file of it, into which every other process wrote from then on."""
+    link = tmp_path / "null"
+    link.symlink_to(os.devnull)
+    put(link, b"a report", durable=durable)
+    assert link.is_symlink()
+    assert not link.is_file()
+    assert list(tmp_path.iterdir()) == [link]

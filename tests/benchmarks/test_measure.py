@@ -80,14 +80,11 @@ def git(tmp_path: Path) -> Callable[..., str]:
 
     def call(*arguments: str) -> str:
         command = ["git", *who, *arguments]
-        return subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
     return call
 

@@ -84,7 +84,7 @@ def test_a_run_is_scored_on_the_drive_that_it_held_out(
         "b": {"images": 6, "miou": found["miou"], "in_training": False}
     }
     assert found["note"] == ""
-    assert "flatter" not in tables
+    assert "optimistic" not in tables
     assert set(found["mean"]) == {"precision", "recall", "f1"}
     for name, iou in found["iou"].items():
         assert name in tables
@@ -261,4 +261,4 @@ def test_images_of_another_folder_were_not_seen_for_their_names(
         found, _ = evaluated(capsys, *arguments)
         of_drives = found["sequences"].items()
         assert {name: each["in_training"] for name, each in of_drives} == seen
-        assert ("flatter" in found["note"]) == bool(seen["a"])
+        assert ("optimistic" in found["note"]) == bool(seen["a"])

@@ -382,7 +382,9 @@ def test_sequences_interval_and_warning_are_on_the_page() -> None:
     unseen = {
         "sequences": {"clear": {"images": 10, "miou": 0.75, "in_training": False}}
     }
-    assert "flatter" not in render(make(result=unseen)).split("<h2>Sequences</h2>")[0]
+    assert (
+        "optimistic" not in render(make(result=unseen)).split("<h2>Sequences</h2>")[0]
+    )
 
 
 def test_a_weak_class_gets_one_sentence_with_evidence() -> None:
