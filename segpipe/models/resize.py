@@ -280,8 +280,8 @@ def _built(
 _kept = cache(_built)
 
 
-# torch.compile keeps graphs on the disk by the name of an operator, not by its code. If strides of the output change, the
-# operator needs another name, or graphs kept from earlier versions fail.
+# torch.compile caches graphs on disk by the name of an operator, not by its code. If the strides of its output change,
+# the operator needs a new name, or graphs that an earlier version cached fail.
 @torch.library.custom_op("segpipe::resize", mutates_args=())
 def _compiled(
     x: Tensor, kind: str, inner: Sequence[int], outer: Sequence[int], back: bool

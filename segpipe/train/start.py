@@ -49,8 +49,13 @@ def pinned_teacher(loss: LossConfig) -> Path:
 
 
 def _pinned(path: Path, key: str, expected: str) -> str:
-    """SHA-256 of the file. Raises CheckpointError if it is not the expected one."""
-    found = sha256(path)
+    """SHA-256 of the file. Raises CheckpointError if it cannot be read or is not the expected one."""
+    try:
+        found = sha256(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}. Copy it again, or check its permissions."
+        ) from error
     if expected not in ("", found):
         raise CheckpointError(
             f"{path} has SHA-256 {found}, but {key} = {expected}. This is not the intended file: fetch it again, or "

@@ -162,6 +162,20 @@ def test_other_classes_are_initialized_from_the_seed_or_told(
     assert "were kept, but its classes are road, " in notes[1]
 
 
+def test_weights_that_cannot_be_read_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "of_others.pth"
+    path.write_bytes(b"")
+
+    def refused(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("segpipe.train.start.sha256", refused)
+    with pytest.raises(CheckpointError, match=r"of_others\.pth cannot be read: Permis"):
+        pin_weights(config(path))
+
+
 def test_the_hash_is_part_of_the_recipe_and_the_path_is_not(tmp_path: Path) -> None:
     one, two, other = tmp_path / "1.pth", tmp_path / "2.pth", tmp_path / "3.pth"
     torch.save(build_model("fast_scnn", 10).state_dict(), one)
