@@ -434,7 +434,8 @@ def missing(folder: Path) -> str:
     hint = f"{parent} holds {', '.join(siblings[:8]) or 'no folders'}"
     for other in get_close_matches(absent.name, siblings, 1):
         hint = f"Nearest: {parent / other}"
-    return f"{absent} does not exist. {hint}. Set data.root and the split to existing folders."
+    state = "is a file, not a folder" if absent.exists() else "does not exist"
+    return f"{absent} {state}. {hint}. Set data.root and the split to existing folders."
 
 
 STREET = load_masks(

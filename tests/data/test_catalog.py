@@ -9,7 +9,7 @@ import pytest
 from tables import CAMVID
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import STREET, ClassTable, load_masks
+from segpipe.data.catalog import STREET, ClassTable, load_masks, missing
 from segpipe.errors import DataError
 
 YAML = """
@@ -157,3 +157,11 @@ def test_a_missing_table_is_named(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(DataError, match="has no keys"):
         load_masks(tmp_path / "list.yaml")
+
+
+def test_a_file_in_place_of_a_folder_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "images.zip").write_bytes(b"")
+    for name, state in (("images.zip", "is a file"), ("images", "does not exist")):
+        assert missing(tmp_path / name / "train").startswith(
+            f"{tmp_path / name} {state}"
+        )
