@@ -213,7 +213,8 @@ def _value(entry: Setting, text: str) -> Any:
     """Value of `text` for a setting: strings are taken literally, all else is parsed by Hydra's grammar."""
     if entry.is_text:
         return unquoted(text)
-    parsed = _parsed(entry.key, text, shown(entry.default))
+    example = "{name: value}" if entry.default == {} else shown(entry.default)
+    parsed = _parsed(entry.key, text, example)
     if parsed.is_sweep_override():
         raise ConfigError(
             f"'{entry.key}={text}' has several values. For a list, write {entry.key}=[{text}]; "

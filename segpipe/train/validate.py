@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -72,10 +73,13 @@ def confidences(logits: Tensor, target: Tensor, *, align_corners: bool) -> Tenso
     """Loss and calibration of every SPARSE-th row and column, summed by confidence bin.
 
     Rows are tenths of the largest probability. Columns are the number of labelled pixels, the sum of their largest
-    probabilities, the number predicted correctly, and the sum of their cross-entropies.
+    probabilities, the number predicted correctly, and the sum of their cross-entropies. All are NaN if a logit is not
+    finite.
 
     Shapes: logits float32 (B, C, h, w), target uint8 (B, H, W) -> float64 (BINS, 4) on the CPU.
     """
+    if not logits.isfinite().all():
+        return torch.full((BINS, 4), math.nan, dtype=torch.float64)
     size = (target.shape[1], target.shape[2])
     resized = bilinear_matmul(
         logits, size, align_corners=align_corners, stride=SPARSE
@@ -117,16 +121,11 @@ def validate(
     own = range(group.rank, len(samples), group.world_size)
 
     @torch.inference_mode()
-    def score(name: str, image: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def score(image: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         if answer:
             pred = answer(model, preprocess, image)
             return confusion(pred, target, num_classes), torch.zeros(BINS, 4)
         logits = _logits(model, preprocess, image, precision)
-        if not logits.isfinite().all():
-            raise NumericsError(
-                f"the logits of {name} are not finite, so the network has no score. Train with a lower optim.lr, or "
-                f"with optim.clip_norm=5."
-            )
         corners = model.align_corners
         _, counts = classes_and_confusion(
             logits, target, align_corners=corners, backend=backend
@@ -144,8 +143,7 @@ def validate(
         cache=cache,
     )
     for index, image, target in images:
-        name = samples.name(index)
-        counts, bins = score(name, image.to(group.device), target.to(group.device))
+        counts, bins = score(image.to(group.device), target.to(group.device))
         own_found[index] = counts.cpu(), bins
         progress(len(own_found), len(own))
     merged: dict[int, tuple[Tensor, Tensor]] = {}
@@ -154,9 +152,17 @@ def validate(
     assert len(merged) == len(samples)
     total = torch.zeros(num_classes, num_classes, dtype=torch.int64)
     calibration = torch.zeros(BINS, 4, dtype=torch.float64)
-    for index in sorted(merged):  # sums of floats depend on their order
-        total += merged[index][0]
-        calibration += merged[index][1]
+    for index in sorted(merged):  # float sums depend on their order
+        counts, bins = merged[index]
+        if (
+            bins.isnan().any()
+        ):  # raised on all ranks, not only on the one that read the image
+            raise NumericsError(
+                f"the logits of {samples.name(index)} are not finite, so the network has no score. Train with a lower "
+                f"optim.lr, or with optim.clip_norm=5."
+            )
+        total += counts
+        calibration += bins
     return Validation(
         total, {index: counts for index, (counts, _) in merged.items()}, calibration
     )

@@ -86,6 +86,7 @@ def test_every_misspelled_override_names_the_right_one(prefix: str) -> None:
         ("data={name: x}", "data = {name: x} is not one of"),
         ('loss.backend=""', "loss.backend = '' is not one of auto, native"),
         ("model.args=0", "model.args = 0, but a mapping such as"),
+        ("model.args={a:1", "Write it like model.args={name: value}."),
         ("optim=5", "optim"),
         ("optim.lr", "'optim.lr' is not of the form key=value."),
         ("optim.lrr", "Did you mean optim.lr?"),

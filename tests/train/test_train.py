@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import errno
 import json
+import math
 import os
 import shlex
 import shutil
@@ -44,7 +45,7 @@ from segpipe.data.data_set import Samples, SyntheticSamples
 from segpipe.data.samples import open_samples
 from segpipe.distributed.agreement import agree_on_step
 from segpipe.distributed.group import Group, leave
-from segpipe.errors import CheckpointError
+from segpipe.errors import CheckpointError, NumericsError
 from segpipe.export.gates import judge
 from segpipe.export.gates.controls import CONTROLS
 from segpipe.export.graph.formats import FORMATS
@@ -749,6 +750,34 @@ def test_validation_counts_every_image_once(world_size: int) -> None:
         == np.bincount(labels, minlength=256)[: STREET.num_classes].tolist()
     )
     assert torch.equal(total, found(ranks[0]).total)
+
+
+def test_all_ranks_name_the_image_for_which_the_logits_of_one_are_not_finite() -> None:
+    """Only rank 1 reads images of that size. If it alone raised, rank 0 would wait and blame a silent rank."""
+    torch.manual_seed(0)
+    model, samples = build_model("fast_scnn", STREET.num_classes).eval(), Frames()
+    forward = model.forward
+
+    def overflows(image: torch.Tensor) -> torch.Tensor:
+        logits = forward(image)
+        return logits * math.inf if image.shape[2:] == samples.sizes[1] else logits
+
+    model.forward = overflows  # type: ignore[method-assign]
+
+    def found(rank: Rank) -> Validation:
+        return validate(
+            model, Preprocess(), samples, rank, DataConfig(workers=0), precision="fp32"  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    ranks, parts = [Rank(rank, 2) for rank in range(2)], []
+    for rank in ranks:
+        with pytest.raises((StopIteration, RuntimeError)) as stopped:
+            found(rank)
+        parts.append(stopped.value.args[0])
+    for rank in ranks:
+        rank.others = parts
+        with pytest.raises(NumericsError, match=f"logits of {samples.name(1)} are not"):
+            found(rank)
 
 
 def test_a_network_that_overflowed_in_its_last_update_is_named(
