@@ -123,7 +123,7 @@ ARMS: dict[str, Callable[[Scene, int], Update]] = {  # and torch's threads
         scene, loops.torchvision_style, _fast(scene)
     ),
     "segpipe bf16 compiled": lambda scene, threads: ours(
-        scene, _fast(scene), threads, compiled=True
+        scene, _fast(scene), threads, cuda_graph=True, compiled=True
     ),
     "segpipe tf32": lambda scene, threads: ours(
         scene, "tf32", threads, cuda_graph=True
@@ -409,10 +409,10 @@ def _graphed(bench: Bench, model: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def _recorded_by_nobody() -> Iterator[None]:
     from segpipe.train import gradients
-    from segpipe.train.forward import GraphedHeads
+    from segpipe.train.forward import AllHeads, GraphedHeads
 
     def heads(model: Any, config: Any, device: torch.device) -> Any:
-        return GraphedHeads(model, config.train.precision)
+        return GraphedHeads(AllHeads(model), config.train.precision)
 
     def record(callables: Any, *given: Any, **named: Any) -> Any:
         callables(*given[0])  # the pass that is recorded

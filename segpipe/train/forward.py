@@ -59,16 +59,17 @@ class AllHeads(nn.Module):
         return heads
 
 
-class _Traced(AllHeads):
+class _Traced(nn.Module):
     """Heads that keep their last outputs, in the memory format that BatchLoss uses."""
 
-    def __init__(self, model: nn.Module, precision: str) -> None:
-        super().__init__(model)
+    def __init__(self, heads: nn.Module, precision: str) -> None:
+        super().__init__()
+        self.heads = heads
         self.precision = precision
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
         with autocast(image.device, self.precision):
-            heads = super().forward(image)
+            heads = self.heads(image)
         self.last = {
             name: logits.clone(memory_format=torch.contiguous_format)
             for name, logits in heads.items()
@@ -76,31 +77,31 @@ class _Traced(AllHeads):
         return self.last
 
 
-class GraphedHeads(AllHeads):
+class GraphedHeads(nn.Module):
     """Heads whose forward and backward are each recorded as a CUDA graph at the first batch, then replayed.
 
-    If a replay of the first batch has other bits than AllHeads, this warns and behaves as AllHeads. All batches must
-    have the shape of the first, and the next forward overwrites the outputs.
+    If a replay of the first batch has other bits than `heads`, eager or compiled, this warns and runs those. All
+    batches must have the shape of the first, and the next forward overwrites the outputs.
     """
 
-    def __init__(self, model: nn.Module, precision: str) -> None:
-        super().__init__(model)
+    def __init__(self, heads: nn.Module, precision: str) -> None:
+        super().__init__()
+        self.heads = heads
         self.precision = precision
-        self._heads: Any = None
+        self._replay: Any = None
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
-        if self._heads is None:
-            self._heads = self._replayed(image)
-        return self._heads(image)  # type: ignore[no-any-return]
+        if self._replay is None:
+            self._replay = self._replayed(image)
+        return self._replay(image)  # type: ignore[no-any-return]
 
     def _replayed(self, image: Tensor) -> Any:
-        """The callable that replays, or the eager one if bits differ. Undoes what the trial passes change.
+        """The callable that replays, or `heads` if bits differ. Undoes what the trial passes change.
 
         Raises ConfigError if recording fails: torch then leaves its generator and stream in recording state.
         """
-        eager = super().forward
         with torch.random.fork_rng([image.device] if image.is_cuda else []):
-            found = self._trial(eager, image)
+            found = self._trial(self.heads, image)
             try:
                 replay = self._recorded(image)
             except (AssertionError, RuntimeError) as error:
@@ -113,10 +114,10 @@ class GraphedHeads(AllHeads):
             "compute.cuda_graph: a replay of this network gave different bits, so its kernels are launched one by one.",
             stacklevel=2,
         )
-        return eager
+        return self.heads
 
     def _recorded(self, image: Tensor) -> Any:
-        traced = _Traced(self.model, self.precision)
+        traced = _Traced(self.heads, self.precision)
         # The warning is right, but no gradient is kept while recording.
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
         # The backward is recorded as it runs elsewhere: without autocast.
@@ -139,17 +140,17 @@ class GraphedHeads(AllHeads):
             with torch.autocast(image.device.type, enabled=False):
                 grads = torch.autograd.grad(
                     found,
-                    [p for p in self.model.parameters() if p.requires_grad],
+                    [p for p in self.heads.parameters() if p.requires_grad],
                     given,
                     materialize_grads=True,
                 )
-            tensors = [*given, *grads, *self.model.buffers()]
+            tensors = [*given, *grads, *self.heads.buffers()]
             return int(digest_many(tensors))
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
         """Restores buffers that change inside. Writes to no others: ShardGuard would blame the user's code."""
-        before = [(each, each.clone()) for each in self.model.buffers()]
+        before = [(each, each.clone()) for each in self.heads.buffers()]
         yield
         for buffer, value in before:
             if not torch.equal(buffer, value):
@@ -166,6 +167,7 @@ def training_heads(model: nn.Module, config: Config, device: torch.device) -> An
     Raises ConfigError when compute.compile lacks a compiler.
     """
     compute = config.compute
+    heads: Any = AllHeads(model)
     if compute.compile:
         # torch would only say so in the first update, with a traceback.
         variable, compiler = ("CC", "gcc") if device.type == "cuda" else ("CXX", "g++")
@@ -178,12 +180,12 @@ def training_heads(model: nn.Module, config: Config, device: torch.device) -> An
 
         # Without autotuning, which picks kernels by measured speed, ranks with equal hardware compile the same code.
         inductor.deterministic = True
-        return torch.compile(AllHeads(model), dynamic=False)
+        heads = torch.compile(heads, dynamic=False)
     wanted = {"on": True, "auto": config.model.name in RECORDED}
     fits = (device.type, compute.mode) == ("cuda", "elastic")
     if fits and wanted.get(compute.cuda_graph):
-        return GraphedHeads(model, config.train.precision)
-    return AllHeads(model)
+        return GraphedHeads(heads, config.train.precision)
+    return heads
 
 
 def frozen_modules(model: nn.Module) -> list[nn.Module]:

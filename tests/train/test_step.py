@@ -738,7 +738,9 @@ def test_a_recorded_network_has_the_bits_of_eager(
         step = step_of(state, settings)
         assert isinstance(step.gradients, ElasticGradients)
         if recorded:
-            step.gradients.network = GraphedHeads(state.model, settings.train.precision)
+            step.gradients.network = GraphedHeads(
+                AllHeads(state.model), settings.train.precision
+            )
         for number in range(2):
             train_step(step, batches(number, 64))
         found.append(bits(state))
@@ -765,7 +767,7 @@ def other_gradients(replay: Recorded) -> Any:
 def other_statistics(replay: Recorded) -> Any:
     def heads(image: Tensor) -> dict[str, Tensor]:
         found = replay(image)
-        replay.network.model.norm.running_mean.data.add_(1)
+        replay.network.heads.model.norm.running_mean.data.add_(1)
         return found
 
     return heads
@@ -783,7 +785,7 @@ def test_a_network_is_not_replayed_where_that_would_change_it(
     state = fresh(config(), dropout=0.5)
     step = step_of(state, config())
     assert isinstance(step.gradients, ElasticGradients)
-    step.gradients.network = GraphedHeads(state.model, "fp32")
+    step.gradients.network = GraphedHeads(AllHeads(state.model), "fp32")
     with pytest.warns(
         UserWarning, match="a replay of this network gave different bits"
     ):
@@ -804,7 +806,7 @@ def test_a_network_that_cannot_be_recorded_ends_the_run(
     state = fresh(config())
     step = step_of(state, config())
     assert isinstance(step.gradients, ElasticGradients)
-    step.gradients.network = GraphedHeads(state.model, "fp32")
+    step.gradients.network = GraphedHeads(AllHeads(state.model), "fp32")
     with pytest.raises(
         ConfigError, match=r"compute\.cuda_graph: .* \.item\(\) .*\. Set it to off"
     ):
@@ -818,7 +820,7 @@ def test_a_recording_writes_into_no_buffer_that_a_pass_leaves_alone() -> None:
     model.register_buffer("wide", torch.ones(1).expand(4))
     for part in (model.body, model.norm, model.main):  # a head without a gradient
         part.requires_grad_(False)
-    heads, image = GraphedHeads(model, "fp32"), torch.ones(2, 3, SIZE, SIZE)
+    heads, image = GraphedHeads(AllHeads(model), "fp32"), torch.ones(2, 3, SIZE, SIZE)
     before = model.table._version, model.norm.running_mean.clone()  # type: ignore[union-attr, operator]
     first = heads._trial(AllHeads(model), image)
     assert heads._trial(AllHeads(model), image) == first
