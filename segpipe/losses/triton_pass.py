@@ -22,7 +22,7 @@ from segpipe.models.triton_resize import Band, band, product
 # Names in the kernels: `pixels`, the number of target columns that a program owns; `padded`, the number of classes
 # rounded up to a power of 2. Shapes in docstrings are those of one program's registers.
 MOST_PIXELS = 64
-REGISTERS = 2048  # most logits of a program: more would spill (ptxas for sm_90a)
+LOGITS = 512  # of a program, unless 8 pixels have more; on an H200, four times as many took up to three times as long
 
 
 @triton.jit
@@ -199,8 +199,8 @@ def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
     logits, rows, columns = head.logits, head.rows, head.columns
     batch, classes, rows_in, cols_in = logits.shape
     height, width = head.target.shape[1:]
-    pixels = REGISTERS // triton.next_power_of_2(classes)
-    pixels = min(max(pixels, 8), MOST_PIXELS)
+    padded = triton.next_power_of_2(classes)
+    pixels = min(max(LOGITS // padded, 8), MOST_PIXELS)
     grid = (batch * rows_in, triton.cdiv(width, pixels))
     starts, down, across = _gathering(rows, columns)
 
@@ -222,8 +222,9 @@ def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
         (starts, rows.share, columns.low, columns.share),
         (classes, rows_in, cols_in, height, width, IGNORE_INDEX),
         (head.smoothing, head.smoothing / classes),
-        padded=triton.next_power_of_2(classes),
+        padded=padded,
         pixels=pixels,
+        num_warps=min(max(pixels * padded // (2 * LOGITS), 1), 8),
     )
     total = None
     if parts is not None:
