@@ -53,7 +53,7 @@ def bicubic(x: Tensor, size: Sequence[int]) -> Tensor:
 def _needs_own_way(x: Tensor) -> bool:
     """Whether torch's resize would be nondeterministic or slow here, and no graph is being exported."""
     on_cuda = x.is_cuda and torch.are_deterministic_algorithms_enabled()
-    if _tracing() or torch.compiler.is_exporting():
+    if _tracing() or _exporting():
         return False
     return on_cuda or _as_on_cuda
 
@@ -221,7 +221,7 @@ def pool_weights(num_in: int, bins: int, real: Real) -> NDArray[Any]:
 
 
 def _separable(x: Tensor, size: Sequence[int], kind: str, stride: int = 1) -> Tensor:
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    if torch.compiler.is_compiling() and not _exporting():
         assert stride == 1, "only losses use a stride, and they are not compiled"
         return _compiled(x, kind, x.shape[-2:], size, False)  # type: ignore[no-any-return]
     rows = _matrix(kind, x.shape[-2], size[0], stride, x)
@@ -335,6 +335,12 @@ WEIGHTS: dict[str, Callable[..., NDArray[Any]]] = {
     "bilinear_corners": partial(bilinear_weights, align_corners=True),
     "bicubic": bicubic_weights,
 }
+
+
+def _exporting() -> bool:
+    # In torch 2.11, torch.compile takes is_exporting() for true.
+    compiler = torch.compiler
+    return compiler.is_exporting() and not compiler.is_dynamo_compiling()
 
 
 def _tracing() -> bool:
