@@ -226,11 +226,32 @@ def _arm(
         if bench.cuda
         else None,
     }
+    if bench.cuda:
+        figures["kernels"] = _kernels(update.run)
     del update
     gc.collect()
     if bench.cuda:
         torch.cuda.empty_cache()
     return seconds, figures
+
+
+def _kernels(action: Callable[[], Any], rounds: int = 2) -> dict[str, Any]:
+    """Milliseconds and number of the kernels and copies of an action, and the kernels that take most of them."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(rounds):
+            action()
+        torch.cuda.synchronize()
+    ms: dict[str, float] = {}
+    found = [e for e in trace.events() or () if e.device_type == DeviceType.CUDA]
+    for event in found:
+        spent = event.time_range.elapsed_us() / 1000 / rounds
+        ms[event.name] = ms.get(event.name, 0.0) + spent
+    longest = sorted(ms, key=lambda name: -ms[name])[:12]
+    return {
+        "ms": round(sum(ms.values()), 2),
+        "number": len(found) // rounds,
+        "longest_ms": {name[:120]: round(ms[name], 3) for name in longest},
+    }
 
 
 def networks_speed(bench: Bench) -> dict[str, Any]:

@@ -158,7 +158,7 @@ class GraphedHeads(nn.Module):
 
 
 # Networks whose replay was checked on a GPU to have the bits of eager mode.
-RECORDED = ("fast_scnn", "ddrnet23_slim", "pidnet_s")
+RECORDED = "fast_scnn", "ddrnet23_slim", "ddrnet23", "pidnet_s", "efficientvit_seg_b0"
 
 
 def training_heads(model: nn.Module, config: Config, device: torch.device) -> Any:
