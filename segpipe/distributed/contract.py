@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -246,8 +246,16 @@ class Contract:
         # Called on the ranks that print the verdict; in a thread, because a disk may hang.
         self.on_verdict: Callable[[CollectiveError], None] = lambda error: None
         self._answered_at: float | None = None
+        self.waited_s = 0.0  # for other ranks; NCCL lets the GPU wait instead
 
     # The training thread's side.
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Adds the time spent inside to `waited_s`."""
+        started = time.monotonic()
+        yield
+        self.waited_s += time.monotonic() - started
 
     def enter(self, op: str, tensor: Tensor | None = None, *, level: int = 0) -> None:
         """Announce a collective. Call it just before each one, on all of its ranks.

@@ -86,7 +86,8 @@ class Group:
         if self.world_size > 1:
             counts = counts.to(self.device)
             self.contract.enter("all_reduce", counts)
-            dist.all_reduce(counts)
+            with self.contract.waiting():
+                dist.all_reduce(counts)
         return counts
 
     def gather(self, item: T) -> list[T]:

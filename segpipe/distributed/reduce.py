@@ -207,7 +207,8 @@ class RankSum:
         """Wait for the running collective of every part, and start its next one."""
         going, self._under_way = self._under_way, []
         for work, collectives in going:
-            work.wait()
+            with self._contract.waiting():
+                work.wait()
             if (following := next(collectives, None)) is not None:
                 self._under_way.append((following, collectives))
 

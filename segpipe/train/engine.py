@@ -417,6 +417,7 @@ def _log(run: Run, result: StepResult) -> None:
         "images_per_second": speed or None,
         "wall_images_per_second": wall or None,
         "data_wait_s": run.clock.waited,
+        "rank_wait_s": run.group.contract.waited_s,
         "saved_step": run.saved or 0,
         **{f"loss_{name}": float(part) for name, part in result.parts.items()},
     }

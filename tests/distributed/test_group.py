@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import types
 import warnings
 from datetime import timedelta
@@ -12,9 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ranks import gloo
 from segpipe.distributed import group as group_module
 from segpipe.distributed.contract import Contract
 from segpipe.distributed.group import Group, join
+from segpipe.distributed.reduce import RankSum
 from segpipe.errors import CheckpointError, ConfigError, DataError, SegpipeError
 from segpipe.settings.groups import ComputeConfig
 
@@ -38,6 +41,27 @@ def rank(number: int, *others: SegpipeError | None) -> Ranks:
 
 def full() -> None:
     raise CheckpointError("no space left")
+
+
+def _late(rank: int) -> list[float]:
+    """Seconds waited in a sum of counts and in one of gradients, to each of which rank 1 comes 0.5 s late."""
+    group, waited = Group(rank, rank, 2, torch.device("cpu")), []
+    gradients = RankSum(group, leaves=2)
+    for action in (
+        lambda: group.sum_tensor(torch.ones(1, dtype=torch.int64)),
+        lambda: (gradients.start([torch.ones(8)]), gradients.finish()),
+    ):
+        before = group.contract.waited_s
+        time.sleep(0.5 * rank)
+        action()
+        waited.append(group.contract.waited_s - before)
+        dist.barrier()
+    return waited
+
+
+def test_the_ranks_that_wait_for_a_slow_one_count_the_seconds() -> None:
+    for fast, slow in zip(*gloo(2, _late), strict=True):
+        assert fast > 0.3 > slow + 0.1
 
 
 def test_what_works_everywhere_raises_nowhere() -> None:
