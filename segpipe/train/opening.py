@@ -111,6 +111,7 @@ def header(
     device = group.device.type
     if device == "cuda":
         device = f"cuda ({torch.cuda.get_device_name(group.device)})"
+    compiled = ", compiled (minutes before the first update)" if compute.compile else ""
 
     return (
         f"model   {config.model.name}, {_elements(parameters):,} parameters, {frozen:,} of them frozen, "
@@ -120,6 +121,7 @@ def header(
         f"batch   {config.global_batch} = {compute.shards} shards x {compute.samples_per_shard} samples; {steps} steps,"
         f" {epochs:.1f} epochs; {config.train.precision}\n"
         f"device  {device}; processes {group.world_size}, threads per process {compute.threads}; mode {compute.mode}"
+        f"{compiled}"
     )
 
 
