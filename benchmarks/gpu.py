@@ -405,7 +405,7 @@ class Check:
 CHECKS: dict[str, Check] = {
     "machine": Check(machine, 1, 5),
     "loss_and_gradients": Check(loss_and_gradients, 1, 5),
-    "graphs": Check(gpu_speed.graphs, 1, 20),
+    "graphs": Check(gpu_speed.graphs, 1, 25),
     "syncs": Check(gpu_speed.syncs, 1, 15),
     "one_rank": Check(gpu_nccl.one_rank, 1, 15),
     "several_ranks": Check(gpu_nccl.several_ranks, 1, 50),
@@ -419,6 +419,7 @@ CHECKS: dict[str, Check] = {
     "networks": Check(networks, 1, 5),
     "gradients": Check(gradients, 1, 10),
     "ops": Check(gpu_bits.ops, 1, 5),
+    "other_graphs": Check(gpu_speed.other_graphs, 1, 100),
     "bandwidth": Check(machine, 2, 5),
     "loss": Check(gpu_speed.loss, 2, 5),
     "memory": Check(gpu_speed.memory, 2, 10),

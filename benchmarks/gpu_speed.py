@@ -39,10 +39,11 @@ from segpipe.distributed.group import Group
 from segpipe.distributed.reduce import ALIGNMENT, FlatLayout
 from segpipe.ledger.digest import state_digest
 from segpipe.losses.total import shard_loss
-from segpipe.models import build_model
+from segpipe.models import MODELS, build_model
 from segpipe.settings.config import Config
 from segpipe.settings.groups import LossConfig
 from segpipe.train.batches import shard_stream
+from segpipe.train.forward import RECORDED
 from segpipe.train.step import train_step
 
 # Memory traffic of an image of 1024x1024 in an update, by an estimate of unfused kernels (bf16, channels_last).
@@ -375,11 +376,19 @@ def _judged(
 def graphs(bench: Bench) -> dict[str, Any]:
     """Small updates with `compute.cuda_graph` against the same without: equal weights after three, and the speedup.
 
-    On a CPU the recording is left out, and all that surrounds it runs.
+    Of the networks that are recorded by default. On a CPU the recording is left out, and all that surrounds it runs.
     """
+    return _graphs(bench, RECORDED)
+
+
+def other_graphs(bench: Bench) -> dict[str, Any]:
+    """As `graphs`, of the networks that are recorded on demand alone."""
+    return _graphs(bench, [name for name in MODELS if name not in (*RECORDED, "smp")])
+
+
+def _graphs(bench: Bench, names: Sequence[str]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
-    names = ("fast_scnn", "pidnet_s", "ddrnet23_slim") if bench.cuda else ("fast_scnn",)
-    for model in names:
+    for model in names if bench.cuda else names[:1]:
         if bench.too_late(15):
             return {**figures, LEFT_OUT: NO_TIME}
         figures[model] = _graphed(bench, model)
