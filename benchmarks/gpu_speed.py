@@ -178,7 +178,7 @@ def arm(name: str, device: str, size: int, batch: int, updates: int) -> None:
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     bench = Bench(where, float("inf"), size, batch, updates)
     scene, threads = Scene(where, size, batch), torch.get_num_threads()
-    print(json.dumps(_arm(bench, partial(ARMS[name], scene, threads))))
+    print(json.dumps(_arm(bench, partial(ARMS[name], scene, threads), kernels=True)))
 
 
 def memory(bench: Bench) -> dict[str, Any]:
@@ -202,9 +202,16 @@ def _fast(where: Bench | Scene) -> str:
 
 
 def _arm(
-    bench: Bench, make: Callable[[], Update], updates: int = 0
+    bench: Bench,
+    make: Callable[[], Update],
+    updates: int = 0,
+    *,
+    kernels: bool = False,
 ) -> tuple[list[float], dict[str, Any]]:
-    """Seconds of each update of an arm that is alone on the device, and its figures."""
+    """Seconds of each update of an arm that is alone on the device, and its figures.
+
+    With `kernels`, those of an update, too; the profiler slows what the process runs after it.
+    """
     before = torch.cuda.memory_allocated() if bench.cuda else 0
     started = time.perf_counter()
     update = make()
@@ -227,7 +234,7 @@ def _arm(
         if bench.cuda
         else None,
     }
-    if bench.cuda:
+    if kernels and bench.cuda:
         figures["kernels"] = _kernels(update.run)
     del update
     gc.collect()

@@ -63,7 +63,7 @@ loss, `loss.stride=2` takes a quarter of the pixels; where updates wait for grad
   an update of pidnet_s, 12 x 1024x1024 in bf16, take 23 ms in place of 33 ([gpu.md](gpu.md#results-on-an-h200)).
 - On a GPU, in mode elastic, forward and backward of five networks (fast_scnn, ddrnet23_slim, ddrnet23, pidnet_s,
   efficientvit_seg_b0) are recorded at the first batch as CUDA graphs, and replayed: on an H200 an update of pidnet_s
-  takes 0.85 of the time at 12 x 1024x1024, a third at 4 x 256x256. The kernels are those of eager, or of the compiled
+  took 0.85 of the time at 12 x 1024x1024, a third at 4 x 256x256, before loss and copies were made faster. The kernels are those of eager, or of the compiled
   network with `compute.compile=true`. The first batch compares digests of logits, gradients and statistics
   of a replay with theirs; where they differ, training goes on without, with a warning. `compute.cuda_graph=on` records
   other networks too, `off` none. A network that cannot be recorded, because it asks the device for a value, ends the

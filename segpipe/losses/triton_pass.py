@@ -25,6 +25,15 @@ MOST_PIXELS = 64
 LOGITS = 512  # of a program, unless 8 pixels have more; on an H200, four times as many took up to three times as long
 
 
+def block(classes: int) -> dict[str, int]:
+    """How many classes and pixels a program owns, and its warps; measured on an H200 for 2 to 150 classes."""
+    padded = triton.next_power_of_2(classes)
+    pixels = min(max(LOGITS // padded, 8), MOST_PIXELS)
+    size = pixels * padded
+    warps = 1 if size <= LOGITS else min(max(size // 1024, 2), 8)
+    return {"padded": padded, "pixels": pixels, "num_warps": warps}
+
+
 @triton.jit
 def _upsampled(row, mask, left, right, share):
     """A row of the logits, interpolated at the columns of the target, (pixels, padded).
@@ -199,9 +208,8 @@ def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
     logits, rows, columns = head.logits, head.rows, head.columns
     batch, classes, rows_in, cols_in = logits.shape
     height, width = head.target.shape[1:]
-    padded = triton.next_power_of_2(classes)
-    pixels = min(max(LOGITS // padded, 8), MOST_PIXELS)
-    grid = (batch * rows_in, triton.cdiv(width, pixels))
+    shape = block(classes)
+    grid = (batch * rows_in, triton.cdiv(width, shape["pixels"]))
     starts, down, across = _gathering(rows, columns)
 
     losses = torch.empty_like(head.target, dtype=torch.float32)
@@ -222,9 +230,7 @@ def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
         (starts, rows.share, columns.low, columns.share),
         (classes, rows_in, cols_in, height, width, IGNORE_INDEX),
         (head.smoothing, head.smoothing / classes),
-        padded=padded,
-        pixels=pixels,
-        num_warps=min(max(pixels * padded // (2 * LOGITS), 1), 8),
+        **shape,
     )
     total = None
     if parts is not None:

@@ -338,9 +338,8 @@ WEIGHTS: dict[str, Callable[..., NDArray[Any]]] = {
 
 
 def _exporting() -> bool:
-    # In torch 2.11, torch.compile takes is_exporting() for true.
-    compiler = torch.compiler
-    return compiler.is_exporting() and not compiler.is_dynamo_compiling()
+    """torch.compiler.is_exporting(), which torch.compile takes for true in torch 2.11."""
+    return torch.compiler._is_exporting_flag
 
 
 def _tracing() -> bool:

@@ -73,8 +73,8 @@ def test_the_kernels_are_those_of_float64() -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="no triton here")
-@pytest.mark.parametrize("everything", [False, True])
-def test_they_compile_for_an_h100(everything: bool) -> None:
+@pytest.mark.parametrize(("classes", "everything"), [(19, False), (150, True)])
+def test_they_compile_for_an_h100(classes: int, everything: bool) -> None:
     """Without a GPU: what the compiler refuses must not wait for one."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -87,11 +87,13 @@ def test_they_compile_for_an_h100(everything: bool) -> None:
         "axes": ("*i32", number, "*i32", number), "shape": ("i32",) * 6, "smoothing": ("fp32",) * 2,
         "factors": number, "slopes": (number, number), "sums": number, "parts": number,
     }  # fmt: skip
-    constants = {"padded": 32, "pixels": 64}
+    constants = triton_pass.block(classes)
+    warps = constants.pop("num_warps")
     if not everything:
         constants |= dict.fromkeys(("factors", "slopes", "sums", "parts"))
     signature = kinds | dict.fromkeys(constants, "constexpr")
     source = ASTSource(triton_pass._losses, signature, constants)
-    built = compile(source, target=GPUTarget("cuda", 90, 32))
+    target, options = GPUTarget("cuda", 90, 32), {"num_warps": warps}
+    built = compile(source, target=target, options=options)
     assert built.asm["cubin"]
     assert "atom" not in built.asm["ptx"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,7 @@ from segpipe.settings.config import Config, from_mapping
 from segpipe.train import gradients
 from segpipe.train.batches import counted, loss_weights
 from segpipe.train.forward import AllHeads, GraphedHeads, statistics, training_heads
-from segpipe.train.gradients import ElasticGradients
+from segpipe.train.gradients import BatchLoss, ElasticGradients
 from segpipe.train.recorder import Watch
 from segpipe.train.state import (
     Ema,
@@ -832,9 +834,9 @@ def test_a_recording_writes_into_no_buffer_that_a_pass_leaves_alone() -> None:
     assert heads._trial(AllHeads(model), image) == overflowed != first
 
 
-def test_networks_that_were_seen_to_repeat_are_recorded_on_a_gpu_in_mode_elastic() -> (
-    None
-):
+def test_networks_that_were_seen_to_repeat_are_recorded_on_a_gpu_in_mode_elastic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def kind(
         given: str, device: str = "cuda", mode: str = "elastic", name: str = "pidnet_s"
     ) -> type:
@@ -843,8 +845,40 @@ def test_networks_that_were_seen_to_repeat_are_recorded_on_a_gpu_in_mode_elastic
         return type(training_heads(nn.Identity(), settings, torch.device(device)))
 
     assert kind("auto") is kind("on") is kind("on", name="a:Net") is GraphedHeads
+    made: list[nn.Module] = []
+    monkeypatch.setattr(torch, "compile", lambda heads, **_: made.append(heads) or heads)  # fmt: skip
+    monkeypatch.setattr("segpipe.train.forward.which", lambda name: name)
+    settings = config(compute={"cuda_graph": "on", "compile": True})
+    compiled = training_heads(nn.Identity(), settings, torch.device("cuda"))
+    assert [compiled.heads] == made, "what is recorded is compiled"
+
     eager = kind("off"), kind("auto", "cpu"), kind("auto", name="a:Net")
     assert {*eager, kind("on", mode="ddp"), kind("auto", name="erfnet")} == {AllHeads}
+
+
+def test_a_batch_is_copied_by_a_stream_for_which_the_step_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the wait, kernels would read half a batch; without the record, its memory would be taken too early."""
+    done: list[Any] = []
+
+    @contextlib.contextmanager
+    def stream(chosen: Any) -> Iterator[None]:
+        done.append(f"in {chosen}")
+        yield
+        done.append("out")
+
+    here = SimpleNamespace(wait_stream=lambda other: done.append(f"wait for {other}"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(
+        Tensor, "record_stream", lambda copy, by: done.append((by, int(copy[0])))
+    )
+    loss = object.__new__(BatchLoss)
+    loss.device, loss._copies = ALONE.device, "copies"  # type: ignore[assignment]
+    copies = loss._copied(torch.tensor([1]), torch.tensor([2]))
+    assert [int(copy) for copy in copies] == [1, 2]
+    assert done == ["in copies", "out", "wait for copies", (here, 1), (here, 2)]
 
 
 class Questions(TorchDispatchMode):
