@@ -409,7 +409,7 @@ def _log(run: Run, result: StepResult) -> None:
     current, rate = run.state, result.rate
     speed = run.clock.recent_rate() * run.config.global_batch
     wall = run.clock.wall_rate() * run.config.global_batch
-    values: dict[str, float | None] = {
+    values: dict[str, Any] = {
         "loss": float(result.loss),
         "lr": rate,
         "grad_norm": float(result.grad_norm),
@@ -418,6 +418,7 @@ def _log(run: Run, result: StepResult) -> None:
         "wall_images_per_second": wall or None,
         "data_wait_s": run.clock.waited,
         "rank_wait_s": run.group.contract.waited_s,
+        "part_s": dict(run.watch.seconds),
         "saved_step": run.saved or 0,
         **{f"loss_{name}": float(part) for name, part in result.parts.items()},
     }

@@ -6,7 +6,11 @@ shard and one per step. Level 1 (`compute.mode=audit`): also one row per sample 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +43,15 @@ PARTS = (
 NamedTensors = Mapping[str, Sequence[Tensor]]
 
 
+def _ledger(hook: Callable[..., None]) -> Callable[..., None]:
+    @wraps(hook)
+    def timed(watch: Watch, *given: Any, **named: Any) -> None:
+        with watch.span("ledger"):
+            hook(watch, *given, **named)
+
+    return timed
+
+
 class Watch(Agreement):
     """Hooks that an update calls. This class keeps no ledger (compute.ledger=false, compute.mode=off).
 
@@ -47,8 +60,18 @@ class Watch(Agreement):
 
     state: TrainState
 
-    # Context of one part of an update, which `segpipe profile` measures; spans do not overlap.
-    span = staticmethod(record_function)
+    def __init__(self, group: Group, state: TrainState) -> None:
+        super().__init__(group, state)
+        # Seconds of this process in each part of an update; a GPU may finish the part's work later.
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def span(self, part: str) -> Iterator[None]:
+        """Context of one part of an update, which `segpipe profile` measures; spans do not overlap."""
+        started = time.perf_counter()
+        with record_function(part):
+            yield
+        self.seconds[part] += time.perf_counter() - started
 
     def _nothing(self, *given: Any, **named: Any) -> None:
         """Stands in for the hooks of a Recorder."""
@@ -110,19 +133,19 @@ class Recorder(Watch):
 
         self._state_row(state.step - 1)
 
-    @record_function("ledger")
+    @_ledger
     def forward(self, seen: Tensor, heads: Mapping[str, Tensor]) -> None:
         """Digest the network's input and output for the shard's row."""
         batch, logits = digest_groups([[seen], list(heads.values())])
         self._shard = {"batch": batch, "logits": logits}
 
-    @record_function("ledger")
+    @_ledger
     def whole_batch(self, shards: Sequence[ShardBatch]) -> None:
         """Write rows of shards that have no forward of their own."""
         for batch in shards:
             self._shard_row(batch, {})
 
-    @record_function("ledger")
+    @_ledger
     def shard(
         self,
         batch: ShardBatch,
@@ -162,7 +185,7 @@ class Recorder(Watch):
             "decoded_target": _each(as_tensors(*targets)),
         }
 
-    @record_function("ledger")
+    @_ledger
     def reduced(self, valid: Tensor) -> None:
         """Digest the gradients of the step, before anything scales or clips them."""
         gradients = [
@@ -176,7 +199,7 @@ class Recorder(Watch):
         if self.audits:
             self._writer.part_rows(self.state.step, -1, "gradient", _each(gradients))
 
-    @record_function("ledger")
+    @_ledger
     def applied(self, rate: float) -> None:
         """Write the row of the update."""
         self._step |= {"lr": float_bits(rate), "scale": float_bits(1.0)}
@@ -225,7 +248,7 @@ class Recorder(Watch):
             for kind, named in self._kinds().items()
         }
 
-    @record_function("ledger")
+    @_ledger
     def after_update(self) -> None:
         """Flush every `steps_held` updates, on all ranks together: a full disk on one ends the run on all."""
         if self.state.step % self.steps_held == 0:

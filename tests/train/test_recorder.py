@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ranks import trained_by
-from runs import outcome, run, script
+from runs import metrics, outcome, run, script
 from segpipe.data.catalog import STREET
 from segpipe.data.loader import ShardBatch
 from segpipe.data.order import Order
@@ -25,7 +25,7 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
 from segpipe.train import gradients
 from segpipe.train import state as optim
-from segpipe.train.recorder import Recorder, _moments, _numbers
+from segpipe.train.recorder import PARTS, Recorder, _moments, _numbers
 from segpipe.train.state import build_state
 from segpipe.train.step import StepResult, TrainStep
 
@@ -60,6 +60,15 @@ def test_an_audit_computes_what_elastic_does(alone: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_the_parts_of_an_update_take_the_time_that_no_wait_for_data_takes(
+    alone: Path,
+) -> None:
+    *_, last = (line for line in metrics(alone) if line["kind"] == "train")
+    assert set(last["part_s"]) == set(PARTS) - {"data"}
+    within = sum(last["part_s"].values()) + last["data_wait_s"]
+    assert 0.3 * last["time_s"] < within < last["time_s"], last
+
+
 def test_two_processes_write_the_ledger_of_one(alone: Path, tmp_path: Path) -> None:
     trained_by(2, tmp_path / "two", *AUDIT, "data.workers=1")
     assert sorted(
