@@ -27,7 +27,7 @@ from segpipe.losses.total import backend
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, config_hash
 from segpipe.train import checkpoint, opening
-from segpipe.train.batches import first_shard, loss_weights, shard_stream
+from segpipe.train.batches import Sampling
 from segpipe.train.forward import norms
 from segpipe.train.metrics import Validation, miou, scores, summary
 from segpipe.train.recorder import Watch, keeps_ledger, open_watch
@@ -39,7 +39,6 @@ from segpipe.train.validate import eval_gap, validate
 if TYPE_CHECKING:
     from segpipe.data.data_set import DataSet
     from segpipe.data.loader import ShardBatch
-    from segpipe.data.order import PixelCounts
     from segpipe.distributed.group import Group
     from segpipe.train.state import TrainState
 
@@ -129,7 +128,7 @@ class Run:
     group: Group
     train_samples: DataSet
     val_samples: DataSet
-    counts: PixelCounts | None  # pixels of each class in the training samples
+    sampling: Sampling
     state: TrainState
     fingerprint: dict[str, Any]  # of rank 0
     watch: Watch
@@ -237,9 +236,9 @@ def _open(
             kept = max(kept, checkpoint.load(config.run_dir / "best.pt")["best_miou"])
     group.together(lambda: opening.check_space(config, state, group))
 
-    counts = opening.counts_of(config, group, data.train)
+    sampling = opening.sampling_of(config, group, data.train)
     steps = range(state.step, config.train.steps)
-    stream = shard_stream(config, group, data.train, steps, counts)
+    stream = sampling.batches(group, steps)
     view, log = open_outputs(done)  # clears the folder of an earlier run
     if group.is_main:
         opening.write_origin(config, state, found)
@@ -250,7 +249,7 @@ def _open(
         group,
         data.train,
         data.val,
-        counts,
+        sampling,
         state,
         fingerprint,
         open_watch(config, group, state, data.train, fingerprint),
@@ -268,8 +267,7 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
     """Do all remaining updates."""
     config, current, clock = run.config, run.state, run.clock
     own = run.group.own_shards(config.compute.shards)
-    weights = loss_weights(config, run.train_samples, run.counts)
-    step = TrainStep(config, run.watch, weights)
+    step = TrainStep(config, run.watch, run.sampling.loss_weights())
     every = config.train.log_every
     run.log_after = (current.step // every + 1) * every if current.step else 1
     with (
@@ -459,7 +457,7 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
         run.log.validated(run, found)
     run.view.say(f"step {current.step}: validation mIoU {100 * figures['miou']:.2f} %")
     if run.group.is_main and _is_settled(config, current.step):
-        shard = first_shard(config, run.train_samples, run.counts)
+        shard = run.sampling.first_shard()
         told = eval_gap(
             current.ema.model,
             preprocess,

@@ -18,7 +18,7 @@ from segpipe.files import to_json, write_atomically
 from segpipe.losses.total import backend
 from segpipe.settings.config import Config, to_mapping
 from segpipe.train import checkpoint
-from segpipe.train.batches import counted
+from segpipe.train.batches import Sampling, counted
 from segpipe.train.start import WEIGHTS
 from segpipe.train.state import TrainState, build_state
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from segpipe.data.catalog import ClassTable
     from segpipe.data.data_set import DataSet, Samples
-    from segpipe.data.order import PixelCounts
     from segpipe.distributed.group import Group
 
 MIB = 2**20
@@ -72,8 +71,8 @@ def state_of(
     return state, fingerprint, warnings
 
 
-def counts_of(config: Config, group: Group, samples: DataSet) -> PixelCounts | None:
-    """Pixels of each class, if the run needs them."""
+def sampling_of(config: Config, group: Group, samples: DataSet) -> Sampling:
+    """The sampling of the run, which says what it counts."""
 
     def say(text: str) -> None:
         if group.is_main and config.train.progress:
