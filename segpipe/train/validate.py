@@ -190,8 +190,19 @@ def eval_gap(
         layer = probe.get_submodule(name)
         layer.register_forward_pre_hook(partial(_take_statistics, distances, name))
 
-    own = _score(probe, preprocess, image, target, precision)
-    running = _score(model, preprocess, image, target, precision)
+    def score(network: SegmentationNet) -> float:
+        # Only one image at a time has logits at full resolution, which takes less memory than training.
+        with torch.inference_mode():
+            logits = _logits(network, preprocess, image, precision)
+            corners = network.align_corners
+            pairs = zip(torch.split(logits, 1), torch.split(target, 1), strict=True)
+            found = [
+                classes_and_confusion(*pair, align_corners=corners, backend="plain")[1]
+                for pair in pairs
+            ]
+            return miou(torch.stack(found).sum(0))
+
+    own, running = score(probe), score(model)
     if not own - running > max(POINTS, (1 - LEAST_SHARE) * own):
         return ""
     furthest = sorted(distances.items(), key=lambda item: -item[1])[:NAMED]
@@ -203,24 +214,6 @@ def eval_gap(
         f"{100 * own:.1f} %. Running statistics are furthest from the batch's in {', '.join(named)}. On 1x1 feature "
         f"maps, leave BatchNorm out or raise compute.samples_per_shard; elsewhere lower optim.lr."
     )
-
-
-def _score(
-    model: SegmentationNet,
-    preprocess: Preprocess,
-    image: Tensor,
-    target: Tensor,
-    precision: str,
-) -> float:
-    """mIoU of a batch. Takes less memory than training: only one image at a time has logits at full resolution."""
-    with torch.inference_mode():
-        logits = _logits(model, preprocess, image, precision)
-        corners = model.align_corners
-        found = [
-            classes_and_confusion(*pair, align_corners=corners, backend="plain")[1]
-            for pair in zip(torch.split(logits, 1), torch.split(target, 1), strict=True)
-        ]
-        return miou(torch.stack(found).sum(0))
 
 
 def _take_statistics(
