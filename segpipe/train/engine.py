@@ -190,11 +190,10 @@ def train(
                 run.view.say(note)
             _loop(run, stream)
             _save(run, "last.pt")  # before the validation, which may fail
-            stopped_early = _stopped_early(run)
             # After an early stop, the log already has this step's line.
-            final = _validate(run, precision="fp32", log=not stopped_early)
+            final = _validate(run, precision="fp32", log=not _stopped_early(run))
             _keep_best(run, final, final=True)
-        result = result_of(run, final, stopped_early=stopped_early)
+        result = result_of(run, final)
         result["git"] = git
         if group.is_main:
             write_atomically(run.folder / "result.json", to_json(result))
@@ -522,7 +521,7 @@ def _save(run: Run, name: str, *, wait: bool = True) -> None:
         run.saved_at = time.monotonic()
 
 
-def result_of(run: Run, found: Validation, *, stopped_early: bool) -> dict[str, Any]:
+def result_of(run: Run, found: Validation) -> dict[str, Any]:
     """Content of result.json. `miou` belongs to the last averaged weights in fp32, not to the best checkpoint."""
     config, current, clock = run.config, run.state, run.clock
 
@@ -534,7 +533,7 @@ def result_of(run: Run, found: Validation, *, stopped_early: bool) -> dict[str, 
         **scores(found, run.val_samples.classes.names, where, set(seen)),
         "best_miou": run.kept,
         "steps": current.step,
-        "stopped_early": stopped_early,
+        "stopped_early": _stopped_early(run),
         # Unknown when a finished run is resumed.
         "images_per_second": round(clock.rate() * config.global_batch, 3) or None,
         "wall_images_per_second": round(clock.wall_rate() * config.global_batch, 3)
