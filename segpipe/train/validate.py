@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from segpipe.models.layers import SegmentationNet
     from segpipe.settings.groups import DataConfig
 
-Answer = Callable[["SegmentationNet", "Preprocess", Tensor], Tensor]
 # Every 16th row and column: loss and confidences cost under 2 % of a validation.
 SPARSE = 16
 # No warning if eval mode keeps this share of a batch's mIoU, or loses at most these points.
@@ -104,7 +103,7 @@ def validate(
     group: Group,
     data: DataConfig,
     *,
-    answer: Answer | None = None,
+    answer: Callable[[Tensor], Tensor] | None = None,
     precision: str,
     backend: str = "plain",
     cache: CachedSamples | None = None,
@@ -112,7 +111,7 @@ def validate(
 ) -> Validation:
     """Confusion of `model`, which must be in eval mode, over all samples; equal on every rank.
 
-    `answer` returns class ids of images at their original size, uint8 (B, H, W). Without it, the largest logit decides,
+    `answer` maps images uint8 (B, H, W, 3) to class ids, uint8 (B, H, W). Without it, the largest logit decides,
     computed by the loss's `backend`.
     Rank r takes images r, r + R, ...: none is padded, repeated or dropped, for any number of ranks.
     """
@@ -123,8 +122,7 @@ def validate(
     @torch.inference_mode()
     def score(image: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         if answer:
-            pred = answer(model, preprocess, image)
-            return confusion(pred, target, num_classes), torch.zeros(BINS, 4)
+            return confusion(answer(image), target, num_classes), torch.zeros(BINS, 4)
         logits = _logits(model, preprocess, image, precision)
         corners = model.align_corners
         _, counts = classes_and_confusion(
