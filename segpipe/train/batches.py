@@ -31,8 +31,7 @@ from segpipe.train.canary import Canary
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from numpy.typing import NDArray
-
+    from segpipe.data import Float64, Int64
     from segpipe.data.data_set import DataSet
     from segpipe.settings.config import Config
 
@@ -86,7 +85,7 @@ class Sampling:
         )
 
     @cached_property
-    def repeats(self) -> NDArray[np.float64] | None:
+    def repeats(self) -> Float64 | None:
         """How often each sample occurs in a pass over its data set; None: once."""
         data = self.config.data
         if data.balance_by == "sequence":
@@ -107,7 +106,7 @@ class Sampling:
         return [(len(part.samples), part.weight) for part in self.samples.parts()]
 
     @cached_property
-    def pixels(self) -> NDArray[np.int64] | NDArray[np.float64]:
+    def pixels(self) -> Int64 | Float64:
         """Pixels of each class as seen in training, (C,)."""
         assert self.counts is not None
         return pixels_seen(self.repeats, self.sets, self.counts)
