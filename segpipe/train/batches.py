@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from segpipe.data import Float64, Int64
 from segpipe.data.augment import Augmenter
+from segpipe.data.data_set import DataSet
 from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import (
     Order,
@@ -26,15 +28,8 @@ from segpipe.data.order import (
 from segpipe.data.samples import CachedSamples, over, sequences
 from segpipe.distributed.group import Group
 from segpipe.losses.cross_entropy import class_weights
+from segpipe.settings.config import Config
 from segpipe.train.canary import Canary
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-
-    from segpipe.data import Float64, Int64
-    from segpipe.data.data_set import DataSet
-    from segpipe.settings.config import Config
-
 
 SAY_EVERY_S = 10.0  # while masks are counted
 

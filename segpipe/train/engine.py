@@ -10,14 +10,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from segpipe import __version__, plugins
+from segpipe.data.data_set import DataSet
+from segpipe.data.loader import ShardBatch
 from segpipe.data.samples import CachedSamples, Splits, open_splits, sequences
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import agree_on_step
+from segpipe.distributed.group import Group
 from segpipe.distributed.health import out_of_memory_named, sample
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
 from segpipe.files import to_json, write_atomically
@@ -32,15 +35,10 @@ from segpipe.train.forward import norms
 from segpipe.train.metrics import Validation, miou, scores, summary
 from segpipe.train.recorder import Watch, keeps_ledger, open_watch
 from segpipe.train.start import weights_summary
+from segpipe.train.state import TrainState
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
 from segpipe.train.validate import eval_gap, validate
-
-if TYPE_CHECKING:
-    from segpipe.data.data_set import DataSet
-    from segpipe.data.loader import ShardBatch
-    from segpipe.distributed.group import Group
-    from segpipe.train.state import TrainState
 
 SETTLED = 50  # updates; then 0.9**50 = 0.5 % of BatchNorm's initial statistics is left
 

@@ -7,12 +7,16 @@ import shutil
 import sys
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from segpipe.data.catalog import ClassTable
+from segpipe.data.data_set import DataSet, Samples
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import common_fingerprint
+from segpipe.distributed.group import Group
 from segpipe.errors import CheckpointError
 from segpipe.files import to_json, write_atomically
 from segpipe.losses.total import backend
@@ -21,13 +25,6 @@ from segpipe.train import checkpoint
 from segpipe.train.batches import Sampling, counted
 from segpipe.train.start import WEIGHTS
 from segpipe.train.state import TrainState, build_state
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from segpipe.data.catalog import ClassTable
-    from segpipe.data.data_set import DataSet, Samples
-    from segpipe.distributed.group import Group
 
 MIB = 2**20
 
