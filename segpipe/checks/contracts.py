@@ -3,8 +3,6 @@
 They run on the CPU: all clauses on demand; before a training, those whose breach would silently spoil it.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

@@ -3,8 +3,6 @@
 State is all data in its objects, classes, modules and closures.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

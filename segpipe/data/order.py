@@ -11,8 +11,6 @@ Sample repeats and class weights depend on class frequencies. A run that needs t
 also on resume; inputs.json identifies the masks themselves.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -70,7 +68,7 @@ class Order:
     num_samples: int
     shards: int
     samples_per_shard: int
-    positions: Draws | None = None
+    positions: "Draws | None" = None
 
     def sample(self, position: int) -> Member:
         """Epoch and sample index at `position`, counted from 0."""

@@ -4,8 +4,6 @@ torch waits for `WORLD_SIZE` ranks until its timeout, even if two processes have
 So every rank first leaves a card in the store, and a conflict is named within a second.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Tells whether two runs have the same bits and, if not, where they diverge: step, stage, shard, sample and layer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

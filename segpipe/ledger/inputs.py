@@ -5,8 +5,6 @@ compared with training, which reads them a hundred times. Turn it off with `data
 network. A run without a ledger does not need it. In both cases only sizes are recorded.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """What an update takes from the data set: this rank's batches, and the class weights of the loss."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing

@@ -1,7 +1,5 @@
 """A training run from the first step to the result; independent of the network."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time
@@ -58,7 +56,7 @@ class Log(Protocol):
 
     def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None: ...
 
-    def validated(self, run: Run, found: Validation) -> None: ...
+    def validated(self, run: "Run", found: Validation) -> None: ...
 
     def seconds(self) -> float: ...  # of all sessions
 

@@ -4,8 +4,6 @@ Counts are int64, so adding the matrices of shards, images or ranks in any order
 Rows are the target, columns the prediction.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What happens before the first update: the run's state, its disk space, and its header."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The weights files that a run starts from: their paths, and the content its recipe pins. Imports no torch."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Sequence
