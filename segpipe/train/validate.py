@@ -35,11 +35,6 @@ LEAST_SHARE, POINTS = 0.85, 0.05
 NAMED = 3  # layers in a warning
 
 
-def _classes(resized: Tensor) -> Tensor:
-    # argmax gives the same, but takes six times as long over any axis but the last.
-    return resized.max(1).indices.to(torch.uint8)
-
-
 def _logits(
     model: SegmentationNet, preprocess: Preprocess, image: Tensor, precision: str
 ) -> Tensor:
@@ -60,7 +55,9 @@ def classes_and_confusion(
     """
     size = (target.shape[1], target.shape[2])
     if backend != "native":
-        pred = _classes(bilinear(logits, size, align_corners=align_corners))
+        resized = bilinear(logits, size, align_corners=align_corners)
+        # argmax gives the same, but takes six times as long over any axis but the last.
+        pred = resized.max(1).indices.to(torch.uint8)
         return pred, confusion(pred, target, logits.shape[1])
     rows, columns = bilinear_axes(logits, size, align_corners=align_corners)
     head = ClassHead(logits.contiguous(), target.contiguous(), rows, columns)
