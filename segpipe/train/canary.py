@@ -111,22 +111,15 @@ class Canary:
         """Compare a sample made again. Raises ImpureAugmentError when its pixels differ from those delivered."""
         held = self._held[member]
         if difference := first_difference(held.frame, pixels):
+            first, (epoch, index) = held.witness, member
             raise ImpureAugmentError(
-                self._message(member, held.witness, made, difference)
+                f"sample {index} ({self._samples.name(index)}) of epoch {epoch}, augmented again under the same key: "
+                f"{difference} (process {first.process}, then {made.process}). {_cause(first.trail, made.trail)} "
+                f"Set augment.canary=0 to train without this check."
             )
         held.left -= 1
         if not held.left:
             del self._held[member]
-
-    def _message(
-        self, member: Member, first: Witness, again: Witness, difference: str
-    ) -> str:
-        epoch, index = member
-        return (
-            f"sample {index} ({self._samples.name(index)}) of epoch {epoch}, augmented again under the same key: "
-            f"{difference} (process {first.process}, then {again.process}). {_cause(first.trail, again.trail)} "
-            f"Set augment.canary=0 to train without this check."
-        )
 
 
 def _cause(before: Trail, now: Trail) -> str:
