@@ -44,7 +44,7 @@ class Sampling:
         """This rank's shard batches of `steps`; workers start when the first batch is requested."""
         compute, data, samples = self.config.compute, self.config.data, self.samples
         return train_batches(
-            CachedSamples(samples, data.cache_mib) if data.cache_mib else samples,
+            CachedSamples(samples, data.cache_mib),
             Augmenter(self.config.augment),
             self.order(),
             shards=group.own_shards(compute.shards),
