@@ -42,7 +42,7 @@ from segpipe.losses.total import shard_loss
 from segpipe.models import MODELS, build_model
 from segpipe.settings.config import Config
 from segpipe.settings.groups import LossConfig
-from segpipe.train.batches import shard_stream
+from segpipe.train.batches import Sampling
 from segpipe.train.forward import RECORDED
 from segpipe.train.step import train_step
 
@@ -585,7 +585,7 @@ def loader(bench: Bench) -> dict[str, Any]:
     update.run()
     group = Group(0, 0, 1, bench.device)
     with contextlib.closing(
-        shard_stream(config, group, samples, range(4 * count), None)
+        Sampling(config, samples).batches(group, range(4 * count))
     ) as stream:
 
         def fed() -> None:

@@ -16,7 +16,7 @@ from segpipe.ledger.digest import tensor_digests
 from segpipe.ledger.reader import RunLedger, read_run
 from segpipe.settings.config import Config, check, saved_config
 from segpipe.train import checkpoint, opening
-from segpipe.train.batches import counted, loss_weights, shard_stream
+from segpipe.train.batches import counted
 from segpipe.train.recorder import Recorder
 from segpipe.train.step import TrainStep, train_step
 
@@ -68,11 +68,11 @@ def _train(
     found = checkpoint.Found(start, checkpoint.load(start)) if start else None
     state, fingerprint, _ = opening.state_of(config, group, samples.classes, found)
     assert state.step == updates.start
-    counts = counted(config, group, samples)
+    sampling = counted(config, group, samples)
     recorder = Recorder(config, group, state, samples, fingerprint)
-    stream = shard_stream(config, group, samples, updates, counts)
+    stream = sampling.batches(group, updates)
     with contextlib.closing(recorder), contextlib.closing(stream):
-        step = TrainStep(config, recorder, loss_weights(config, samples, counts))
+        step = TrainStep(config, recorder, sampling.loss_weights())
         with out_of_memory_named(0, group.device, lambda: state.step):
             for _ in updates:
                 shards = [next(stream) for _ in range(config.compute.shards)]

@@ -3,14 +3,12 @@
 They run on the CPU: all clauses on demand; before a training, those whose breach would silently spoil it.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -21,24 +19,21 @@ from segpipe.checks import purity
 from segpipe.checks.elsewhere import UnansweredError, elsewhere, started
 from segpipe.checks.tripwire import preserved, seed_globals
 from segpipe.data.augment import Augmenter
+from segpipe.data.catalog import ClassTable
+from segpipe.data.data_set import DataSet, Samples
 from segpipe.data.samples import CachedSamples, open_samples, spaced
 from segpipe.determinism.opgate import SLOW, check_ops
 from segpipe.errors import ConfigError, SegpipeError, listed
 from segpipe.losses import total as losses
 from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models import KEY, build_model, check_model
+from segpipe.models.layers import SegmentationNet
 from segpipe.models.plugin_network import ShardGuard, check_heads
 from segpipe.native import one_thread
 from segpipe.plugins import is_path
-from segpipe.settings.config import check_critical_classes
+from segpipe.settings.config import Config, check_critical_classes
 from segpipe.train import checkpoint
 from segpipe.train.state import build_state
-
-if TYPE_CHECKING:
-    from segpipe.data.catalog import ClassTable
-    from segpipe.data.data_set import DataSet, Samples
-    from segpipe.models.layers import SegmentationNet
-    from segpipe.settings.config import Config
 
 NOTE = "note: "
 # Returns the problem of a clause, or an empty text; "note: ..." is not a failure.

@@ -1,7 +1,5 @@
 """Calls a function in another process: a forked one, or a spawned one that looks like another start."""
 
-from __future__ import annotations
-
 import multiprocessing.process
 import os
 import pickle

@@ -24,11 +24,12 @@ from segpipe.checks.elsewhere import (
     other_environment,
     started,
 )
+from segpipe.data import Sample
 from segpipe.errors import ConfigError, ImpureAugmentError, SegpipeError
 from segpipe.keys import sample_key
 from segpipe.native import one_thread
 from segpipe.plugins import is_path
-from segpipe.train.canary import Frame, another_worker, first_difference
+from segpipe.train.canary import another_worker, first_difference
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter
@@ -68,7 +69,7 @@ WAITS_FOR_THREADS = "A transform may wait for threads, which do not survive a fo
 NOT_IMPORTABLE = "Define functions in TRANSFORMS at module level; otherwise only data.start_method=fork works."
 COMBINED = "No single transform shows it: set augment.keyed=true, or look for data that two transforms share."
 Place = tuple[int, int]  # indices of a sample and a key
-Outputs = dict[Place, Frame]
+Outputs = dict[Place, Sample]
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,14 @@ class Probed:
     """A function, and the samples to call it with."""
 
     function: Augmenter
-    frames: Sequence[Frame]
+    frames: Sequence[Sample]
 
     def places(self) -> list[Place]:
         """Two samples with two keys each, and each further sample with its own key."""
         further = range(2, len(self.frames))
         return [(0, 0), (0, 1), (1, 0), (1, 1), *zip(further, further, strict=True)]
 
-    def call(self, place: Place) -> Frame:
+    def call(self, place: Place) -> Sample:
         """The output for a copy of the frame."""
         return self.function(*_copied(self.frames[place[0]]), KEYS[place[1]])
 
@@ -286,7 +287,7 @@ def observed(probed: Probed) -> Observation:
     return Observation(outputs, problems)
 
 
-def _copied(frame: Frame) -> Frame:
+def _copied(frame: Sample) -> Sample:
     """A copy of a frame."""
     image, target = frame
     return image.copy(), target.copy()

@@ -3,8 +3,6 @@
 State is all data in its objects, classes, modules and closures.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os
@@ -97,60 +95,53 @@ WRAPPED = ("__self__", "__func__", "__wrapped__", "fget", "func", "args", "keywo
 SET_BY_CALL = re.compile(r"\.(random_generator|py_random|params)\b")
 
 
-class _Watch:
-    """Recorder of watched calls: `called` maps the name of each to its `file:line`, empty if not known."""
+@contextmanager
+def watching() -> Iterator[dict[str, str]]:
+    """Yields the watched functions that this thread calls in the block, and the `file:line` of each, empty if unknown.
 
-    def __init__(self) -> None:
-        self.called: dict[str, str] = {}
-        self._thread = threading.get_ident()
-        # Name of each function, and whether only calls by the user's own code count.
-        self._watched = {
-            key: (name, own)
-            for own, table in enumerate((CLOCKS_AND_ENTROPY, SURROUNDINGS))
-            for key, name in _by_id(table)
-        }
-        self._environment = type(os.environ).__getitem__.__code__
+    Finds functions under any name: imported by name, as a default argument, in a closure. For SURROUNDINGS, only calls
+    by the user's own code count, since libraries may call them. Does not block the calls.
+    """
+    called: dict[str, str] = {}
+    thread = threading.get_ident()
+    environment = type(os.environ).__getitem__.__code__
+    # Name of each function, and whether only calls by the user's own code count.
+    watched = {
+        key: (name, own)
+        for own, table in enumerate((CLOCKS_AND_ENTROPY, SURROUNDINGS))
+        for key, name in _by_id(table)
+    }
 
-    def profile(self, frame: FrameType, event: str, function: Any) -> None:
-        """Profile hook; finds calls under any name: imported by name, as a default argument, in a closure."""
+    def note(name: str, frame: FrameType | None, own: int) -> None:
+        """Record a call made in `frame`; with `own`, only if the user's own code made it."""
+        caller = frame if name in DIRECT else _caller(frame)
+        if caller is None or threading.get_ident() != thread:
+            return
+        is_own = _top(caller) not in LIBRARIES | STANDARD
+        if is_own or not own:
+            file = os.path.basename(caller.f_code.co_filename)
+            called.setdefault(name, f"{file}:{caller.f_lineno}" if is_own else "")
+
+    def profile(frame: FrameType, event: str, function: Any) -> None:
         if event not in ("call", "c_call"):
             return
         caller: FrameType | None = frame
         if event == "call":
             function, caller = frame.f_code, frame.f_back
-        name, own = self._watched.get(id(function), ("", 1))
-        if function is self._environment:
+        name, own = watched.get(id(function), ("", 1))
+        if function is environment:
             name = f"os.environ[{frame.f_locals['key']!r}]"
         elif event == "c_call" and _is_date(function):
             name, own = f"datetime.{function.__name__}", 0
         if name and not _is_default_seed(frame):
-            self._note(name, caller, own)
+            note(name, caller, own)
 
-    def _note(self, name: str, frame: FrameType | None, own: int) -> None:
-        """Record a call made in `frame`; with `own`, only if the user's own code made it."""
-        caller = frame if name in DIRECT else _caller(frame)
-        if caller is None or threading.get_ident() != self._thread:
-            return
-        is_own = _top(caller) not in LIBRARIES | STANDARD
-        if is_own or not own:
-            file = os.path.basename(caller.f_code.co_filename)
-            self.called.setdefault(name, f"{file}:{caller.f_lineno}" if is_own else "")
-
-
-@contextmanager
-def watching() -> Iterator[dict[str, str]]:
-    """Yields the watched functions that this thread calls in the block, and where. Does not block the calls.
-
-    Finds functions under any name. For SURROUNDINGS, only calls by the user's own code count, since libraries may call
-    them.
-    """
-    watch = _Watch()
-    profile = sys.getprofile()
-    sys.setprofile(watch.profile)
+    before = sys.getprofile()
+    sys.setprofile(profile)
     try:
-        yield watch.called
+        yield called
     finally:
-        sys.setprofile(profile)
+        sys.setprofile(before)
 
 
 def _by_id(table: Mapping[str, str]) -> Iterator[tuple[int, str]]:

@@ -269,11 +269,11 @@ def _examples(census: Census) -> list[Shown]:
 
 def _first_batch(config: Config, samples: DataSet) -> tuple[list[Shown], list[str]]:
     """Pictures of the first training shard, loaded by one loader process, or a message why there are none."""
-    from segpipe.train.batches import first_shard
+    from segpipe.train.batches import Sampling
 
     plain = replace(config, data=replace(config.data, balance=0.0))
     try:
-        shard = first_shard(plain, samples, None, min(config.data.workers, 1))
+        shard = Sampling(plain, samples).first_shard(min(config.data.workers, 1))
     except SegpipeError as error:
         return [], [str(error)]
     palette = samples.classes.palette

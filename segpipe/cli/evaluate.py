@@ -58,13 +58,16 @@ def scored(given: Given) -> tuple[Given, list[int]]:
     if config.train.channels_last:
         # Another memory layout rounds sums differently: one pixel in ten million changed its class.
         trained.model.to(memory_format=torch.channels_last)
+    trained.model.to(group.device)
+    trained.preprocess.to(group.device)
+    answer = partial(segment, trained.model, trained.preprocess, how=how)
     found = validate(
-        trained.model.to(group.device),
-        trained.preprocess.to(group.device),
+        trained.model,
+        trained.preprocess,
         samples,
         group,
         config.data,
-        answer=partial(segment, how=how) if how.described else None,
+        answer=answer if how.described else None,
         precision=how.precision,
         backend=backend(config.loss, group.device.type),
     )
@@ -85,7 +88,6 @@ def scored(given: Given) -> tuple[Given, list[int]]:
     figures["note"] = " ".join(filter(None, notes))
     if given["out"]:
         about = {"device": str(group.device), "ema_digest": trained.ema_digest}
-        answer = partial(segment, trained.model, trained.preprocess, how=how)
         predict = predictor(answer, group.device)
         write_report(
             Path(given["out"]),

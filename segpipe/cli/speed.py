@@ -207,20 +207,20 @@ def _profiled(config: Config, group: Group, folder: Path) -> Given:
     from segpipe.data.augment import Augmenter
     from segpipe.data.samples import open_samples
     from segpipe.train import opening
-    from segpipe.train.batches import counted, loss_weights, shard_stream
+    from segpipe.train.batches import counted
     from segpipe.train.recorder import open_watch, spent
     from segpipe.train.step import TrainStep, train_step
 
     samples = open_samples(config.data, "train", config.seed)
     shards = group.own_shards(config.compute.shards)
-    counts = counted(config, group, samples, say=print)
+    sampling = counted(config, group, samples, say=print)
     state, fingerprint, _ = opening.state_of(config, group, samples.classes, None)
     steps = range(FIRST + TIMED + TRACED)
-    stream = shard_stream(config, group, samples, steps, counts)
+    stream = sampling.batches(group, steps)
     with tempfile.TemporaryDirectory() as scratch, closing(stream):
         elsewhere = replace(config, run=replace(config.run, root=scratch))
         watch = open_watch(elsewhere, group, state, samples, fingerprint)
-        step = TrainStep(config, watch, loss_weights(config, samples, counts))
+        step = TrainStep(config, watch, sampling.loss_weights())
 
         def updates(number: int) -> float:
             def work() -> None:

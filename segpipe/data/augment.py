@@ -11,8 +11,6 @@ keep nothing from one call to the next; segpipe check-augment checks this. album
 RGBShift pass it, but seed OpenCV's global generator with only 65,536 possible values.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import os
@@ -412,7 +410,7 @@ class Augmenter:
         image, target = map(np.ascontiguousarray, (made["image"], made["mask"]))
         return image, target
 
-    def fresh(self) -> Augmenter:
+    def fresh(self) -> "Augmenter":
         """A copy that has not been called yet."""
         return copy.copy(self)
 
@@ -423,7 +421,7 @@ class Augmenter:
             self._pipeline, self._owner = self._build(), os.getpid()
         return self._pipeline
 
-    def parts(self) -> list[Augmenter]:
+    def parts(self) -> "list[Augmenter]":
         """An augmenter for each transform of the pipeline, with probability 1 and keyed, in the order of application.
 
         The first takes a sample; the others take the output of the first.

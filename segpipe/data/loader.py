@@ -101,24 +101,18 @@ def train_batches(
     with closing(stream):
         for header, data in stream:
             image, target = _views(data, header.shape)
-            if header.made:
+            for row, made in header.made:
                 assert repeats is not None
-                _compare(repeats, header, image, target)
+                member = header.members[row]
+                pixels = image[row].numpy(), target[row].numpy()
+                if header.place is None:
+                    repeats.compare(member, pixels, made)
+                else:  # a copy, since it is held for long and would block the slot
+                    repeats.hold(member, (pixels[0].copy(), pixels[1].copy()), made)
             if header.place is not None:
                 step, shard = header.place
                 epoch, index = torch.tensor(header.members).unbind(1)
                 yield ShardBatch(step, shard, image, target, epoch, index)
-
-
-def _compare(repeats: Repeats, header: _Header, image: Tensor, target: Tensor) -> None:
-    """Hand the watched samples of a batch to `repeats`."""
-    for row, made in header.made:
-        member = header.members[row]
-        pixels = image[row].numpy(), target[row].numpy()
-        if header.place is None:
-            repeats.compare(member, pixels, made)
-        else:  # a copy, since it is held for long and would block the slot
-            repeats.hold(member, (pixels[0].copy(), pixels[1].copy()), made)
 
 
 def eval_images(

@@ -11,8 +11,6 @@ Sample repeats and class weights depend on class frequencies. A run that needs t
 also on resume; inputs.json identifies the masks themselves.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -70,7 +68,7 @@ class Order:
     num_samples: int
     shards: int
     samples_per_shard: int
-    positions: Draws | None = None
+    positions: "Draws | None" = None
 
     def sample(self, position: int) -> Member:
         """Epoch and sample index at `position`, counted from 0."""
@@ -235,29 +233,22 @@ def requests(
         while (again := _due(repeats, number, workers, most)).members:
             yield again
             number += 1
-        request = _delivery(place, order, every)
-        yield request
+        members = tuple(order.shard(*place))
+        watched = tuple(
+            row
+            for row, (epoch, index) in enumerate(members)
+            if index in chosen(order.seed, epoch, order.num_samples, every)
+        )
+        yield Request(place, members, watched)
         # Delayed: if no other process can make it, other samples must come in between.
         repeats += [
-            _Repeat(request.members[row], number + 2, {number % workers})
-            for row in request.watched
+            _Repeat(members[row], number + 2, {number % workers}) for row in watched
         ]
         number += 1
 
     while repeats:
         yield _due(repeats, number, workers, most)
         number += 1
-
-
-def _delivery(place: StepShard, order: Order, every: int) -> Request:
-    """The request for the batch at `place`."""
-    members = tuple(order.shard(*place))
-    watched = tuple(
-        row
-        for row, (epoch, index) in enumerate(members)
-        if index in chosen(order.seed, epoch, order.num_samples, every)
-    )
-    return Request(place, members, watched)
 
 
 def _due(repeats: list[_Repeat], number: int, workers: int, most: int) -> Request:

@@ -311,7 +311,15 @@ class Ring:
 
     def _hang(self, worker: int) -> DataError:
         """Make all workers write their stacks, kill them, and return the error."""
-        _write_stacks(self._processes)
+        for number, process in enumerate(self._processes):
+            if process.is_alive() and process.pid is not None:
+                print(
+                    f"stack of loader worker {number} (process {process.pid}):",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(STACK_S)  # one after another, so that lines do not mix
         _kill(self._processes)
         return DataError(
             f"loader worker {worker} (process {self._processes[worker].pid}) has sent nothing for "
@@ -320,19 +328,6 @@ class Ring:
             "not survive a fork: try data.start_method=spawn, or data.workers=0. If it only needs longer, raise "
             f"data.timeout_s. {CONTINUE}"
         )
-
-
-def _write_stacks(processes: list[BaseProcess]) -> None:
-    """Have workers write their stacks one after another, so that their lines do not mix."""
-    for worker, process in enumerate(processes):
-        if process.is_alive() and process.pid is not None:
-            print(
-                f"stack of loader worker {worker} (process {process.pid}):",
-                file=sys.stderr,
-                flush=True,
-            )
-            os.kill(process.pid, signal.SIGUSR1)
-            time.sleep(STACK_S)
 
 
 def _kill(processes: list[BaseProcess]) -> None:

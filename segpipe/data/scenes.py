@@ -37,17 +37,12 @@ def _colors(text: str) -> Float64:
     return np.array([[*bytes.fromhex(color)] for color in text.split()], np.float64)
 
 
-def _paints() -> dict[str, Float64]:
-    """Paints (N, 4) by name: red, green, blue, class id."""
-    found = {}
-    for label, paints in enumerate(TABLES["paints"].values()):
-        for name, text in paints.items():
-            colors = _colors(text)
-            found[name] = np.column_stack([colors, np.full(len(colors), label)])
-    return found
-
-
-PAINTS = _paints()
+# Paints (N, 4) by name: red, green, blue, class id.
+PAINTS: dict[str, Float64] = {
+    name: np.insert(_colors(text), 3, label, axis=1)
+    for label, paints in enumerate(TABLES["paints"].values())
+    for name, text in paints.items()
+}
 
 
 class Kind(NamedTuple):
@@ -173,7 +168,7 @@ def paint_ground(canvas: Canvas, kerb: float, rng: Generator) -> None:
     def strip(
         left: float, right: float, near: float, far: float, paint: Float64
     ) -> None:
-        ahead = 1 / np.linspace(1 / max(near, NEAR), 1 / max(far, NEAR), 12)
+        ahead = 1 / np.linspace(1 / max(near, NEAR), 1 / far, 12)
         sides = np.repeat([0.0, 1.0], 12)
         shares = np.column_stack([sides, np.append(ahead, ahead[::-1])])
         face = (left, 0, 0), (right - left, 0, 0), (0, 0, 1)

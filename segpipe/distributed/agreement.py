@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -103,22 +103,17 @@ class Agreement:
             if wait or group.device.type == "cpu":
                 group.contract.settle(int(total[-2]))
                 if self._unequal:
-                    self._stop()
+                    verdict = first_disagreement(group.gather(self.state_parts()))
+                    raise DivergenceError(
+                        f"step {self.state.step}: ranks that must hold the same bits differ. {verdict} No checkpoint "
+                        f"has been written since. If it is always the same rank, test its memory and GPU; otherwise "
+                        f"look for code that depends on the rank. Continue with run.exists=resume."
+                    )
         return total[:-2]
 
     def state_parts(self) -> dict[str, dict[str, int]]:
         """Digests of the current state's tensors, by kind and name, in the order in which a fault spreads."""
         return {}
-
-    def _stop(self) -> NoReturn:
-        """Raise DivergenceError, which names the tensor and the ranks."""
-        by_rank = self.group.gather(self.state_parts())
-        verdict = first_disagreement(by_rank)
-        raise DivergenceError(
-            f"step {self.state.step}: ranks that must hold the same bits differ. {verdict} No checkpoint has been "
-            f"written since. If it is always the same rank, test its memory and GPU; otherwise look for code that "
-            f"depends on the rank. Continue with run.exists=resume."
-        )
 
 
 def first_disagreement(by_rank: Sequence[dict[str, dict[str, int]]]) -> str:

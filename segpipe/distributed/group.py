@@ -4,8 +4,6 @@ torch waits for `WORLD_SIZE` ranks until its timeout, even if two processes have
 So every rank first leaves a card in the store, and a conflict is named within a second.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -315,7 +313,12 @@ def _exchange(
         if len(cards) == world_size:
             return cards
         if time.monotonic() > end:
-            raise CollectiveError(_missing(cards, world_size, timeout_s))
+            missing = sorted({*range(world_size)} - {card["rank"] for card in cards})
+            raise CollectiveError(
+                f"ranks {missing[:16]} of WORLD_SIZE = {world_size} did not connect to {_address()} within "
+                f"{timeout_s:.0f} s; connected: {', '.join(_who(card) for card in cards[:16])}. Check how they were "
+                f"started; if they only need more time, raise compute.timeout_s."
+            )
         time.sleep(POLL_S)
 
 
@@ -349,12 +352,3 @@ def conflict(cards: Sequence[Card]) -> str:
 
 def _who(card: Card) -> str:
     return f"rank {card['rank']} (host {card['host']}, process {card['pid']})"
-
-
-def _missing(cards: Sequence[Card], world_size: int, timeout_s: float) -> str:
-    missing = sorted({*range(world_size)} - {card["rank"] for card in cards})
-    return (
-        f"ranks {missing[:16]} of WORLD_SIZE = {world_size} did not connect to {_address()} within {timeout_s:.0f} s; "
-        f"connected: {', '.join(_who(card) for card in cards[:16])}. Check how they were started; if they only need "
-        f"more time, raise compute.timeout_s."
-    )

@@ -1,7 +1,5 @@
 """Memory of this process: its figures, and an error that explains them when it runs out."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterator

@@ -10,8 +10,6 @@ Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number genera
 H of each block of BLOCK words, then H of these block sums.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import itertools

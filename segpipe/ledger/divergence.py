@@ -1,7 +1,5 @@
 """Tells whether two runs have the same bits and, if not, where they diverge: step, stage, shard, sample and layer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -88,6 +86,7 @@ DTYPES = {"valid": np.int64, "loss": np.float64, "lr": np.float64, "scale": np.f
 
 LOW = (1 << 32) - 1  # the sample's bits in a number of epoch and sample
 Pair: TypeAlias = tuple[Rows, Rows]  # rows of equal keys
+Wrong: TypeAlias = dict[Key, list[int]]  # indices that differ
 
 
 @dataclass(frozen=True)
@@ -153,8 +152,7 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
         spans = f"A has {_span(a)}, B has {_span(b)}"
         return not_comparable(f"no step is in both ledgers: {spans}.", **facts)
     last = int(steps_of(pair[0])[-1])
-    here, there = _at(last, pair)
-    facts["fields"] = _fields(here, there)
+    facts["fields"] = _fields(_wrong(*_at(last, pair)))
     sentence = f"identical in all {facts['steps']} common steps"
     if limits:
         sentence += f", but not everything could be compared: {'; '.join(limits)}"
@@ -223,28 +221,25 @@ def _at(step: int, pair: Pair) -> tuple[Values, Values]:
     return recorded(a[a["step"] == step]), recorded(b[b["step"] == step])
 
 
-def _unequal(key: Key, a: Values, b: Values) -> list[int]:
-    """Indices of the samples or tensors of a field that differ."""
-    if key not in a or key not in b:
-        return []
-    unequal: list[int] = np.flatnonzero(a[key] != b[key]).tolist()
-    return unequal
+def _wrong(a: Values, b: Values) -> Wrong:
+    """For each key that both runs recorded, the indices of the samples or tensors that differ."""
+    return {key: np.flatnonzero(a[key] != b[key]).tolist() for key in a if key in b}
 
 
-def _shards(entry: Field, a: Values, b: Values) -> list[int] | None:
+def _shards(entry: Field, wrong: Wrong) -> list[int] | None:
     """Shards in which a field differs; -1 is the step as a whole. None when one of the runs lacks the field."""
     names = (entry.name, entry.name + PARTS)
-    keys = [key for key in a if key in b and key[0] == entry.kind and key[1] in names]
+    keys = [key for key in wrong if key[0] == entry.kind and key[1] in names]
     if not keys:
         return None
-    return sorted({key[2] for key in keys if _unequal(key, a, b)})
+    return sorted({key[2] for key in keys if wrong[key]})
 
 
-def _fields(a: Values, b: Values) -> list[dict[str, str]]:
+def _fields(wrong: Wrong) -> list[dict[str, str]]:
     """The state of every field of a step: equal, differs, or not recorded (by one of the runs)."""
     found = []
     for entry in FIELDS:
-        shards = _shards(entry, a, b)
+        shards = _shards(entry, wrong)
         state = "not recorded" if shards is None else "differs" if shards else "equal"
         found.append({"stage": entry.stage, "field": entry.noun, "state": state})
     return found
@@ -255,14 +250,15 @@ def _explain(
 ) -> Comparison:
     """The verdict on runs that differ at a step: first field, then lowest shard. `run` has the names."""
     a, b = _at(step, pair)
-    places = ((entry, _shards(entry, a, b)) for entry in FIELDS)
+    wrong = _wrong(a, b)
+    places = ((entry, _shards(entry, wrong)) for entry in FIELDS)
     first, shards = next((entry, found) for entry, found in places if found)
     shard = shards[0]
     key, parts = (
         (first.kind, name, shard) for name in (first.name, first.name + PARTS)
     )
-    wrong = _unequal(key, a, b)
-    place = (wrong or _unequal(parts, a, b))[0]
+    own = wrong.get(key)
+    place = (own or wrong[parts])[0]
     words = [f"step {step}" if step >= 0 else "before step 0"]
     words += [f"shard {shard}"] if shard >= 0 else []
     sample, file = None, None
@@ -271,10 +267,10 @@ def _explain(
         file = dict(enumerate(run.sample_names)).get(sample)
         words.append(f"sample {sample}" + (f" ({file})" if file else ""))
     sentence = f"{', '.join(words)}: {first.noun} {first.verb}"
-    if wrong and (first.name in DTYPES or first.name == "order"):
+    if own and (first.name in DTYPES or first.name == "order"):
         one, two = (_readable(first.name, each[key][place]) for each in (a, b))
         sentence += f" ({one} in A, {two} in B)"
-    layer = _layer(first, shard, a, b, run)
+    layer = _layer(first, shard, wrong, run)
     sentence += f", first seen in {layer}" if layer else ""
     if shards[1:]:
         sentence += f"; also in shards {', '.join(map(str, shards[1:]))}"
@@ -288,7 +284,7 @@ def _explain(
         sample=sample,
         file=file,
         layer=layer,
-        fields=_fields(a, b),
+        fields=_fields(wrong),
         advice=_advice(first, layer, facts),
         **facts,
     )
@@ -301,19 +297,17 @@ def _readable(name: str, value: Any) -> str:
     return repr(value.view(DTYPES[name]).item())
 
 
-def _layer(
-    entry: Field, shard: int, a: Values, b: Values, run: RunLedger
-) -> str | None:
+def _layer(entry: Field, shard: int, wrong: Wrong, run: RunLedger) -> str | None:
     """Name of the tensor at which a field first differs; None if the ledger has no part rows of it.
 
     For the forward pass these are the BatchNorm statistics. The backward pass starts at the last tensor.
     """
     name = "statistics" if entry.stage == "forward" else entry.name
-    wrong = _unequal((entry.kind, name + PARTS, shard), a, b)
+    places = wrong.get((entry.kind, name + PARTS, shard))
     names = run.part_names(name)
-    if not wrong or not names:
+    if not places or not names:
         return None
-    return names[wrong[-1] if entry.stage == "backward" else wrong[0]]
+    return names[places[-1] if entry.stage == "backward" else places[0]]
 
 
 def _advice(entry: Field, layer: str | None, facts: dict[str, Any]) -> str:

@@ -5,8 +5,6 @@ compared with training, which reads them a hundred times. Turn it off with `data
 network. A run without a ledger does not need it. In both cases only sizes are recorded.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -48,19 +46,17 @@ def record(
 
     Raises DataError naming the first file that changed since the run was started.
     """
-    path, hashed = config.run_dir / INPUTS, config.data.hash and ledger
+    path = config.run_dir / INPUTS
     if fresh:
         for left in (path, *(config.run_dir / FOLDER).glob("rank*")):
             left.unlink(missing_ok=True)
     found = inputs_of(sets)
     # Hashes from the checks of this start, or of an earlier one, if the files have not changed since.
-    known = _known(sets)
+    known = _known(sets) if config.data.hash and ledger else None
     if not path.is_file():
-        content = _content(config, found, known if hashed else None)
-        write_atomically(path, to_json(content))
+        write_atomically(path, to_json(_content(config, found, known)))
         return
-    before = read_inputs(path)
-    changed = changed_inputs(before["data"], found, hashed, known)
+    changed = changed_inputs(read_inputs(path)["data"], found, known)
     if changed:
         raise DataError(
             f"data.root = {config.data.root}: {changed[0]} since the run {config.run_dir} was started "
@@ -110,7 +106,7 @@ def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
         # A folder that does not exist here does not count as a change.
         known = {*now, *(name for name in gone if (root / name).parent.is_dir())}
     of_run = {"sizes": _only(sizes, known), "files": _only(hashes, known)}
-    changed = changed_inputs(of_run, _only(now, known), data.hash)
+    changed = changed_inputs(of_run, _only(now, known), {} if data.hash else None)
     if not changed:
         return ""
     return f"the labelled images changed since the run: {listed(changed, 3)}"
@@ -134,10 +130,12 @@ def _recorded(run: Path) -> dict[str, Any]:
 def changed_inputs(
     recorded: Mapping[str, Any],
     found: Mapping[str, Input],
-    contents: bool = True,
-    known: Mapping[str, str] = MappingProxyType({}),
+    known: Mapping[str, str] | None = MappingProxyType({}),
 ) -> list[str]:
-    """Phrases on changed names and sizes or, if there are none, contents; unknown sizes are not compared."""
+    """Phrases on changed names and sizes or, if there are none, contents; unknown sizes are not compared.
+
+    `known`: as for `hashes_of`; None: contents are not compared.
+    """
     before, hashes = recorded.get("sizes") or {}, recorded["files"]
     changed: list[str] = []
     if before:
@@ -146,7 +144,7 @@ def changed_inputs(
             if before[name] is None or now[name] is None:
                 now[name] = before[name]
         changed = changes(before, now)
-    if not changed and contents and hashes:
+    if not changed and hashes and known is not None:
         changed = changes(hashes, hashes_of(found, known))
     return changed
 

@@ -1,7 +1,5 @@
 """Reads the ledgers of all processes and sessions of a run, merged to one row per key, and its other records."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby

@@ -85,9 +85,11 @@ def _check_earlier_run(config: Config) -> None:
             f"{folder} already holds {_progress(folder)}. Set run.exists=resume to continue it, run.exists=replace "
             f"to delete it, or choose another run.name."
         )
-    if config.run.exists == "resume" and (changed := _changed_recipe(config)):
+    if config.run.exists != "resume":
+        return
+    if changed := _changed_recipe(config):
         raise ConfigError(f"{folder} {changed}")
-    if config.run.exists == "resume" and (lost := _lost_progress(config)):
+    if lost := _lost_progress(config):
         raise ConfigError(
             f"run.exists = resume, but {folder} holds no checkpoint, although {lost}. Put a copy of last.pt or of "
             f"a step_*.pt back, or start again at step 0 with run.exists=replace."

@@ -16,9 +16,9 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
+from segpipe.data import Uint8
 from segpipe.files import write_atomically
 from segpipe.predict.outputs import Palette, blend
 from segpipe.run.console import percent, percent_range
@@ -48,7 +48,6 @@ STYLE = {
 PANEL_WIDTH = 480  # pixels; 32 panels on a page stay below 2 MB
 
 Points = Sequence[tuple[float, float]]
-Pixels = NDArray[np.uint8]
 
 
 def write_page(template: str, path: Path, **facts: Any) -> Path:
@@ -105,7 +104,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def jpeg_url(image: Pixels, quality: int = 85) -> str:
+def jpeg_url(image: Uint8, quality: int = 85) -> str:
     """`data:` URL of a uint8 (H, W, 3) RGB picture."""
     import cv2
 
@@ -177,11 +176,11 @@ class Picture:
 
     name: str
     miou: float
-    image: Pixels  # (H, W, 3) RGB
-    target: Pixels  # (H, W), 255 ignored
-    pred: Pixels  # (H, W)
+    image: Uint8  # (H, W, 3) RGB
+    target: Uint8  # (H, W), 255 ignored
+    pred: Uint8  # (H, W)
 
-    def panels(self, palette: Palette) -> dict[str, Pixels]:
+    def panels(self, palette: Palette) -> dict[str, Uint8]:
         """Image, target, prediction and errors as RGB, at most 480 pixels wide."""
         image, target = overlay(self.image, self.target, palette, PANEL_WIDTH)
         pred = shrink(self.pred, PANEL_WIDTH, smooth=False)
@@ -207,22 +206,22 @@ class Picture:
 
 
 def overlay(
-    image: Pixels,
-    target: Pixels,
+    image: Uint8,
+    target: Uint8,
     palette: Palette,
     width: int,
-) -> list[Pixels]:
+) -> list[Uint8]:
     """The image, and the image blended with its target, both at most `width` pixels wide."""
     small = shrink(image, width, smooth=True)
     return [small, blend(small, shrink(target, width, smooth=False), palette)]
 
 
 def errors(
-    image: Pixels,
-    target: Pixels,
-    pred: Pixels,
+    image: Uint8,
+    target: Uint8,
+    pred: Uint8,
     palette: Palette,
-) -> Pixels:
+) -> Uint8:
     """`image` in pale gray, with wrong pixels in the color of the prediction.
 
     Unlabelled pixels get the hatch of `blend`.
@@ -236,7 +235,7 @@ def errors(
     return np.where(right[..., None], gray, colored)
 
 
-def shrink(image: Pixels, width: int, *, smooth: bool) -> Pixels:
+def shrink(image: Uint8, width: int, *, smooth: bool) -> Uint8:
     """`image` at most `width` pixels wide, same aspect ratio. smooth=False for class ids, which must not be mixed."""
     import cv2
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
+from segpipe.data import Float64, Int64, Uint8
 from segpipe.run.console import lowest_first
 from segpipe.run.pages import Picture, chart, points_of, write_page
 from segpipe.settings.compose import choices, compose
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from segpipe.train.engine import Run
     from segpipe.train.metrics import Validation
 
-Ids = NDArray[np.uint8]
-Counts = NDArray[np.int64]
 MOST = 32
 EXAMPLES = 6
 # Pixels of a connected object, limits as in COCO.
@@ -43,7 +42,7 @@ SIZE_NAMES = ("below 32x32", "below 96x96", "larger")
 # Distance in pixels to the nearest pixel of another class.
 DISTANCES = (3, 6, 12, 24)
 DISTANCE_NAMES = ("up to 2", "3 to 5", "6 to 11", "12 to 23", "24 and more")
-Predict = Callable[[Ids], Ids]
+Predict = Callable[[Uint8], Uint8]
 PAGE = "report.html"
 WORST = "Worst images"
 LATEST = "Latest prediction"
@@ -66,14 +65,14 @@ class ReportData:
 
     config: Config
     result: Values  # as in result.json or printed by evaluate, and `device`
-    confusion: Counts  # (C, C), rows target, columns prediction
+    confusion: Int64  # (C, C), rows target, columns prediction
     names: Sequence[str]
     palette: Sequence[tuple[int, int, int]]
     history: Sequence[Values] = ()  # lines of metrics.jsonl
     pictures: Mapping[str, Sequence[Picture]] = field(default_factory=dict)  # by title
     live: bool = False  # the run is still training: the page reloads itself
     # As in `Validation`.
-    calibration: NDArray[np.float64] | None = None
+    calibration: Float64 | None = None
     detail: Values | None = None  # result of `detail`
     links: Sequence[str] = ()  # files next to the page
 
@@ -87,7 +86,7 @@ def predictor(
     """
     import torch
 
-    def ids(image: Ids) -> Ids:
+    def ids(image: Uint8) -> Uint8:
         batch = torch.from_numpy(image.copy())[None].to(device)
         return np.asarray(answer(batch)[0].cpu().numpy(), np.uint8)
 
@@ -228,7 +227,7 @@ def _defaults(model: str, data: str) -> Values:
 
 
 def advice(
-    counts: Counts, names: Sequence[str], changed: Sequence[str] = ()
+    counts: Int64, names: Sequence[str], changed: Sequence[str] = ()
 ) -> dict[str, str]:
     """Advice for each class with a low IoU: what goes wrong, by how much, and what to try.
 
@@ -322,7 +321,7 @@ def detail(samples: Samples, num_classes: int, predict: Predict) -> Values:
     }
 
 
-def by_size(pred: Ids, target: Ids, num_classes: int) -> Counts:
+def by_size(pred: Uint8, target: Uint8, num_classes: int) -> Int64:
     """Pixels of intersection and union of each class, by object size.
 
     A false positive counts for the size of the predicted object that contains it.
@@ -342,16 +341,16 @@ def by_size(pred: Ids, target: Ids, num_classes: int) -> Counts:
     return found
 
 
-def _sizes(area: NDArray[np.bool_]) -> Counts:
+def _sizes(area: NDArray[np.bool_]) -> Int64:
     """For each pixel, the index in SIZE_NAMES of the connected object that contains it."""
     import cv2
 
     _, labels, stats, _ = cv2.connectedComponentsWithStats(area.astype(np.uint8))
-    places: Counts = np.digitize(stats[:, cv2.CC_STAT_AREA], SIZES)
+    places: Int64 = np.digitize(stats[:, cv2.CC_STAT_AREA], SIZES)
     return np.asarray(places[labels])
 
 
-def by_distance(pred: Ids, target: Ids, num_classes: int) -> Counts:
+def by_distance(pred: Uint8, target: Uint8, num_classes: int) -> Int64:
     """Confusion in bands along class borders. Contact with unlabelled pixels is not a border.
 
     Shapes: uint8 (H, W) twice -> int64 (5, C, C).

@@ -1,16 +1,17 @@
 """What an update takes from the data set: this rank's batches, and the class weights of the loss."""
 
-from __future__ import annotations
-
 import time
+from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 
+from segpipe.data import Float64, Int64
 from segpipe.data.augment import Augmenter
+from segpipe.data.data_set import DataSet
 from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import (
     Order,
@@ -25,84 +26,119 @@ from segpipe.data.order import (
 from segpipe.data.samples import CachedSamples, over, sequences
 from segpipe.distributed.group import Group
 from segpipe.losses.cross_entropy import class_weights
+from segpipe.settings.config import Config
 from segpipe.train.canary import Canary
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-
-    from numpy.typing import NDArray
-
-    from segpipe.data.data_set import DataSet
-    from segpipe.settings.config import Config
-
 
 SAY_EVERY_S = 10.0  # while masks are counted
 
 
-def shard_stream(
-    config: Config,
-    group: Group,
-    samples: DataSet,
-    steps: range,
-    counts: PixelCounts | None,
-) -> Generator[ShardBatch, None, None]:
-    """This rank's shard batches of `steps`; workers start when the first batch is requested."""
-    compute, data = config.compute, config.data
-    return train_batches(
-        CachedSamples(samples, data.cache_mib) if data.cache_mib else samples,
-        Augmenter(config.augment),
-        order_of(config, samples, counts),
-        shards=group.own_shards(compute.shards),
-        steps=steps,
-        workers=data.workers,
-        start_method=data.start_method,
-        prefetch=data.prefetch,
-        pin_memory=group.device.type == "cuda",
-        timeout_s=data.timeout_s,
-        repeats=None if compute.mode == "off" else Canary(samples),
-    )
+@dataclass(frozen=True)
+class Sampling:
+    """How often the run takes each training sample, its batches, and the class weights of its loss."""
 
+    config: Config
+    samples: DataSet
+    counts: PixelCounts | None = None  # if order or loss needs them, see `counted`
 
-def first_shard(
-    config: Config, samples: DataSet, counts: PixelCounts | None, workers: int = 0
-) -> ShardBatch:
-    """The run's first shard, made by `workers` loader processes, or in this process if 0."""
-    data = replace(config.data, workers=workers, cache_mib=0)
-    compute = replace(config.compute, mode="off")  # no canary
-    alone = Group(0, 0, 1, torch.device("cpu"))
-    config = replace(config, data=data, compute=compute)
-    with closing(shard_stream(config, alone, samples, range(1), counts)) as stream:
-        return next(stream)
-
-
-def order_of(config: Config, samples: DataSet, counts: PixelCounts | None) -> Order:
-    """Order that says which samples each update takes; `counts` as `counted` returns them."""
-    compute = config.compute
-    repeats = _repeats(config, samples, counts)
-    positions = draws(repeats, _sets(samples), config.seed)
-    return Order(
-        config.seed, len(samples), compute.shards, compute.samples_per_shard, positions
-    )
-
-
-def _repeats(
-    config: Config, samples: DataSet, counts: PixelCounts | None
-) -> NDArray[np.float64] | None:
-    """How often each sample occurs in a pass over its data set; None: once."""
-    data, sets = config.data, samples.parts()
-    if data.balance_by == "sequence":
-        return repeats_by_sequence(
-            [sequences(part.samples, data.sequence) for part in sets]
+    def batches(self, group: Group, steps: range) -> Generator[ShardBatch, None, None]:
+        """This rank's shard batches of `steps`; workers start when the first batch is requested."""
+        compute, data, samples = self.config.compute, self.config.data, self.samples
+        return train_batches(
+            CachedSamples(samples, data.cache_mib),
+            Augmenter(self.config.augment),
+            self.order(),
+            shards=group.own_shards(compute.shards),
+            steps=steps,
+            workers=data.workers,
+            start_method=data.start_method,
+            prefetch=data.prefetch,
+            pin_memory=group.device.type == "cuda",
+            timeout_s=data.timeout_s,
+            repeats=None if compute.mode == "off" else Canary(samples),
         )
-    if not data.balance:
-        return None
-    assert counts is not None
-    return repeats_by_class(data.balance, _sets(samples), counts)
 
+    def first_shard(self, workers: int = 0) -> ShardBatch:
+        """The run's first shard, made by `workers` loader processes, or in this process if 0."""
+        data = replace(self.config.data, workers=workers, cache_mib=0)
+        compute = replace(self.config.compute, mode="off")  # no canary
+        alone = Group(0, 0, 1, torch.device("cpu"))
+        config = replace(self.config, data=data, compute=compute)
+        with closing(replace(self, config=config).batches(alone, range(1))) as stream:
+            return next(stream)
 
-def _sets(samples: DataSet) -> list[tuple[int, float]]:
-    """Number of samples and weight of each data set of a mixture."""
-    return [(len(part.samples), part.weight) for part in samples.parts()]
+    def order(self) -> Order:
+        """Order that says which samples each update takes."""
+        seed, compute = self.config.seed, self.config.compute
+        return Order(
+            seed,
+            len(self.samples),
+            compute.shards,
+            compute.samples_per_shard,
+            draws(self.repeats, self.sets, seed),
+        )
+
+    @cached_property
+    def repeats(self) -> Float64 | None:
+        """How often each sample occurs in a pass over its data set; None: once."""
+        data = self.config.data
+        if data.balance_by == "sequence":
+            return repeats_by_sequence(
+                [
+                    sequences(part.samples, data.sequence)
+                    for part in self.samples.parts()
+                ]
+            )
+        if not data.balance:
+            return None
+        assert self.counts is not None
+        return repeats_by_class(data.balance, self.sets, self.counts)
+
+    @cached_property
+    def sets(self) -> list[tuple[int, float]]:
+        """Number of samples and weight of each data set of a mixture."""
+        return [(len(part.samples), part.weight) for part in self.samples.parts()]
+
+    @cached_property
+    def pixels(self) -> Int64 | Float64:
+        """Pixels of each class as seen in training, (C,)."""
+        assert self.counts is not None
+        return pixels_seen(self.repeats, self.sets, self.counts)
+
+    def loss_weights(self) -> torch.Tensor | None:
+        """Weight of every class in the loss, (C,): as set, or from its share of the pixels; None without weights."""
+        chosen = self.config.loss.class_weights
+        if chosen == "none":
+            return None
+        if isinstance(chosen, list):
+            check_given_weights(chosen, self.samples.classes.names)
+            return torch.tensor(chosen)
+        return class_weights(torch.from_numpy(self.pixels), chosen)
+
+    def told_repeats(self) -> str:
+        """A phrase on how often images occur."""
+        repeats = self.repeats
+        assert repeats is not None
+        often = f"images occur {repeats.mean():.2f} times per pass on average, at most {repeats.max():.2f} times"
+        if repeats.max() > 1:
+            return often
+        if self.config.data.balance:
+            return f"{often}: no class is that rare. Raise it, up to 1"
+        return f"{often}: all sequences have the same number of images"
+
+    def told_weights(self) -> str:
+        """A phrase on how much more the rarest class weighs than the most common one, of those seen in training."""
+        weights, pixels = self.loss_weights(), self.pixels
+        assert weights is not None
+        present = np.flatnonzero(pixels)
+        if not present.size:
+            return "no class has a pixel"
+        rarest = present[pixels[present].argmin()]
+        commonest = pixels.argmax()
+        names = self.samples.classes.names
+        return (
+            f"{names[rarest]}, the rarest class, weighs {weights[rarest] / weights[commonest]:.1f} times as much as "
+            f"{names[commonest]}, the most common"
+        )
 
 
 def counted(
@@ -110,26 +146,26 @@ def counted(
     group: Group,
     samples: DataSet,
     say: Callable[[str], None] = lambda text: None,
-) -> PixelCounts | None:
-    """Pixels of each class by sample, equal on every rank; None if neither order nor loss needs them.
+) -> Sampling:
+    """The sampling of a run, with the pixels of each class by sample if order or loss needs them; equal on every rank.
 
     The ranks share the work. Raises DataError when a mask cannot be read.
     """
     data, chosen = config.data, config.loss.class_weights
     by_frequency = isinstance(chosen, str) and chosen != "none"
+    sampling = Sampling(config, samples)
     if data.balance_by == "sequence":
-        say(f"data.balance_by = sequence: {_told(config, samples, None)}")
+        say(f"data.balance_by = sequence: {sampling.told_repeats()}")
     if not data.balance and not by_frequency:
-        return None
+        return sampling
     # Balancing needs the counts of every sample.
     indices = list(range(len(samples))) if data.balance else samples.countable()
-    counts = _count(group, samples, indices, say)
+    sampling = Sampling(config, samples, _count(group, samples, indices, say))
     if data.balance:
-        told = _told(config, samples, counts)
-        say(f"data.balance = {data.balance:g}: {told}")
+        say(f"data.balance = {data.balance:g}: {sampling.told_repeats()}")
     if by_frequency:
-        say(f"loss.class_weights = {chosen}: {_extremes(config, samples, counts)}")
-    return counts
+        say(f"loss.class_weights = {chosen}: {sampling.told_weights()}")
+    return sampling
 
 
 def _count(
@@ -154,54 +190,3 @@ def _count(
     seconds = time.monotonic() - start
     say(f"counted the {what}: {len(indices)} in {seconds:.1f} s")
     return counts
-
-
-def _told(config: Config, samples: DataSet, counts: PixelCounts | None) -> str:
-    """A phrase on how often images occur."""
-    repeats = _repeats(config, samples, counts)
-    assert repeats is not None
-    often = f"images occur {repeats.mean():.2f} times per pass on average, at most {repeats.max():.2f} times"
-    if repeats.max() > 1:
-        return often
-    if config.data.balance:
-        return f"{often}: no class is that rare. Raise it, up to 1"
-    return f"{often}: all sequences have the same number of images"
-
-
-def _extremes(config: Config, samples: DataSet, counts: PixelCounts) -> str:
-    """A phrase on how much more the rarest class weighs than the most common one, of those seen in training."""
-    weights = loss_weights(config, samples, counts)
-    assert weights is not None
-    pixels = _pixels_seen(config, samples, counts)
-    present = np.flatnonzero(pixels)
-    if not present.size:
-        return "no class has a pixel"
-    rarest = present[pixels[present].argmin()]
-    commonest = pixels.argmax()
-    names = samples.classes.names
-    return (
-        f"{names[rarest]}, the rarest class, weighs {weights[rarest] / weights[commonest]:.1f} times as much as "
-        f"{names[commonest]}, the most common"
-    )
-
-
-def loss_weights(
-    config: Config, samples: DataSet, counts: PixelCounts | None
-) -> torch.Tensor | None:
-    """Weight of every class in the loss, (C,): as set, or from its share of the pixels; None without weights."""
-    chosen = config.loss.class_weights
-    if chosen == "none":
-        return None
-    if isinstance(chosen, list):
-        check_given_weights(chosen, samples.classes.names)
-        return torch.tensor(chosen)
-    assert counts is not None
-    pixels = _pixels_seen(config, samples, counts)
-    return class_weights(torch.from_numpy(pixels), chosen)
-
-
-def _pixels_seen(
-    config: Config, samples: DataSet, counts: PixelCounts
-) -> NDArray[np.int64] | NDArray[np.float64]:
-    repeats = _repeats(config, samples, counts)
-    return pixels_seen(repeats, _sets(samples), counts)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from segpipe.data import Sample, Uint8
 from segpipe.data.order import REPEATS, Member
 from segpipe.errors import ImpureAugmentError
 from segpipe.ledger.digest import as_tensors, digest_groups, kernels
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter
     from segpipe.data.data_set import Samples
 
-Frame = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # image (H, W, 3), target (H, W)
 # For each transform its name, and an 8-byte digest of its input.
 Trail = tuple[tuple[str, int], ...]
 OTHER_SEED = 0x51F15EED  # a value that no transform uses
@@ -40,15 +39,15 @@ class Witness(NamedTuple):
 
 
 def augment_watched(
-    augmenter: Augmenter, frame: Frame, key: int, again: bool = False
-) -> tuple[Frame, Witness]:
+    augmenter: Augmenter, frame: Sample, key: int, again: bool = False
+) -> tuple[Sample, Witness]:
     """The augmented sample and its witness; no trail if digests are not compiled, because it would cost too much.
 
     `again` poses as a worker of another layout: a transform that reads the number of workers makes another sample then.
     """
     trail: list[tuple[str, int]] = []
 
-    def look(name: str, *arrays: NDArray[np.uint8]) -> None:
+    def look(name: str, *arrays: Uint8) -> None:
         trail.append((name, int(digest_groups([as_tensors(*arrays)]))))
 
     with another_worker() if again else nullcontext():
@@ -74,7 +73,7 @@ def another_worker() -> Iterator[None]:
         worker._worker_info = own
 
 
-def first_difference(expected: Frame, found: Frame) -> str:
+def first_difference(expected: Sample, found: Sample) -> str:
     """Where two frames first differ, in row-major order, image before target; empty if they are equal."""
     for name, before, now in zip(("image", "target"), expected, found, strict=True):
         if before.shape != now.shape or before.dtype != now.dtype:
@@ -90,7 +89,7 @@ def first_difference(expected: Frame, found: Frame) -> str:
 
 @dataclass
 class _Held:
-    frame: Frame
+    frame: Sample
     witness: Witness
     left: int = REPEATS
 
@@ -104,30 +103,23 @@ class Canary:
         self._samples = samples
         self._held: dict[Member, _Held] = {}
 
-    def hold(self, member: Member, pixels: Frame, made: Witness) -> None:
+    def hold(self, member: Member, pixels: Sample, made: Witness) -> None:
         """Keep a watched sample that was delivered."""
         self._held[member] = _Held(pixels, made)
 
-    def compare(self, member: Member, pixels: Frame, made: Witness) -> None:
+    def compare(self, member: Member, pixels: Sample, made: Witness) -> None:
         """Compare a sample made again. Raises ImpureAugmentError when its pixels differ from those delivered."""
         held = self._held[member]
         if difference := first_difference(held.frame, pixels):
+            first, (epoch, index) = held.witness, member
             raise ImpureAugmentError(
-                self._message(member, held.witness, made, difference)
+                f"sample {index} ({self._samples.name(index)}) of epoch {epoch}, augmented again under the same key: "
+                f"{difference} (process {first.process}, then {made.process}). {_cause(first.trail, made.trail)} "
+                f"Set augment.canary=0 to train without this check."
             )
         held.left -= 1
         if not held.left:
             del self._held[member]
-
-    def _message(
-        self, member: Member, first: Witness, again: Witness, difference: str
-    ) -> str:
-        epoch, index = member
-        return (
-            f"sample {index} ({self._samples.name(index)}) of epoch {epoch}, augmented again under the same key: "
-            f"{difference} (process {first.process}, then {again.process}). {_cause(first.trail, again.trail)} "
-            f"Set augment.canary=0 to train without this check."
-        )
 
 
 def _cause(before: Trail, now: Trail) -> str:

@@ -1,7 +1,5 @@
 """A training run from the first step to the result; independent of the network."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time
@@ -10,14 +8,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from segpipe import __version__, plugins
+from segpipe.data.data_set import DataSet
+from segpipe.data.loader import ShardBatch
 from segpipe.data.samples import CachedSamples, Splits, open_splits, sequences
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import agree_on_step
+from segpipe.distributed.group import Group
 from segpipe.distributed.health import out_of_memory_named, sample
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
 from segpipe.files import to_json, write_atomically
@@ -27,21 +28,15 @@ from segpipe.losses.total import backend
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, config_hash
 from segpipe.train import checkpoint, opening
-from segpipe.train.batches import first_shard, loss_weights, shard_stream
+from segpipe.train.batches import Sampling
 from segpipe.train.forward import norms
 from segpipe.train.metrics import Validation, miou, scores, summary
 from segpipe.train.recorder import Watch, keeps_ledger, open_watch
 from segpipe.train.start import weights_summary
+from segpipe.train.state import TrainState
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
 from segpipe.train.validate import eval_gap, validate
-
-if TYPE_CHECKING:
-    from segpipe.data.data_set import DataSet
-    from segpipe.data.loader import ShardBatch
-    from segpipe.data.order import PixelCounts
-    from segpipe.distributed.group import Group
-    from segpipe.train.state import TrainState
 
 SETTLED = 50  # updates; then 0.9**50 = 0.5 % of BatchNorm's initial statistics is left
 
@@ -61,7 +56,7 @@ class Log(Protocol):
 
     def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None: ...
 
-    def validated(self, run: Run, found: Validation) -> None: ...
+    def validated(self, run: "Run", found: Validation) -> None: ...
 
     def seconds(self) -> float: ...  # of all sessions
 
@@ -129,7 +124,7 @@ class Run:
     group: Group
     train_samples: DataSet
     val_samples: DataSet
-    counts: PixelCounts | None  # pixels of each class in the training samples
+    sampling: Sampling
     state: TrainState
     fingerprint: dict[str, Any]  # of rank 0
     watch: Watch
@@ -191,11 +186,10 @@ def train(
                 run.view.say(note)
             _loop(run, stream)
             _save(run, "last.pt")  # before the validation, which may fail
-            stopped_early = _stopped_early(run)
             # After an early stop, the log already has this step's line.
-            final = _validate(run, precision="fp32", log=not stopped_early)
+            final = _validate(run, precision="fp32", log=not _stopped_early(run))
             _keep_best(run, final, final=True)
-        result = result_of(run, final, stopped_early=stopped_early)
+        result = result_of(run, final)
         result["git"] = git
         if group.is_main:
             write_atomically(run.folder / "result.json", to_json(result))
@@ -237,9 +231,9 @@ def _open(
             kept = max(kept, checkpoint.load(config.run_dir / "best.pt")["best_miou"])
     group.together(lambda: opening.check_space(config, state, group))
 
-    counts = opening.counts_of(config, group, data.train)
+    sampling = opening.sampling_of(config, group, data.train)
     steps = range(state.step, config.train.steps)
-    stream = shard_stream(config, group, data.train, steps, counts)
+    stream = sampling.batches(group, steps)
     view, log = open_outputs(done)  # clears the folder of an earlier run
     if group.is_main:
         opening.write_origin(config, state, found)
@@ -250,7 +244,7 @@ def _open(
         group,
         data.train,
         data.val,
-        counts,
+        sampling,
         state,
         fingerprint,
         open_watch(config, group, state, data.train, fingerprint),
@@ -268,8 +262,7 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
     """Do all remaining updates."""
     config, current, clock = run.config, run.state, run.clock
     own = run.group.own_shards(config.compute.shards)
-    weights = loss_weights(config, run.train_samples, run.counts)
-    step = TrainStep(config, run.watch, weights)
+    step = TrainStep(config, run.watch, run.sampling.loss_weights())
     every = config.train.log_every
     run.log_after = (current.step // every + 1) * every if current.step else 1
     with (
@@ -460,7 +453,7 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
         run.log.validated(run, found)
     run.view.say(f"step {current.step}: validation mIoU {100 * figures['miou']:.2f} %")
     if run.group.is_main and _is_settled(config, current.step):
-        shard = first_shard(config, run.train_samples, run.counts)
+        shard = run.sampling.first_shard()
         told = eval_gap(
             current.ema.model,
             preprocess,
@@ -525,7 +518,7 @@ def _save(run: Run, name: str, *, wait: bool = True) -> None:
         run.saved_at = time.monotonic()
 
 
-def result_of(run: Run, found: Validation, *, stopped_early: bool) -> dict[str, Any]:
+def result_of(run: Run, found: Validation) -> dict[str, Any]:
     """Content of result.json. `miou` belongs to the last averaged weights in fp32, not to the best checkpoint."""
     config, current, clock = run.config, run.state, run.clock
 
@@ -537,7 +530,7 @@ def result_of(run: Run, found: Validation, *, stopped_early: bool) -> dict[str, 
         **scores(found, run.val_samples.classes.names, where, set(seen)),
         "best_miou": run.kept,
         "steps": current.step,
-        "stopped_early": stopped_early,
+        "stopped_early": _stopped_early(run),
         # Unknown when a finished run is resumed.
         "images_per_second": round(clock.rate() * config.global_batch, 3) or None,
         "wall_images_per_second": round(clock.wall_rate() * config.global_batch, 3)

@@ -4,8 +4,6 @@ Counts are int64, so adding the matrices of shards, images or ranks in any order
 Rows are the target, columns the prediction.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from segpipe import IGNORE_INDEX
+from segpipe.data import Float64, Int64
 from segpipe.errors import DataError, listed
 from segpipe.keys import generator, sample_key
 
@@ -25,7 +23,7 @@ RESAMPLES = 1000
 BINS = 10  # confidence bins of a reliability diagram
 
 
-Counts = Tensor | NDArray[np.int64]  # a confusion matrix
+Counts = Tensor | Int64  # a confusion matrix
 
 
 @dataclass(frozen=True)
@@ -204,7 +202,7 @@ def interval(per_image: Mapping[int, Tensor], names: Sequence[str]) -> dict[str,
     return {"miou": _middle(means[known.any(1)]), "iou": iou}
 
 
-def _middle(scores: NDArray[np.float64]) -> list[float] | None:
+def _middle(scores: Float64) -> list[float] | None:
     if not len(scores):
         return None
     edge = 50 * (1 - LEVEL)

@@ -1,34 +1,28 @@
 """What happens before the first update: the run's state, its disk space, and its header."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import sys
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from segpipe.data.catalog import ClassTable
+from segpipe.data.data_set import DataSet, Samples
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import common_fingerprint
+from segpipe.distributed.group import Group
 from segpipe.errors import CheckpointError
 from segpipe.files import to_json, write_atomically
 from segpipe.losses.total import backend
 from segpipe.settings.config import Config, to_mapping
 from segpipe.train import checkpoint
-from segpipe.train.batches import counted
+from segpipe.train.batches import Sampling, counted
 from segpipe.train.start import WEIGHTS
 from segpipe.train.state import TrainState, build_state
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from segpipe.data.catalog import ClassTable
-    from segpipe.data.data_set import DataSet, Samples
-    from segpipe.data.order import PixelCounts
-    from segpipe.distributed.group import Group
 
 MIB = 2**20
 
@@ -72,8 +66,8 @@ def state_of(
     return state, fingerprint, warnings
 
 
-def counts_of(config: Config, group: Group, samples: DataSet) -> PixelCounts | None:
-    """Pixels of each class, if the run needs them."""
+def sampling_of(config: Config, group: Group, samples: DataSet) -> Sampling:
+    """The sampling of the run, which says what it counts."""
 
     def say(text: str) -> None:
         if group.is_main and config.train.progress:

@@ -161,29 +161,25 @@ class Recorder(Watch):
         if not self.audits:
             return
 
+        # The samples before augmentation, which this process reads again.
+        frames = [self.samples.read(int(index)) for index in batch.index]
+        images, targets = zip(*frames, strict=True)
         rows = {
             "gradient": _each(gradients),
             "statistics": _each(statistics),
-            **self._decoded(batch),
+            "decoded_image": _each(as_tensors(*images)),
+            "decoded_target": _each(as_tensors(*targets)),
         }
         for name, digests in rows.items():
             self._writer.part_rows(self.state.step, batch.shard, name, digests)
 
     def _shard_row(self, batch: ShardBatch, found: Mapping[str, Tensor]) -> None:
-        row = {**found, **_samples(batch)}
+        # A digest of each image and of each target, int64 (b,).
+        image, target = _each([*batch.image, *batch.target]).chunk(2)
+        row = {**found, "image": image, "target": target}
         self._writer.shard_row(
             self.state.step, batch.shard, batch.epoch, batch.index, row
         )
-
-    def _decoded(self, batch: ShardBatch) -> dict[str, Tensor]:
-        """Digests of the samples before augmentation, which this process reads again."""
-        frames = [self.samples.read(int(index)) for index in batch.index]
-        images, targets = zip(*frames, strict=True)
-
-        return {
-            "decoded_image": _each(as_tensors(*images)),
-            "decoded_target": _each(as_tensors(*targets)),
-        }
 
     @_ledger
     def reduced(self, valid: Tensor) -> None:
@@ -261,12 +257,6 @@ class Recorder(Watch):
     def close(self) -> None:
         """Write pending rows and close the file."""
         self._writer.close()
-
-
-def _samples(batch: ShardBatch) -> dict[str, Tensor]:
-    """Digests of each image and each target, int64 (b,)."""
-    found = digest_groups([[each] for each in (*batch.image, *batch.target)])
-    return dict(zip(("image", "target"), found.chunk(2), strict=True))
 
 
 def _numbers(model: nn.Module) -> dict[str, list[Tensor]]:

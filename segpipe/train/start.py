@@ -1,19 +1,15 @@
 """The weights files that a run starts from: their paths, and the content its recipe pins. Imports no torch."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from segpipe.disk import sha256
 from segpipe.errors import CheckpointError, ConfigError
 from segpipe.settings.config import Config, saved_config
-
-if TYPE_CHECKING:
-    from segpipe.settings.groups import LossConfig
+from segpipe.settings.groups import LossConfig
 
 WEIGHTS = "weights.json"  # in a run's folder: what became of every tensor
 

@@ -3,8 +3,6 @@
 SIGUSR1 is not one of them: it writes the stacks of a rank (`segpipe.distributed.contract.Stacks`) and ends nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading
@@ -93,7 +91,7 @@ class StopRequest:
         self._outlive_error = outlive_error
         self._first = 0.0
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> "StopRequest":
         is_main = threading.current_thread() is threading.main_thread()
         # Only the main thread may set handlers, and only it is interrupted by signals.
         numbers = (signal.SIGINT, *stopping()) if is_main else ()

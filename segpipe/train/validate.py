@@ -28,17 +28,11 @@ if TYPE_CHECKING:
     from segpipe.models.layers import SegmentationNet
     from segpipe.settings.groups import DataConfig
 
-Answer = Callable[["SegmentationNet", "Preprocess", Tensor], Tensor]
 # Every 16th row and column: loss and confidences cost under 2 % of a validation.
 SPARSE = 16
 # No warning if eval mode keeps this share of a batch's mIoU, or loses at most these points.
 LEAST_SHARE, POINTS = 0.85, 0.05
 NAMED = 3  # layers in a warning
-
-
-def _classes(resized: Tensor) -> Tensor:
-    # argmax gives the same, but takes six times as long over any axis but the last.
-    return resized.max(1).indices.to(torch.uint8)
 
 
 def _logits(
@@ -61,7 +55,9 @@ def classes_and_confusion(
     """
     size = (target.shape[1], target.shape[2])
     if backend != "native":
-        pred = _classes(bilinear(logits, size, align_corners=align_corners))
+        resized = bilinear(logits, size, align_corners=align_corners)
+        # argmax gives the same, but takes six times as long over any axis but the last.
+        pred = resized.max(1).indices.to(torch.uint8)
         return pred, confusion(pred, target, logits.shape[1])
     rows, columns = bilinear_axes(logits, size, align_corners=align_corners)
     head = ClassHead(logits.contiguous(), target.contiguous(), rows, columns)
@@ -104,7 +100,7 @@ def validate(
     group: Group,
     data: DataConfig,
     *,
-    answer: Answer | None = None,
+    answer: Callable[[Tensor], Tensor] | None = None,
     precision: str,
     backend: str = "plain",
     cache: CachedSamples | None = None,
@@ -112,7 +108,7 @@ def validate(
 ) -> Validation:
     """Confusion of `model`, which must be in eval mode, over all samples; equal on every rank.
 
-    `answer` returns class ids of images at their original size, uint8 (B, H, W). Without it, the largest logit decides,
+    `answer` maps images uint8 (B, H, W, 3) to class ids, uint8 (B, H, W). Without it, the largest logit decides,
     computed by the loss's `backend`.
     Rank r takes images r, r + R, ...: none is padded, repeated or dropped, for any number of ranks.
     """
@@ -123,8 +119,7 @@ def validate(
     @torch.inference_mode()
     def score(image: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         if answer:
-            pred = answer(model, preprocess, image)
-            return confusion(pred, target, num_classes), torch.zeros(BINS, 4)
+            return confusion(answer(image), target, num_classes), torch.zeros(BINS, 4)
         logits = _logits(model, preprocess, image, precision)
         corners = model.align_corners
         _, counts = classes_and_confusion(
@@ -190,8 +185,19 @@ def eval_gap(
         layer = probe.get_submodule(name)
         layer.register_forward_pre_hook(partial(_take_statistics, distances, name))
 
-    own = _score(probe, preprocess, image, target, precision)
-    running = _score(model, preprocess, image, target, precision)
+    def score(network: SegmentationNet) -> float:
+        # Only one image at a time has logits at full resolution, which takes less memory than training.
+        with torch.inference_mode():
+            logits = _logits(network, preprocess, image, precision)
+            corners = network.align_corners
+            pairs = zip(torch.split(logits, 1), torch.split(target, 1), strict=True)
+            found = [
+                classes_and_confusion(*pair, align_corners=corners, backend="plain")[1]
+                for pair in pairs
+            ]
+            return miou(torch.stack(found).sum(0))
+
+    own, running = score(probe), score(model)
     if not own - running > max(POINTS, (1 - LEAST_SHARE) * own):
         return ""
     furthest = sorted(distances.items(), key=lambda item: -item[1])[:NAMED]
@@ -203,24 +209,6 @@ def eval_gap(
         f"{100 * own:.1f} %. Running statistics are furthest from the batch's in {', '.join(named)}. On 1x1 feature "
         f"maps, leave BatchNorm out or raise compute.samples_per_shard; elsewhere lower optim.lr."
     )
-
-
-def _score(
-    model: SegmentationNet,
-    preprocess: Preprocess,
-    image: Tensor,
-    target: Tensor,
-    precision: str,
-) -> float:
-    """mIoU of a batch. Takes less memory than training: only one image at a time has logits at full resolution."""
-    with torch.inference_mode():
-        logits = _logits(model, preprocess, image, precision)
-        corners = model.align_corners
-        found = [
-            classes_and_confusion(*pair, align_corners=corners, backend="plain")[1]
-            for pair in zip(torch.split(logits, 1), torch.split(target, 1), strict=True)
-        ]
-        return miou(torch.stack(found).sum(0))
 
 
 def _take_statistics(

@@ -28,7 +28,7 @@ from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, from_mapping
 from segpipe.train import gradients
-from segpipe.train.batches import counted, loss_weights
+from segpipe.train.batches import counted
 from segpipe.train.forward import AllHeads, GraphedHeads, statistics, training_heads
 from segpipe.train.gradients import BatchLoss, ElasticGradients
 from segpipe.train.recorder import Watch
@@ -407,9 +407,10 @@ def test_the_start_says_how_far_the_weights_of_classes_go_apart(balance: float) 
         }
     )
     samples, lines = open_samples(settings.data, "train", 0), list[str]()
-    counts = counted(settings, ALONE, samples, say=lines.append)
-    weights = loss_weights(settings, samples, counts)
+    sampling = counted(settings, ALONE, samples, say=lines.append)
+    weights = sampling.loss_weights()
     assert weights is not None
+    counts = sampling.counts
     assert counts is not None
     present = weights[torch.from_numpy(counts.pixels.sum(0) > 0)]
     ratio = f"weighs {present.max() / present.min():.1f} times as much"
