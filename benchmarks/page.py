@@ -61,14 +61,14 @@ loss, `loss.stride=2` takes a quarter of the pixels; where updates wait for grad
   nothing is sent while it runs. The first update takes up to minutes. Every network is one graph
   (`python benchmarks/run.py host` counts them): resizes and poolings are an operator of it. On an H200 the kernels of
   an update of pidnet_s, 12 x 1024x1024 in bf16, take 23 ms in place of 33 ([gpu.md](gpu.md#results-on-an-h200)).
-- On a GPU, in mode elastic, forward and backward of five networks (fast_scnn, ddrnet23_slim, ddrnet23, pidnet_s,
-  efficientvit_seg_b0) are recorded at the first batch as CUDA graphs, and replayed: on an H200 an update of pidnet_s
-  took 0.85 of the time at 12 x 1024x1024, a third at 4 x 256x256, before loss and copies were made faster. The kernels are those of eager, or of the compiled
-  network with `compute.compile=true`. The first batch compares digests of logits, gradients and statistics
-  of a replay with theirs; where they differ, training goes on without, with a warning. `compute.cuda_graph=on` records
-  other networks too, `off` none. A network that cannot be recorded, because it asks the device for a value, ends the
-  run. The Python of a recorded forward runs once: mind that with a network of yours. A recording keeps its memory for
-  the whole run, beside that of validations. Recorded networks hand over all gradients at the end, as compiled ones do.
+- On a GPU, in mode elastic, forward and backward are recorded at the first batch as CUDA graphs, and replayed. The
+  kernels are those of eager, or of the compiled network with `compute.compile=true`; on an H200 an update of pidnet_s
+  without a recording is bound by the host, which starts 1,478 kernels. The first batch compares digests of logits,
+  gradients and statistics of a replay with theirs; where they differ, training goes on without, with a warning.
+  `auto` records the 15 networks of which that was tried on a GPU, `on` others too, `off` none. A network that cannot
+  be recorded, because it asks the device for a value, ends the run. The Python of a recorded forward runs once: mind
+  that with a network of yours. A recording keeps its memory for the whole run, beside that of validations. Recorded
+  networks hand over all gradients at the end, as compiled ones do.
   A graph of the whole step is not offered: learning rate, step and decay of the average are values of the host.
 """
 

@@ -158,7 +158,10 @@ class GraphedHeads(nn.Module):
 
 
 # Networks whose replay was checked on a GPU to have the bits of eager mode.
-RECORDED = "fast_scnn", "ddrnet23_slim", "ddrnet23", "pidnet_s", "efficientvit_seg_b0"
+RECORDED = (
+    "fast_scnn", "ddrnet23_slim", "ddrnet23", "ddrnet39", "pidnet_s", "pidnet_m", "pidnet_l", "erfnet", "dabnet",
+    "regseg", "regseg_exp53", "bisenetv2", "stdc1", "stdc2", "efficientvit_seg_b0",
+)  # fmt: skip
 
 
 def training_heads(model: nn.Module, config: Config, device: torch.device) -> Any:

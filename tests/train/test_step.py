@@ -854,7 +854,7 @@ def test_networks_that_were_seen_to_repeat_are_recorded_on_a_gpu_in_mode_elastic
     assert [compiled.heads] == made, "what is recorded is compiled"
 
     eager = kind("off"), kind("auto", "cpu"), kind("auto", name="a:Net")
-    assert {*eager, kind("on", mode="ddp"), kind("auto", name="erfnet")} == {AllHeads}
+    assert {*eager, kind("on", mode="ddp"), kind("auto", name="lraspp")} == {AllHeads}
 
 
 def test_a_batch_is_copied_by_a_stream_for_which_the_step_waits(
