@@ -197,7 +197,7 @@ def theirs(
             model.to(memory_format=torch.channels_last),
             seen.to(memory_format=torch.channels_last),
         )
-    edges = boundary_target(target)[:, 0].float()
+    edges = boundary_target(target, target != 255)[:, 0].float()
     batch = loops.Batch(
         *(value.to(scene.device) for value in (seen, target.long(), edges))
     )

@@ -56,7 +56,7 @@ def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
 
     losses, sums, gradient = torch.empty(head.target.shape), None, None
     held = {
-        "weights": head.class_weights(),
+        "weights": head.class_weights,
         "losses": losses,
         "factors": wanted.factors,
     }

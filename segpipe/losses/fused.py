@@ -7,6 +7,7 @@ Dice). Passes keep one number per pixel, not one per pixel and class.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ class ClassHead:
         """Pixels that are not ignored, bool (B, H, W)."""
         return self.target != IGNORE_INDEX
 
+    @cached_property
     def class_weights(self) -> Tensor:
         """The weights, or ones; (C,)."""
         if self.weights is None:
@@ -157,7 +159,7 @@ def _passes(
     has_dice = terms.dice_weight > 0
     # The gradients of a term and of Dice need a figure of all pixels first.
     once = wanted and term is None and not has_dice
-    factors = None if sure is None else 1.0 + sure
+    factors = None if sure is None or term else 1.0 + sure
     found = evaluate(head, Wanted(once, has_dice, factors if once else None))
 
     losses, slopes = found.losses, None

@@ -45,8 +45,8 @@ def hard_pixels(
     limit: Tensor | float = cut
     if fewest > 0 and not enough:
         limit = kth_largest(detached, fewest).clamp_max(cut)
-    # NaN counts as hard, so that it reaches the sum and is noticed.
-    kept = valid & ~(detached < limit)
+    # Valid and not below: NaN counts as hard, so that it reaches the sum and is noticed.
+    kept = valid > (detached < limit)
     return kept, valid.sum() / kept.sum().clamp_min(1)
 
 

@@ -66,7 +66,7 @@ def shard_loss(
 
     Shapes: heads (B, C, h, w), or (B, 1, h, w) for `boundary`; target uint8 (B, H, W).
     """
-    scale = global_valid.clamp_min(1).float().reciprocal()
+    scale = global_valid.clamp_min(1).reciprocal()
     shard = _Shard(heads, target, config, class_weights, scale, align_corners)
     evaluate = _evaluate(backend(config, target.device.type))
     parts: dict[str, Tensor] = {}

@@ -221,7 +221,7 @@ def evaluate(head: ClassHead, wanted: Wanted) -> LossPass:
     _losses[grid](
         logits,
         head.target,
-        head.class_weights(),
+        head.class_weights,
         wanted.factors,
         wanted.slopes,
         losses,

@@ -98,7 +98,8 @@ class TrainStep:
         parts = dict(reduced.parts)
         total = parts.pop("total")
 
-        finite = torch.isfinite(total + norm)
+        figure = total + norm
+        finite = figure - figure == 0  # NaN of an infinity, too
         if state.scaler.is_enabled():
             # The scaler skips an update that overflowed, so its BatchNorm statistics must be dropped too.
             fits = torch.isfinite(norm)

@@ -133,7 +133,7 @@ def reference(
     for name, logits in heads.items():
         wide = upsampled(logits, size, align_corners)
         if name == "boundary":
-            band = boundary_target(target)
+            band = boundary_target(target, target != 255)
             positives, valid = (
                 (band[:, 0] * (target != 255)).sum(),
                 (target != 255).sum().clamp_min(1),

@@ -521,7 +521,7 @@ def test_boundary_target_is_that_of_the_definition(width: int) -> None:
         blocks = batch(seed, size=(4, 5), ignored=ignored)
         target = blocks.repeat_interleave(5, 1).repeat_interleave(5, 2)
         target[:, 3, 7], target[:, 11, 2] = 255, 254
-        found = boundary_target(target, width=width)
+        found = boundary_target(target, target != 255, width=width)
         assert found.shape == (2, 1, 20, 25)
         np.testing.assert_array_equal(
             found[:, 0].numpy(), slow_boundary(target.numpy(), width)
@@ -531,15 +531,15 @@ def test_boundary_target_is_that_of_the_definition(width: int) -> None:
 def test_ignored_pixels_make_no_edge_and_are_none() -> None:
     target = torch.full((1, 8, 8), 4, dtype=torch.uint8)
     target[:, :, 4:] = 255
-    assert not boundary_target(target).any()
+    assert not boundary_target(target, target != 255).any()
     target[:, :, 4:] = 3  # the control: another class does
-    assert boundary_target(target).sum() == 8 * 4
+    assert boundary_target(target, target != 255).sum() == 8 * 4
 
 
 def test_boundary_sum_balances_edges_against_the_rest() -> None:
     blocks = batch(7, size=(4, 5), ignored=0.2)
     target = blocks.repeat_interleave(8, 1).repeat_interleave(8, 2)
-    edge, valid = boundary_target(target), target != 255
+    edge, valid = boundary_target(target, target != 255), target != 255
     logits = noise(2, 1, 32, 40)
     x, e, v = logits[:, 0].double().numpy(), edge[:, 0].numpy(), valid.numpy()
     positives, total = (e * v).sum(), v.sum()
