@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ranks import Loopback, gloo
 from segpipe.distributed import reduce
+from segpipe.distributed.contract import Contract
 from segpipe.distributed.group import Group, Level
 from segpipe.distributed.reduce import (
     FlatLayout,
@@ -216,13 +217,15 @@ def levels_of(rank: int, machines: bool) -> tuple[Level, ...]:
     return (Level(2, within), Level(2, across))  # type: ignore[arg-type]
 
 
-class Announced:
+class Announced(Contract):
     """What a rank announces to the contract, in order."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: list[tuple[str, int, int]] = []
 
-    def enter(self, op: str, tensor: Tensor, *, level: int = 0) -> None:
+    def enter(self, op: str, tensor: Tensor | None = None, *, level: int = 0) -> None:
+        assert tensor is not None
         self.calls.append((op, tensor.numel(), level))
 
 
