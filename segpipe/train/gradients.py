@@ -391,16 +391,18 @@ class DdpGradients:
     def __call__(self, shards: Sequence[ShardBatch], global_valid: Tensor) -> Reduced:
         """Put the reduced gradients into `.grad`. A collective."""
         norms, world_size = self.loss.norms, self.group.world_size
-        device = self.group.device
-        self.loss.watch.whole_batch(shards)
+        device, watch = self.group.device, self.loss.watch
+        watch.whole_batch(shards)
         norms.keep()
 
         # From page-locked memory: the host does not wait.
         joined: dict[str, Any] = {}
-        for name in ("image", "target"):
-            joined[name] = torch.cat(
-                [getattr(each, name).to(device, non_blocking=True) for each in shards]
-            )
+        with watch.span("copy"):
+            for name in ("image", "target"):
+                given = [getattr(each, name) for each in shards]
+                joined[name] = torch.cat(
+                    [value.to(device, non_blocking=True) for value in given]
+                )
         whole = shards[0]._replace(**joined)
 
         parts = self.loss(self.network, whole, global_valid)
@@ -410,7 +412,7 @@ class DdpGradients:
         # DDP averages over ranks, but the loss is already divided by all pixels.
         total = parts["total"] * world_size
         try:
-            with tf32(self.loss.config.train.precision):
+            with watch.span("backward"), tf32(self.loss.config.train.precision):
                 self.state.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if "mark a variable ready only once" not in str(error):
@@ -418,15 +420,16 @@ class DdpGradients:
             raise CollectiveError(f"DDP got a gradient twice: {REENTRANT}") from error
         self.loss.guard.check(self.state.step, whole.shard)
 
-        losses = torch.stack([part.detach() for part in parts.values()])
-        tensors = [*norms.statistics, losses]
-        self._layout = self._layout or FlatLayout(tensors)
-        flat = self._layout.new()
-        views = self._layout.views(flat)
-        copy_all(views, tensors)
+        with watch.span("reduction"):
+            losses = torch.stack([part.detach() for part in parts.values()])
+            tensors = [*norms.statistics, losses]
+            self._layout = self._layout or FlatLayout(tensors)
+            flat = self._layout.new()
+            views = self._layout.views(flat)
+            copy_all(views, tensors)
 
-        norms.put_back()
-        tree_over_ranks(flat, self.group)
+            norms.put_back()
+            tree_over_ranks(flat, self.group)
         *sums, figures = views
 
         return Reduced(
