@@ -372,6 +372,8 @@ def kept(folder: Path, alone: Path) -> dict[str, Any]:
     if not (folder / "last.pt").is_file():
         return {"checkpoint_step": 0, "equal": None}
     left = load(folder / "last.pt")
+    if not left["step"]:  # stopped before its first update, of which the other run kept nothing
+        return {"checkpoint_step": 0, "equal": None}
     then = alone / f"step_{left['step']:06d}.pt"
     # None is kept of the last step, which last.pt is of.
     other = load(then if then.is_file() else alone / "last.pt")

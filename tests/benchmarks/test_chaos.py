@@ -35,6 +35,9 @@ def test_what_a_kill_left_is_compared_with_the_same_step(
 ) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     assert chaos.kept(killed, alone) == {"checkpoint_step": 0, "equal": None}
+    write(alone / "last.pt", state, 4)
+    write(killed / "last.pt", state, 0)  # stopped before its first update
+    assert chaos.kept(killed, alone) == {"checkpoint_step": 0, "equal": None}
     write(killed / "last.pt", state, 2)
     write(alone / "step_000002.pt", state, 2)
     write(alone / "last.pt", state, 4)
