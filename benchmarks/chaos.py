@@ -372,7 +372,7 @@ def kept(folder: Path, alone: Path) -> dict[str, Any]:
     if not (folder / "last.pt").is_file():
         return {"checkpoint_step": 0, "equal": None}
     left = load(folder / "last.pt")
-    if not left["step"]:  # stopped before its first update, of which the other run kept nothing
+    if not left["step"]:  # stopped before the first update: nothing is kept of it
         return {"checkpoint_step": 0, "equal": None}
     then = alone / f"step_{left['step']:06d}.pt"
     # None is kept of the last step, which last.pt is of.
