@@ -37,6 +37,7 @@ from segpipe.processes import rounds
 from segpipe.settings.config import Config
 from segpipe.train import gradients
 from segpipe.train.forward import AllHeads, Norms
+from segpipe.train.recorder import Watch
 
 pytestmark = pytest.mark.slow
 
@@ -316,7 +317,7 @@ def test_where_torch_ddp_communicates_is_announced(
         model=nn.Linear(2, 1), scaler=SimpleNamespace(scale=lambda value: value), step=0
     )
     loss.norms = Norms(loss.state.model)
-    loss.watch = SimpleNamespace(whole_batch=lambda shards: None)
+    loss.watch = Watch(group, loss.state)
     loss.guard = SimpleNamespace(check=lambda step, shard: None)
     both = gradients.DdpGradients(loss)
     batch = ShardBatch(0, 0, *(torch.zeros(1) for _ in range(4)))
