@@ -338,7 +338,7 @@ WEIGHTS: dict[str, Callable[..., NDArray[Any]]] = {
 
 
 def _exporting() -> bool:
-    """torch.compiler.is_exporting(), which torch.compile takes for true in torch 2.11."""
+    """As torch.compiler.is_exporting(), which is always true inside the torch.compile of torch 2.11."""
     return torch.compiler._is_exporting_flag
 
 

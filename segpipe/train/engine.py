@@ -75,7 +75,6 @@ class Clock:
         self.seconds = 0.0
         self.updates = 0
         self.wall = 0.0  # seconds, with validations and checkpoints
-        self.waited = 0.0  # seconds of waiting for batches, over all updates
         self._mark = self._first = time.perf_counter()
         self._recent = (0.0, 0)
 
@@ -272,9 +271,8 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
         if run.ended:
             _keep(run)  # as an uninterrupted run does at this step
         while current.step < config.train.steps and not _stopped_early(run):
-            before = time.perf_counter()
-            shards = [next(stream) for _ in own]
-            clock.waited += time.perf_counter() - before
+            with run.watch.span("data"):
+                shards = [next(stream) for _ in own]
             check = partial(_check, run, step)
             result = train_step(
                 step, shards, stop=stop.asked, wait=_waits(run), check=check
@@ -409,7 +407,6 @@ def _log(run: Run, result: StepResult) -> None:
         # Unknown at the first update of a session.
         "images_per_second": speed or None,
         "wall_images_per_second": wall or None,
-        "data_wait_s": run.clock.waited,
         "rank_wait_s": run.group.contract.waited_s,
         "part_s": dict(run.watch.seconds),
         "saved_step": run.saved or 0,

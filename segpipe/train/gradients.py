@@ -123,7 +123,7 @@ class BatchLoss:
     def _copied(self, *values: Tensor) -> list[Tensor]:
         """The values on the device, from page-locked memory, so that the host does not wait.
 
-        In a stream of its own: the host is up to a step ahead of a GPU, which copies the batch while it still computes.
+        On a separate stream: the host is up to one step ahead of a GPU, so the copy overlaps with the previous update.
         """
         if self._copies is None:
             return [value.to(self.device, non_blocking=True) for value in values]

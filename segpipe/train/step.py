@@ -99,7 +99,7 @@ class TrainStep:
         total = parts.pop("total")
 
         figure = total + norm
-        finite = figure - figure == 0  # NaN of an infinity, too
+        finite = figure - figure == 0  # inf - inf is NaN
         if state.scaler.is_enabled():
             # The scaler skips an update that overflowed, so its BatchNorm statistics must be dropped too.
             fits = torch.isfinite(norm)

@@ -164,7 +164,7 @@ def test_the_alert_rules(tmp_path: Path) -> None:
         fires("SegpipeRestartsOften", 30, series("restarts", "0x5 3x30", rank="0")),
         fires("SegpipeSlowRank", 25, series("train_rank_wait_s", "0x5 0+30x30", rank="0"),
               series("train_rank_wait_s", "0x5 0+3x30", rank="1")),
-        fires("SegpipeWaitsForData", 25, series("train_data_wait_s", "0+1x5 5+30x30", rank="0")),
+        fires("SegpipeWaitsForData", 25, series("train_part_s", "0+1x5 5+30x30", rank="0", of="data")),
     ]  # fmt: skip
     names = re.findall(r"alert: (\w+)", RULES.read_text())
     assert len(names) == len(tests)
