@@ -37,7 +37,13 @@ from sys import _getframe
 from types import CodeType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from segpipe.errors import CollectiveError, SegpipeError, first_line, listed
+from segpipe.errors import (
+    CollectiveError,
+    Interrupted,
+    SegpipeError,
+    first_line,
+    listed,
+)
 from segpipe.files import sha256_of
 from segpipe.processes import end_process, rounds
 
@@ -494,6 +500,27 @@ def lost_rank(error: Exception, where: str) -> CollectiveError:
     return CollectiveError(
         f"{where}: a collective failed, because another rank ended or cannot be reached: {first_line(error)}."
     )
+
+
+def lost_another_rank(error: BaseException) -> bool:
+    """Whether a collective failed because another process is gone.
+
+    NCCL raises DistError. gloo raises only RuntimeError, with these texts.
+    """
+    from torch.distributed import DistError
+
+    signs = ("gloo/transport", "Connection closed by peer")
+    return isinstance(error, DistError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    )
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Exit code of a process that this error ends."""
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted.exit_code
+    lost = lost_another_rank(error)
+    return CollectiveError.exit_code if lost else getattr(error, "exit_code", 1)
 
 
 class Stacks:

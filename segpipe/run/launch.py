@@ -36,6 +36,11 @@ import segpipe
 from segpipe import plugins
 from segpipe.determinism import flags
 from segpipe.distributed import environment
+from segpipe.distributed.contract import (
+    exit_code_of,
+    lost_another_rank,
+    lost_rank,
+)
 from segpipe.errors import (
     CheckpointError,
     ConfigError,
@@ -491,10 +496,8 @@ def work(
             raise
         return _report(not_written(Path(error.filename or config.run_dir), error))
     except RuntimeError as error:
-        if not _lost_another_rank(error):
+        if not lost_another_rank(error):
             raise
-        from segpipe.distributed.contract import lost_rank
-
         number = environment.rank()
         where = f"rank {number} on {platform.node()}"
         code = _report(lost_rank(error, where))
@@ -579,29 +582,16 @@ def _failure_told(group: Group, config: Config | None = None) -> Iterator[None]:
         except Exception as error:
             known = isinstance(error, COMMON_ERRORS) or getattr(error, "told", False)
             if not known:
-                group.contract.fail(error, lost=_lost_another_rank(error))
+                group.contract.fail(error, lost=lost_another_rank(error))
             raise
     except SegpipeError as error:
         if config is not None and _speaks(error, group.rank):
             note_failure(config, error)
         raise
     except Exception as error:
-        if config is not None and not _lost_another_rank(error):
+        if config is not None and not lost_another_rank(error):
             note_failure(config, SegpipeError(plugins.located(error)))
         raise
-
-
-def _lost_another_rank(error: Exception) -> bool:
-    """Whether a collective failed because another process is gone.
-
-    NCCL raises DistError. gloo raises only RuntimeError, with these texts.
-    """
-    from torch.distributed import DistError
-
-    signs = ("gloo/transport", "Connection closed by peer")
-    return isinstance(error, DistError) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-    )
 
 
 def _train(config: Config, group: Group, splits: Splits | None) -> int:
@@ -611,10 +601,12 @@ def _train(config: Config, group: Group, splits: Splits | None) -> int:
     processes.leave(group)  # the other ranks need not wait for what rank 0 does next
     if group.is_main:
         assert isinstance(run.log, Tracker)
-        exit_code = 1
+        exit_code = 0
         try:
             finish(run, validation, result)
-            exit_code = 0
+        except BaseException as error:
+            exit_code = exit_code_of(error)
+            raise
         finally:
             run.log.end(config, result, exit_code)
     return 0

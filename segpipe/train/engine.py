@@ -18,6 +18,7 @@ from segpipe.data.loader import ShardBatch
 from segpipe.data.samples import CachedSamples, Splits, open_splits, sequences
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import agree_on_step
+from segpipe.distributed.contract import exit_code_of
 from segpipe.distributed.group import Group
 from segpipe.distributed.health import out_of_memory_named, sample
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
@@ -177,7 +178,7 @@ def train(
     for key, path in config.import_paths:
         plugins.load(key, path)
     run, stream, notes = _open(config, group, open_outputs, splits)
-    exit_code = 1
+    exit_code = 0
     try:
         named = out_of_memory_named(group.rank, group.device, lambda: run.state.step)
         with run.view, named:
@@ -192,7 +193,9 @@ def train(
         result["git"] = git
         if group.is_main:
             write_atomically(run.folder / "result.json", to_json(result))
-        exit_code = 0
+    except BaseException as error:
+        exit_code = exit_code_of(error)
+        raise
     finally:
         # Already reported; must not hide another error.
         with contextlib.suppress(CheckpointError):

@@ -23,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb import wandb_agent
 
 from runs import TINY, run
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, LatencyError, NumericsError
 from segpipe.run import trackers, tracking
 from segpipe.run.pages import Picture
 from segpipe.run.trackers import check_tracking, run_id
@@ -414,15 +414,39 @@ def test_a_tracker_of_your_own_is_a_class_with_four_methods(
         check_tracking(tracked(config, "mine:Typo"))
 
 
-def test_a_run_that_failed_ends_its_trackers_at_once(
-    finished: Config, project: Callable[[str, str], None]
+@pytest.mark.parametrize(
+    ("where", "raised", "code"),
+    [
+        ("train.step.TrainStep.__call__", NumericsError("loss nan"), 6),
+        ("train.step.TrainStep.__call__", RuntimeError("gloo/transport: reset"), 9),
+        ("train.step.TrainStep.__call__", KeyboardInterrupt(), 130),
+        ("train.step.TrainStep.__call__", ValueError("a bug"), 1),
+        ("run.launch.finish", LatencyError("too slow"), 12),
+    ],
+)
+def test_a_tracker_hears_the_exit_code_of_a_run_that_failed(
+    tmp_path: Path,
+    project: Callable[[str, str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    raised: BaseException,
+    code: int,
 ) -> None:
     project("mine.py", OWN)
-    config = tracked(finished, "mine:Lines")
-    tracker = open_tracker(config, config.run_dir, None, rank=0)
-    tracker.close(6)
-    told = (config.run_dir / "own.txt").read_text()
-    assert told.splitlines() == ["from step 0", "exit 6 []"]
+
+    def fail(*_: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(f"segpipe.{where}", fail)
+    monkeypatch.setattr("segpipe.distributed.environment.wait_to_be_ended", int)
+    folder = tmp_path / "run"
+    settings = ("train.steps=1", "track.name=mine:Lines")
+    if code == 1:
+        with pytest.raises(ValueError, match="a bug"):
+            run(folder, *settings)
+    else:
+        assert run(folder, *settings) == code
+    assert f"exit {code} [" in (folder / "own.txt").read_text()
 
 
 @pytest.mark.parametrize("method", ["metrics", "validation", "end"])
