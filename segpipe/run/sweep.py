@@ -21,7 +21,13 @@ from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from segpipe.distributed.environment import under_launcher
-from segpipe.errors import ConfigError, Interrupted, SegpipeError, first_line
+from segpipe.errors import (
+    CollectiveError,
+    ConfigError,
+    Interrupted,
+    SegpipeError,
+    first_line,
+)
 from segpipe.files import sha256_of
 from segpipe.run.console import CONSOLE, ERRORS
 from segpipe.run.folder import finished
@@ -122,9 +128,10 @@ class Jobs:
             folder = job.config.run_dir
             twin = self.jobs.get(folder) or new.setdefault(folder, job)
             if twin.config != job.config:
+                key = job.swept.partition("=")[0]
                 raise ConfigError(
                     f"run.name = {job.config.run.name} is the name of two jobs. Include the swept settings: "
-                    f"'run.name=NAME-${{optim.lr}}'."
+                    f"'run.name=NAME-${{{key}}}'."
                 )
         for job in new.values():
             self._check(job)
@@ -243,7 +250,11 @@ def _all_gathered() -> Iterator[None]:
         try:
             return results(job)
         except Exception as error:
-            return [JobReturn(_return_value=RuntimeError(_brief(error)))]
+            killed = CollectiveError(
+                f"{type(error).__name__}: its process left no result and was perhaps killed. Its output is in "
+                f"{job.paths.stdout} and {job.paths.stderr}."
+            )
+            return [JobReturn(_return_value=killed)]
 
     with patch.object(Job, "results", gathered):
         yield
@@ -260,7 +271,8 @@ def named(name: str, swept: Mapping[str, str]) -> str:
         value = re.sub(r"[^A-Za-z0-9.+-]+", "_", text).strip("_") or "empty"
         is_number = value[0].isdigit()
         part = f"{leaf}{'' if is_number else '_'}{value}"
-        is_there = part in name or (not is_number and len(value) > 3 and value in name)
+        spelled = re.search(rf"{re.escape(part)}(?![\w.])", name)
+        is_there = spelled or (not is_number and len(value) > 3 and value in name)
         if key != "run.name" and not is_there:
             parts.append(part)
     whole = "-".join(parts)
@@ -316,7 +328,8 @@ def sweep(
     except KeyboardInterrupt:
         code = started[0].summarize() if started else 0
         ERRORS.print(
-            "the sweep was interrupted. The same command with run.exists=resume continues it."
+            "the sweep was interrupted. Jobs that submitit started go on: wait for them, or cancel them. Then the "
+            "same command with run.exists=resume continues it."
         )
         return code or Interrupted.exit_code
     except JobFailedError:
@@ -333,5 +346,5 @@ def sweep(
 
 
 def _brief(error: Exception) -> str:
-    """Type and first line of an error: submitit adds all output of a job."""
+    """Type and first line of an error."""
     return f"{type(error).__name__}: {first_line(error)}"

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from runs import settings, torch_restored
 from segpipe.cli import api
 from segpipe.cli.main import main as segpipe
-from segpipe.errors import ConfigError, DataError
+from segpipe.errors import CollectiveError, ConfigError, DataError
 from segpipe.run import launch, sweep
 from segpipe.run.sweep import named
 from segpipe.settings.compose import compose
@@ -143,6 +143,8 @@ def test_names_show_what_is_swept_and_values_reach_the_jobs(sweeps: Sweeps) -> N
     ("name", "swept", "expected"),
     [
         ("street-seed1", {"seed": "1"}, "street-seed1"),
+        ("street-seed10", {"seed": "1"}, "street-seed10-seed1"),
+        ("street-lr0.1-b", {"optim.lr": "0.1"}, "street-lr0.1-b"),
         ("street-fast_scnn", {"model": "fast_scnn"}, "street-fast_scnn"),
         ("n", {"run.name": "n", "seed": "1"}, "n-seed1"),
         ("n", {"seed": "1", "optim.name": "sgd"}, "n-seed1-name_sgd"),
@@ -508,6 +510,8 @@ def test_a_job_that_a_cluster_killed_fails_alone(
     class Job:
         """As submitit's: its results raise when it was killed."""
 
+        paths = SimpleNamespace(stdout="1_log.out", stderr="1_log.err")
+
         def __init__(self, returned: JobReturn) -> None:
             self.returned = returned
 
@@ -528,9 +532,10 @@ def test_a_job_that_a_cluster_killed_fails_alone(
     )
     sweeps.outcome = lambda config: 6 if config.seed == 1 else 0
     code, said = sweeps("seed=1,2", PARALLEL)
-    assert code == 1
-    assert "seed1 failed, exit code 1: RuntimeError: Job has not produced" in said
+    assert code == CollectiveError.exit_code
+    assert "seed1 failed, exit code 9: RuntimeError: its process left no" in said
     assert "all its lines" not in said
+    assert "1_log.err" in said
     assert row(said, "synthetic-fast_scnn-seed2")[1:] == ["7.00", "finished"]
     assert Job.results is original
 
