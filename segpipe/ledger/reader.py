@@ -91,7 +91,7 @@ def read_run(run_folder: Path) -> RunLedger:
         *_missing_ranks(sessions),
         *_resume_faults(rows, _first_of_each(np.concatenate(void))[0]),
         *_rank_faults(headers, valid, first, place),
-        *_gaps(rows, headers[0].shards),
+        *_gaps(rows, headers[0].shards, (run_folder / "result.json").exists()),
     ]
     notes += _environment_changes(headers)
     return RunLedger(run_folder, headers, rows, tuple(faults), tuple(notes))
@@ -181,12 +181,16 @@ def _environment_changes(headers: Sequence[SessionHeader]) -> list[str]:
     return found[:MOST_CHANGES]
 
 
-def _gaps(rows: Rows, shards: int) -> list[str]:
-    """Faults for steps between the first and the last, or shards of them, that are in no file."""
+def _gaps(rows: Rows, shards: int, ended: bool) -> list[str]:
+    """Faults for steps between the first and the last, or shards of them, that are in no file.
+
+    Of a run that has not `ended`, a killed process may not have written its shards of the last step.
+    """
     of_shards = rows["step"][rows["kind"] == SHARD]
     steps, counts = np.unique(of_shards, return_counts=True)
     found = []
-    if len(partial := steps[counts < shards]):
+    last = NO_STEP if ended else max(steps, default=0)
+    if len(partial := steps[(counts < shards) & (steps < last)]):
         found.append(
             f"shards are missing in step {partial[0]} ({len(partial)} such steps)"
         )

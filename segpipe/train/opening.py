@@ -139,10 +139,10 @@ def check_space(config: Config, state: TrainState, group: Group) -> None:
     folder = config.run_dir.absolute()
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if needed > (free := shutil.disk_usage(nearest).free):
+        fewer = ", or keep fewer checkpoints: checkpoint.keep_last" * (files > 3)
         raise CheckpointError(
             f"{config.run_dir} will need {math.ceil(needed / MIB)} MiB ({files} checkpoints of {one / MIB:.0f} MiB), "
-            f"but its disk has {free // MIB:.0f} MiB free. Free some space, choose another run.root, or keep fewer "
-            f"checkpoints: checkpoint.keep_last."
+            f"but its disk has {free // MIB:.0f} MiB free. Free some space or choose another run.root{fewer}."
         )
 
 
