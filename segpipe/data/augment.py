@@ -191,7 +191,7 @@ def log_uniform(low: float, high: float, rng: random.Random) -> float:
 
 
 def _spans(
-    length: int, crop: int, factor: float, draw: float, kept: int | None = None
+    length: int, crop: int, factor: float, draw: float, kept: int | None
 ) -> tuple[slice, slice]:
     """Along one axis: the part of the source to use, which contains pixel `kept`, and its place in the crop."""
     box = max(1, round(crop / factor))
@@ -298,13 +298,12 @@ def builder(name: str) -> Builder:
 
     Raises ConfigError if it cannot be imported, or if the name is unknown, with the nearest name.
     """
-    if plugins.is_path(name):
-        return partial(_made, plugins.load(KEY, name), name)
-    if name not in TRANSFORMS:
+    kind = plugins.load(KEY, name) if plugins.is_path(name) else TRANSFORMS.get(name)
+    if kind is None:
         raise ConfigError(
             f"{KEY} = {name!r} is not one of {', '.join(TRANSFORMS)}.{nearest(name, TRANSFORMS)}"
         )
-    return partial(_made, TRANSFORMS[name], name)
+    return partial(_made, kind, name)
 
 
 def _made(kind: Callable[..., Any], path: str) -> Any:

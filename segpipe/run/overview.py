@@ -99,7 +99,8 @@ def read_row(folder: Path, name: str) -> Row:
     found: Values = {
         "model": config.model.name,
         "data": config.data.name,
-        "settings": deciding(flat(config)),
+        # Only its name: another machine may keep it elsewhere.
+        "settings": deciding(flat(config)) | {"data.root": Path(config.data.root).name},
     }
     try:
         result = read_json(folder / "result.json")

@@ -228,7 +228,7 @@ def errors(
 
     Shapes: image uint8 (H, W, 3) RGB, target and pred uint8 (H, W) -> uint8 (H, W, 3).
     """
-    gray = (128 + image.mean(2, keepdims=True) / 2).round().astype(np.uint8)
+    gray = (127 + image.mean(2, keepdims=True) / 2).round().astype(np.uint8)
     shown = np.where(target == IGNORE_INDEX, target, pred)
     colored = blend(gray.repeat(3, axis=2), shown, palette, opacity=0.85)
     right = (shown == target) & (target != IGNORE_INDEX)

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +30,7 @@ from segpipe.losses.total import backend
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, config_hash
 from segpipe.train import checkpoint, opening
-from segpipe.train.batches import Sampling
+from segpipe.train.batches import Sampling, counted
 from segpipe.train.forward import norms
 from segpipe.train.metrics import Validation, miou, scores, summary
 from segpipe.train.recorder import Watch, keeps_ledger, open_watch
@@ -233,7 +234,10 @@ def _open(
             kept = max(kept, checkpoint.load(config.run_dir / "best.pt")["best_miou"])
     group.together(lambda: opening.check_space(config, state, group))
 
-    sampling = opening.sampling_of(config, group, data.train)
+    told = {}
+    if group.is_main and config.train.progress:  # the view is not open yet
+        told["say"] = partial(print, file=sys.stderr)
+    sampling = counted(config, group, data.train, **told)
     steps = range(state.step, config.train.steps)
     stream = sampling.batches(group, steps)
     view, log = open_outputs(done)  # clears the folder of an earlier run

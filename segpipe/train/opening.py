@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from segpipe.data.catalog import ClassTable
-from segpipe.data.data_set import DataSet, Samples
+from segpipe.data.data_set import Samples
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import common_fingerprint
 from segpipe.distributed.group import Group
@@ -20,7 +20,6 @@ from segpipe.files import to_json, write_atomically
 from segpipe.losses.total import backend
 from segpipe.settings.config import Config, to_mapping
 from segpipe.train import checkpoint
-from segpipe.train.batches import Sampling, counted
 from segpipe.train.start import WEIGHTS
 from segpipe.train.state import TrainState, build_state
 
@@ -64,16 +63,6 @@ def state_of(
             f"ranks differ, so another number of processes may give different bits: {'; '.join(rank_differences[:4])}"
         )
     return state, fingerprint, warnings
-
-
-def sampling_of(config: Config, group: Group, samples: DataSet) -> Sampling:
-    """The sampling of the run, which says what it counts."""
-
-    def say(text: str) -> None:
-        if group.is_main and config.train.progress:
-            print(text, file=sys.stderr)  # the view is not open yet
-
-    return counted(config, group, samples, say)
 
 
 def write_origin(

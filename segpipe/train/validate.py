@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -141,9 +142,7 @@ def validate(
         counts, bins = score(image.to(group.device), target.to(group.device))
         own_found[index] = counts.cpu(), bins
         progress(len(own_found), len(own))
-    merged: dict[int, tuple[Tensor, Tensor]] = {}
-    for part in group.gather(own_found):
-        merged |= part
+    merged = ChainMap(*group.gather(own_found))
     assert len(merged) == len(samples)
     total = torch.zeros(num_classes, num_classes, dtype=torch.int64)
     calibration = torch.zeros(BINS, 4, dtype=torch.float64)
@@ -169,7 +168,7 @@ def eval_gap(
     layers: Sequence[str],
     image: Tensor,
     target: Tensor,
-    precision: str = "fp32",
+    precision: str,
 ) -> str:
     """A warning if a training batch scores far worse in eval mode than with its own statistics in BatchNorm `layers`.
 

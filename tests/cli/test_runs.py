@@ -347,3 +347,24 @@ def test_a_value_of_another_type_is_named_too(
     states = {row["name"]: row["state"] for row in listed(capsys, root)}
     assert states["a"] == "config.json is damaged"
     assert states["c"] == "result.json is damaged"
+
+
+def test_runs_on_other_data_show_it(
+    seeds: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The name of the folder alone, which another machine may keep elsewhere."""
+    for name, root in (
+        ("s1", "/data/a/photos"),
+        ("s2", "/mnt/b/photos"),
+        ("s3", "/x/tv"),
+    ):
+        path = seeds / name / "config.json"
+        config = json.loads(path.read_text())
+        config["data"] |= {"name": "folder", "root": root}
+        path.write_text(json.dumps(config))
+    assert segpipe(["runs", f"root={seeds}"]) == 0
+    text = capsys.readouterr().out
+    titles = [cell.strip() for cell in text.splitlines()[1].split("┃")[1:-1]]
+    place = titles.index("data.root")
+    found = [cells(text, name)[place] for name in ("s1", "s2", "s3")]
+    assert found == ["photos", "photos", "tv"]

@@ -526,3 +526,10 @@ def test_words_of_a_chart_have_the_contrast_of_aa_and_its_steps_are_whole() -> N
     assert f"fill: {light}" in drawn
     assert f"[style*='fill: {light}'] {{ fill: {dark} !important }}" in drawn
     assert re.findall(r"<!-- ([\d.]+) -->", drawn)[:3] == ["19", "20", "21"]
+
+
+def test_the_brightest_pixels_stay_pale_in_the_picture_of_errors() -> None:
+    """128 + 255 / 2 is rounded to 256, which is 0 as uint8: a black sky."""
+    white = np.full((2, 2, 3), 255, np.uint8)
+    right = np.zeros((2, 2), np.uint8)
+    assert pages.errors(white, right, right, [(255, 0, 0)]).min() >= 254
