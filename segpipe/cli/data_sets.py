@@ -1,6 +1,7 @@
 """`segpipe pack`, `split` and `import`: prepare a data set for training."""
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,13 +19,14 @@ from segpipe.data.samples import file_samples, open_samples, over, sequence
 from segpipe.datasets.division import divide
 from segpipe.datasets.exported import (
     BACKGROUND,
+    IGNORED,
     INCOMPLETE,
     Export,
     mask_path,
     write_import,
 )
 from segpipe.datasets.importers import IMPORTERS
-from segpipe.errors import ConfigError, DataError, listed
+from segpipe.errors import ConfigError, DataError, did_you_mean, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, print_problems, progress, share_table
 from segpipe.settings.compose import compose
@@ -143,6 +145,13 @@ def import_labels(given: Given) -> int:
             f"val = {given['val']}, but {source} has the splits {', '.join(divided)}. Leave val out."
         )
     ignored = _ignored(given["ignore"], export)
+    labels = {BACKGROUND, *IGNORED, *export.declared, *export.drawn} - {*given["names"]}
+    for label in ignored:
+        if label not in labels:
+            raise ConfigError(
+                f"ignore = {label}, but the labels that are not in names are {listed(sorted(labels))}."
+                f"{did_you_mean(label, labels)}"
+            )
     if given["background"] == "ignore":
         ignored.append(BACKGROUND)
     names, ids = export.classes(given["names"], ignored)
@@ -178,12 +187,13 @@ def import_labels(given: Given) -> int:
     CONSOLE.print(
         f"{out}: {len(names)} classes ({listed(names, 30)}); images: {sizes}{left_out}"
     )
+    here = shlex.quote(f"data.root={out}")
     if given["val"]:
-        CONSOLE.print(f"segpipe split data.root={out} val={given['val']}")
+        CONSOLE.print(f"segpipe split {here} val={given['val']}")
         split({"data.root": str(out), "val": given["val"], **DIVISION})
     elif "no split" in counts:
-        CONSOLE.print(f"Next: segpipe split data.root={out}")
-    CONSOLE.print(f"Then: segpipe doctor data=folder data.root={out}")
+        CONSOLE.print(f"Next: segpipe split {here}")
+    CONSOLE.print(f"Then: segpipe doctor data=folder {here}")
     return 0
 
 
