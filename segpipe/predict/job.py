@@ -214,11 +214,14 @@ class PredictJob:
     def _predict_image(self, source: Input, image: Pixels | DataError) -> None:
         if isinstance(image, DataError):
             raise image
+        ids = self._ids(source, image)
+        self._outputs.write_image(source, image, ids)
+        self._enter(source, ids.shape, self._outputs.count(ids))
+        self._advance()
+
+    def _ids(self, source: Input, image: Pixels) -> Any:
         try:
-            ids, _ = self._outputs.predictor.predict(image)
-            self._outputs.write_image(source, image, ids)
-            self._enter(source, ids.shape, self._outputs.count(ids))
-            self._advance()
+            return self._outputs.predictor.predict(image)[0]
         except DataError as error:
             raise DataError(f"{source.path}: {error}") from error
 
@@ -238,7 +241,7 @@ class PredictJob:
             try:
                 for image in read_frames(given):
                     size = image.shape
-                    ids, _ = outputs.predictor.predict(image)
+                    ids = self._ids(source, image)
                     if outputs.frames:
                         path = outputs.mask(source) / f"{done:06}.png"
                         outputs.write_mask(path, ids)

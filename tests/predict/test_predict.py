@@ -463,6 +463,14 @@ def test_images_of_other_sizes_are_named_and_the_rest_is_predicted(
     told = capsys.readouterr().err
     assert f"large.png: an image of {2 * height}x{width}, but the file takes" in told
     assert [path.name for path in (tmp_path / "out" / "masks").iterdir()] == ["own.png"]
+    video = tmp_path / "drive.avi"
+    code = cv2.VideoWriter.fourcc(*"MJPG")
+    writer = cv2.VideoWriter(str(video), code, 5.0, (width, 2 * height))
+    writer.write(np.zeros((2 * height, width, 3), np.uint8))
+    writer.release()
+    where = (f"source={video}", f"out={tmp_path / 'film'}")
+    assert segpipe(["predict", f"artifact={toy}", *where]) == 2
+    assert f"drive.avi: an image of {2 * height}x{width}" in capsys.readouterr().err
     tiny = write(tmp_path / "tiny.png", np.zeros((7, 50, 3), np.uint8))
     assert start(tmp_path / "b", f"run={run}", f"source={tiny}") == 2
     assert "tiny.png: an image of 7x50 is too small" in capsys.readouterr().err
