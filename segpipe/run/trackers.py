@@ -72,7 +72,10 @@ def tracker_classes(config: Config) -> dict[str, Tracked]:
 def check_tracking(config: Config) -> None:
     """Raise ConfigError if a tracker's package is not installed, wandb has no login, or nothing would be called."""
     for name, kind in tracker_classes(config).items():
-        if isinstance(kind, type) and not any(hasattr(kind, one) for one in _METHODS):
+        if isinstance(kind, type) and not any(
+            getattr(kind, one, None) not in (None, getattr(Callback, one))
+            for one in _METHODS
+        ):
             raise ConfigError(
                 f"track.name = {name}, but the class has none of the methods {', '.join(_METHODS)}. See docs/sweeps.md."
             )
