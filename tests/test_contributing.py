@@ -98,6 +98,15 @@ def test_every_built_in_part_follows_its_recipe(kind: str) -> None:
     assert not {name: what for name, what in lacking.items() if what}
 
 
+def test_every_setting_is_read() -> None:
+    """One that nobody reads would be taken, and do nothing."""
+    paths = (ROOT / "segpipe").rglob("*.py")
+    code = "".join(path.read_text() for path in paths if path.stem != "groups")
+    leaves = [*(key.rpartition(".")[2] for key in SETTINGS), "nesterov"]
+    unread = [leaf for leaf in leaves if not re.search(rf'[."]{leaf}\b', code)]
+    assert unread == ["nesterov"]
+
+
 def test_a_part_that_was_forgotten_somewhere_is_found() -> None:
     assert missing("network", "nonet") == [
         "segpipe/models/nonet.py",

@@ -107,6 +107,14 @@ def test_commands_read_each_of_their_keys() -> None:
         assert not unread, (name, unread)
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_refuses_what_it_does_not_know(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert segpipe([name, "no.such=1"]) == 2
+    assert 1 <= len(capsys.readouterr().err.splitlines()) <= 3
+
+
 def test_every_command_is_on_the_page_of_commands() -> None:
     page = (ROOT / "docs/commands.md").read_text()
     assert [name for name in COMMANDS if f"`segpipe {name}" not in page] == []

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from segpipe import IGNORE_INDEX
 from segpipe.errors import ConfigError
 from segpipe.losses.total import PIXEL_TERMS, shard_loss
 from segpipe.settings.config import SETTINGS
@@ -62,6 +63,46 @@ def test_slopes_are_the_derivative_of_the_values(name: str) -> None:
     )
     change = (above.values - below.values).double() / 2e-6
     torch.testing.assert_close(change, here.slopes.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_does_not_count_has_no_loss_and_no_gradient(
+    name: str, backend: str
+) -> None:
+    """Ignored pixels, whatever lies below them, and pixels of a class of weight 0."""
+    draws = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 3, 8, 8, generator=draws)
+    target = torch.randint(0, 3, (1, 8, 8), generator=draws, dtype=torch.uint8)
+    target[:, :2] = IGNORE_INDEX
+    config = LossConfig(
+        name=name, backend=backend, ohem_threshold=1.0, ohem_min_kept=1.0
+    )
+
+    def of(target: torch.Tensor, logits: torch.Tensor) -> tuple[float, torch.Tensor]:
+        logits = logits.clone().requires_grad_()
+        total = shard_loss(
+            {"main": logits},
+            target,
+            config,
+            class_weights=torch.tensor([1.0, 0.0, 2.0]),
+            global_valid=(target != IGNORE_INDEX).sum().clamp(min=1),
+            align_corners=False,
+        )["total"]
+        total.backward()
+        assert logits.grad is not None
+        return float(total.detach()), logits.grad
+
+    for alone in (torch.full_like(target, IGNORE_INDEX), torch.ones_like(target)):
+        value, grad = of(alone, logits)
+        assert value == 0
+        assert not grad.any()
+    value, grad = of(target, logits)
+    other = logits.clone()
+    other[:, :, :2] += 3
+    assert of(target, other)[0] == value
+    assert not grad[:, :, :2].any()
+    assert value > 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
