@@ -5,8 +5,6 @@ that comes only from a run's files is imported only if it lies in the project: i
 folder that is neither installed, nor segpipe itself, nor in the same folder as a run.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect

@@ -1,5 +1,6 @@
 """`segpipe doctor`: reports all problems of a data set in one pass, or the content of its splits if it has none."""
 
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
 from segpipe.cli.commands import Given
+from segpipe.data import PHOTOS
 from segpipe.data.catalog import PUBLISHED, published, table_path
 from segpipe.data.data_set import DataSet
 from segpipe.data.pairs import Scan, no_split, scan, scan_undivided, split_lists
@@ -127,9 +129,11 @@ def _not_divided(data: DataConfig, splits: list[str]) -> str:
         return ""
     if any(scan(data, split)[:2] != ([], [no_split(root, split)]) for split in splits):
         return ""
+    here = shlex.quote(f"data.root={root}")
     return (
         f"{root} is not divided into {' and '.join(splits)} yet, so nothing else was checked. Next: `segpipe split "
-        f"data.root={root} val=0.2`, then `segpipe doctor data=folder data.root={root}` again."
+        f"{here} val=0.2` (independent photos: by=image, frames of one video: by=tail), then `segpipe doctor "
+        f"data=folder {here}` again."
     )
 
 
@@ -154,7 +158,8 @@ def _warnings(config: Config, opened: Mapping[str, DataSet]) -> list[str]:
         counts = [f"{name} ({a} and {b} images)" for name, (a, b) in shared.items()]
         warnings.append(
             f"{len(shared)} sequence{'s' * (len(shared) > 1)} in both training and validation: {listed(counts)}. "
-            "If they are video frames, validation scores are too high. `segpipe split` divides by sequence."
+            "If they are video frames, validation scores are too high: divide with `segpipe split`, one video with "
+            f"by=tail. If they are independent photos, set {PHOTOS}."
         )
     return warnings
 

@@ -18,6 +18,7 @@ The tables of published data sets are in sets/NAME.yaml, with a row `class: [id,
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from colorsys import hsv_to_rgb
 from dataclasses import dataclass, field
@@ -222,7 +223,7 @@ def load_masks(path: Path) -> MaskTable:
     except FileNotFoundError:
         raise DataError(
             f"{path} does not exist. A folder data set needs a class table: "
-            f"`segpipe doctor data=folder data.root={path.parent}` proposes one from the masks. "
+            f"`segpipe doctor data=folder {shlex.quote(f'data.root={path.parent}')}` proposes one from the masks. "
             "If it lies elsewhere, set data.classes=FILE."
         ) from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shlex
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -354,7 +355,7 @@ def _report_repeated(start: str, names: Counter[str], found: Scan) -> None:
 
 
 def _pair_by_table(layout: FolderLayout, found: Scan) -> None:
-    """Add the pairs of a CSV file with columns image and mask, paths relative to the root."""
+    """Add the pairs of a CSV file with columns image and mask, or of a list of them; paths relative to the root."""
     root, table = layout.images.folder, layout.table
     assert table is not None
     text = _text(table)
@@ -495,7 +496,7 @@ def no_split(root: Path, split: str) -> str:
     fix = (
         f"The lists that exist are {', '.join(lists)}: set the split to one of them, or write {split}.txt."
         if lists
-        else f"`segpipe split data.root={root}` writes train.txt and val.txt."
+        else f"`segpipe split {shlex.quote(f'data.root={root}')}` writes train.txt and val.txt."
     )
     return (
         f"{root} has images and masks, but nothing defines split {split}: there is no such folder, no "

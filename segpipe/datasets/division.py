@@ -4,8 +4,6 @@ Neighboring frames of a video show nearly the same scene. With one in training a
 that has memorized the scene scores well and fails on the next street.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import ceil

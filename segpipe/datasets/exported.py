@@ -3,8 +3,6 @@
 classes.yaml is written last, so an interrupted import is not a data set yet, and the same command continues it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

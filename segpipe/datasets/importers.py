@@ -4,8 +4,6 @@ COCO, Roboflow and CVAT write COCO's instances and stuff as JSON; labelme writes
 annotations.xml. Pascal VOC and CVAT's `Segmentation mask 1.1` have mask images and lists.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

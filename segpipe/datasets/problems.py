@@ -1,7 +1,5 @@
 """Checks of a data set before the first step, rather than hours into a run."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping

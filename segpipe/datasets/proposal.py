@@ -1,7 +1,5 @@
 """Proposes a class table for masks without one, from the ids or colors that they hold."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from segpipe import IGNORE_INDEX
-from segpipe.data import Float64, Int64
+from segpipe.data import PHOTOS, Float64, Int64
 from segpipe.errors import DataError, listed
 from segpipe.keys import generator, sample_key
 
@@ -246,6 +246,7 @@ def flattering(sequences: Mapping[str, Mapping[str, Any]]) -> str:
     total = sum(found["images"] for found in sequences.values())
 
     return (
-        f"{images} of {total} images are from sequences that are also in training ({listed(both, 4)}): these scores "
-        f"are optimistic. Neighboring frames look alike; expect less in new places."
+        f"{images} of {total} images are from sequences that are also in training ({listed(both, 4)}). Neighboring "
+        f"frames of a video look alike, so these scores are optimistic: expect less in new places. If they are "
+        f"independent photos, set {PHOTOS}."
     )

@@ -68,7 +68,7 @@ class TrainStep:
     ) -> StepResult:
         """Gradients and figures of update `state.step`, from this rank's shards. A collective.
 
-        Changes only `.grad`: until `apply`, a checkpoint of the state is still that of the last update. `global_valid`:
+        Changes `.grad` and the rates of the optimizer's groups; `apply` changes weights and averages. `global_valid`:
         number of valid pixels in all shards of all ranks, int64, 0-d, on the device.
         """
         for module in self.frozen:
