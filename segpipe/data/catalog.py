@@ -98,8 +98,8 @@ class ClassTable:
         row, column = np.argwhere(mask == found[0])[0]
         return DataError(
             f"{where} has {ids} ({counts.sum()} pixels, the first at row {row}, column {column}); the {self.name} "
-            f"table has {_ranges(sorted(self.train_ids))}. Correct the mask, or extend the table: "
-            f"data=folder reads ids and ignore from its classes.yaml, see docs/data.md.{self._hint(found)}",
+            f"table has {_ranges(sorted(self.train_ids))}. Correct the mask, or extend the table "
+            f"(ids and ignore in classes.yaml, names= of an import), see docs/data.md.{self._hint(found)}",
             cause=f"unknown {found}",
             where=str(where),
         )

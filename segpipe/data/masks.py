@@ -199,7 +199,7 @@ def _unknown_color(
     kinds = len(np.unique(pixels[unknown].view("<u4")))
     near = min(table.colors, key=lambda other: dist(color, other))
     more = f" and {kinds - 1} other unknown colors" if kinds > 1 else ""
-    advice = "add the color to palette, colors or ignore in classes.yaml."
+    advice = "add the color to palette, colors or ignore in classes.yaml (of an import: to labelmap.txt)."
     if kinds > 8:
         advice += " So many colors usually come from resizing with interpolation or from JPEG."
     if len(set(color)) == 1:

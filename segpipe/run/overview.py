@@ -100,7 +100,7 @@ def read_row(folder: Path, name: str) -> Row:
         "model": config.model.name,
         "data": config.data.name,
         # Only its name: another machine may keep it elsewhere.
-        "settings": deciding(flat(config)) | {"data.root": Path(config.data.root).name},
+        "settings": {"data.root": Path(config.data.root).name} | deciding(flat(config)),
     }
     try:
         result = read_json(folder / "result.json")

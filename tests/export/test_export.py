@@ -203,7 +203,7 @@ def converted(
     return problems, [gate.message for gate in gates if not gate.passed]
 
 
-@pytest.mark.parametrize("name", ["ddrnet23_slim", "pidnet_s", "timm"])
+@pytest.mark.parametrize("name", ["ddrnet23_slim", "pidnet_s", "timm", "erfnet"])
 def test_every_model_is_converted(name: str, tmp_path: Path) -> None:
     checks = [
         Check(name, image) for name, image in zip(NAMES[:2], IMAGES[:2], strict=True)

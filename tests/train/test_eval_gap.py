@@ -68,7 +68,7 @@ def warning(net: Pyramid) -> str:
     named = net.named_modules()
     layers = [name for name, layer in named if isinstance(layer, nn.BatchNorm2d)]
     before = copy.deepcopy(net.state_dict())
-    told = validate.eval_gap(net, Preprocess(), layers, *batch(1000))
+    told = validate.eval_gap(net, Preprocess(), layers, *batch(1000), "fp32")
     for key, value in net.state_dict().items():
         assert torch.equal(value, before[key])
     assert not net.training
