@@ -159,7 +159,7 @@ def test_the_alert_rules(tmp_path: Path) -> None:
         fires("SegpipeRankMissing", 10, *sizes, series("step", "1x30", rank="0"),
               series("step", "1x3 stale", rank="1")),
         fires("SegpipeStandsStill", 20, series("time", "0+60x3 180x30", rank="0")),
-        fires("SegpipeFailed", 10, series("exit_code", "0x4 9x30", rank="0")),
+        fires("SegpipeFailed", 10, series("exit_code", "130x4 9x30", rank="0")),
         fires("SegpipeCheckpointOld", 130, series("file_time", "0x200", rank="0", of="checkpoint")),
         fires("SegpipeRestartsOften", 30, series("restarts", "0x5 3x30", rank="0")),
         fires("SegpipeSlowRank", 25, series("train_rank_wait_s", "0x5 0+30x30", rank="0"),
