@@ -1,7 +1,7 @@
 """The contract of every network in MODELS. It is the one place where all of them are tested.
 
-SEGPIPE_EVERY=1 also trains and exports all of them by the command, and trains all of them with 1 and 2 processes, not one
-alone; and it puts networks that differ from a smaller one in widths and depths through the tests that take seconds.
+SEGPIPE_EVERY=1 also trains and exports all of them by the command, and trains all of them with 1 and 2 processes, not
+one alone; and it puts networks that differ from a smaller one in widths and depths through the tests that take seconds.
 """
 
 from __future__ import annotations
