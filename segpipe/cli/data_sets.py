@@ -19,6 +19,7 @@ from segpipe.data.samples import file_samples, open_samples, over, sequence
 from segpipe.datasets.division import divide
 from segpipe.datasets.exported import (
     BACKGROUND,
+    BACKGROUND_TOO,
     IGNORED,
     INCOMPLETE,
     Export,
@@ -145,15 +146,16 @@ def import_labels(given: Given) -> int:
             f"val = {given['val']}, but {source} has the splits {', '.join(divided)}. Leave val out."
         )
     ignored = _ignored(given["ignore"], export)
-    labels = {BACKGROUND, *IGNORED, *export.declared, *export.drawn} - {*given["names"]}
+    if given["background"] == "ignore":
+        ignored.append(BACKGROUND)
+    labels = {BACKGROUND, *export.declared, *export.drawn} - {*given["names"]}
+    labels -= {BACKGROUND_TOO, *IGNORED}
     for label in ignored:
-        if label not in labels:
+        if label not in {*labels, *IGNORED}:
             raise ConfigError(
                 f"ignore = {label}, but the labels that are not in names are {listed(sorted(labels))}."
                 f"{did_you_mean(label, labels)}"
             )
-    if given["background"] == "ignore":
-        ignored.append(BACKGROUND)
     names, ids = export.classes(given["names"], ignored)
     origin = {
         "format": name,

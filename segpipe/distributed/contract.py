@@ -38,13 +38,14 @@ from types import CodeType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from segpipe.errors import (
+    CheckpointError,
     CollectiveError,
     Interrupted,
     SegpipeError,
     first_line,
     listed,
 )
-from segpipe.files import sha256_of
+from segpipe.files import ADVICE, sha256_of
 from segpipe.processes import end_process, rounds
 
 if TYPE_CHECKING:
@@ -296,7 +297,7 @@ class Contract:
         """
         if self._store is None or isinstance(error, CollectiveError):
             return
-        verdict = self._wait(REPORT_S) or self._ask() if lost else self._wait(0.0)
+        verdict = self.verdict_on_loss() if lost else self._wait(0.0)
         if verdict:
             raise verdict from None
 
@@ -309,6 +310,12 @@ class Contract:
         code = getattr(error, "exit_code", 1)
         self._post("verdict", self._as_json(text, code, self._elsewhere()))
         self._wait(REPORT_S)
+
+    def verdict_on_loss(self) -> SegpipeError | None:
+        """The verdict on a collective that failed because of another rank, which this waits for."""
+        if self._store is None:
+            return None
+        return self._wait(REPORT_S) or self._ask()
 
     def keep_stacks(self, folder: Path) -> None:
         """From now on, write the stacks of all threads to `folder`/stacks/rankNN.txt on SIGUSR1 and on a failure."""
@@ -515,12 +522,15 @@ def lost_another_rank(error: BaseException) -> bool:
     )
 
 
-def exit_code_of(error: BaseException) -> int:
-    """Exit code of a process that this error ends."""
+def exit_code_of(error: BaseException, contract: Contract) -> int:
+    """Exit code of a process that this error ends; waits for the ranks' verdict if another rank is the cause."""
     if isinstance(error, KeyboardInterrupt):
         return Interrupted.exit_code
-    lost = lost_another_rank(error)
-    return CollectiveError.exit_code if lost else getattr(error, "exit_code", 1)
+    if isinstance(error, OSError) and error.errno in ADVICE:
+        return CheckpointError.exit_code
+    if lost_another_rank(error):
+        error = contract.verdict_on_loss() or CollectiveError()
+    return getattr(error, "exit_code", 1)
 
 
 class Stacks:

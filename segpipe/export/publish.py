@@ -1,5 +1,6 @@
 """Export in one step: either every gate passes and the folder appears at once, or no model file is left."""
 
+import contextlib
 import copy
 import json
 import os
@@ -13,7 +14,7 @@ import numpy as np
 
 from segpipe.data.catalog import ClassTable
 from segpipe.data.data_set import DataSet
-from segpipe.errors import ConfigError, refuse
+from segpipe.errors import ConfigError, ExportMismatch, refuse
 from segpipe.export.artifact.golden import golden_figures, write_golden
 from segpipe.export.artifact.manifest import (
     NO_ORIGIN,
@@ -230,6 +231,11 @@ def trial_export(
     images = [*np.random.default_rng(0).integers(0, 256, (2, *size, 3), np.uint8)]
     inputs = GateInputs(check_set(images, ["image_0", "image_1"]), None, settings)
     folder = tempfile.mkdtemp(prefix="segpipe-contract-")
-    export_run(trained, inputs, Path(folder, "export"))
-    shutil.rmtree(folder)  # a refusal names the report in it
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder)
+        try:
+            export_run(trained, inputs, Path(folder, "export"))
+        except ExportMismatch:
+            stack.pop_all()  # the message names the report in the folder
+            raise
     return ", ".join(settings.formats)

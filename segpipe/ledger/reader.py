@@ -1,5 +1,6 @@
 """Reads the ledgers of all processes and sessions of a run, merged to one row per key, and its other records."""
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -91,7 +92,7 @@ def read_run(run_folder: Path) -> RunLedger:
         *_missing_ranks(sessions),
         *_resume_faults(rows, _first_of_each(np.concatenate(void))[0]),
         *_rank_faults(headers, valid, first, place),
-        *_gaps(rows, headers[0].shards, (run_folder / "result.json").exists()),
+        *_gaps(rows, headers[0].shards, _ended(run_folder, rows)),
     ]
     notes += _environment_changes(headers)
     return RunLedger(run_folder, headers, rows, tuple(faults), tuple(notes))
@@ -181,15 +182,23 @@ def _environment_changes(headers: Sequence[SessionHeader]) -> list[str]:
     return found[:MOST_CHANGES]
 
 
+def _ended(run_folder: Path, rows: Rows) -> bool:
+    """Whether result.json is of these updates, not of those before the run was extended."""
+    path = run_folder / "result.json"
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return bool(read_json(path)["steps"] > max(steps_of(rows), default=0))
+    return path.exists()
+
+
 def _gaps(rows: Rows, shards: int, ended: bool) -> list[str]:
     """Faults for steps between the first and the last, or shards of them, that are in no file.
 
-    Of a run that has not `ended`, a killed process may not have written its shards of the last step.
+    Of a run that has not `ended`, a killed process did not write its shards of the last steps.
     """
     of_shards = rows["step"][rows["kind"] == SHARD]
     steps, counts = np.unique(of_shards, return_counts=True)
     found = []
-    last = NO_STEP if ended else max(steps, default=0)
+    last = NO_STEP if ended else max(steps[counts == shards], default=0)
     if len(partial := steps[(counts < shards) & (steps < last)]):
         found.append(
             f"shards are missing in step {partial[0]} ({len(partial)} such steps)"

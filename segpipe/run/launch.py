@@ -605,7 +605,7 @@ def _train(config: Config, group: Group, splits: Splits | None) -> int:
         try:
             finish(run, validation, result)
         except BaseException as error:
-            exit_code = exit_code_of(error)
+            exit_code = exit_code_of(error, group.contract)
             raise
         finally:
             run.log.end(config, result, exit_code)

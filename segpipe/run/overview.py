@@ -152,7 +152,9 @@ def grouped(rows: Sequence[Row], by: str = "") -> list[RecipeGroup]:
     for row in sorted(rows, key=lambda row: row.miou is None):
         if row.settings:
             rest = {key: value for key, value in row.settings.items() if key != by}
-            group = groups.setdefault(_text(rest), RecipeGroup(rest, [], by))
+            # One folder may have several paths.
+            same = _text(rest | {"data.root": ""})
+            group = groups.setdefault(same, RecipeGroup(rest, [], by))
             if all(row.settings[by] != other.settings[by] for other in group.rows):
                 group.rows.append(row)
     for group in groups.values():

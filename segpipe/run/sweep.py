@@ -48,7 +48,7 @@ from segpipe.settings.compose import (
     resolve,
     unquoted,
 )
-from segpipe.settings.config import Config
+from segpipe.settings.config import GROUPS, Config
 
 # Runs that differ only in one of these repeat a recipe.
 REPEATS = ("seed", "data.hold_out")
@@ -129,6 +129,7 @@ class Jobs:
             twin = self.jobs.get(folder) or new.setdefault(folder, job)
             if twin.config != job.config:
                 key = job.swept.partition("=")[0]
+                key += ".name" * (key in GROUPS)
                 raise ConfigError(
                     f"run.name = {job.config.run.name} is the name of two jobs. Include the swept settings: "
                     f"'run.name=NAME-${{{key}}}'."
@@ -271,7 +272,7 @@ def named(name: str, swept: Mapping[str, str]) -> str:
         value = re.sub(r"[^A-Za-z0-9.+-]+", "_", text).strip("_") or "empty"
         is_number = value[0].isdigit()
         part = f"{leaf}{'' if is_number else '_'}{value}"
-        spelled = re.search(rf"{re.escape(part)}(?![\w.])", name)
+        spelled = re.search(rf"{re.escape(part)}(?!\.?[A-Za-z0-9])", name)
         is_there = spelled or (not is_number and len(value) > 3 and value in name)
         if key != "run.name" and not is_there:
             parts.append(part)

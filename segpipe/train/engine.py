@@ -195,7 +195,7 @@ def train(
         if group.is_main:
             write_atomically(run.folder / "result.json", to_json(result))
     except BaseException as error:
-        exit_code = exit_code_of(error)
+        exit_code = exit_code_of(error, group.contract)
         raise
     finally:
         # Already reported; must not hide another error.

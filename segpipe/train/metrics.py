@@ -248,5 +248,5 @@ def flattering(sequences: Mapping[str, Mapping[str, Any]]) -> str:
     return (
         f"{images} of {total} images are from sequences that are also in training ({listed(both, 4)}). Neighboring "
         f"frames of a video look alike, so these scores are optimistic: expect less in new places. If they are "
-        f"independent photos, set {PHOTOS}."
+        f"independent photos, set {PHOTOS} in the next run, or in segpipe evaluate."
     )

@@ -368,3 +368,5 @@ def test_runs_on_other_data_show_it(
     place = titles.index("data.root")
     found = [cells(text, name)[place] for name in ("s1", "s2", "s3")]
     assert found == ["photos", "photos", "tv"]
+    assert segpipe(["runs", f"root={seeds}", "group=seed"]) == 0
+    assert "1,2" in capsys.readouterr().out, "one folder may have several paths"

@@ -530,12 +530,16 @@ def test_labels_are_ignored_by_color(
     assert np.array_equal(mask, scene(0, 1, 255))
     assert imported(tmp_path / "source", tmp_path / "no", "voc", "ignore=[1,2,3]") == 2
     assert "ignore = [1, 2, 3] is not the color of a label" in capsys.readouterr().err
-    for wrong, names in (("cars", "[]"), ("car", "[car,person]")):
+    for wrong, names in (
+        ("cars", "[]"),
+        ("car", "[car,person]"),
+        ("_background_", "[]"),
+    ):
         settings = (f"ignore=[{wrong}]", f"names={names}")
         assert imported(tmp_path / "source", tmp_path / "no", "voc", *settings) == 2
         said = capsys.readouterr().err
         assert f"ignore = {wrong}, but the labels that are not in names are" in said
-        assert ("Did you mean car?" in said) == (wrong == "cars")
+        assert ("Did you mean" in said) == (wrong != "car")
     assert not (tmp_path / "no").exists()
 
 

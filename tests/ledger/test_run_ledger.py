@@ -147,12 +147,14 @@ def test_shards_that_a_killed_process_did_not_write_are_a_fault_of_a_run_that_en
 ) -> None:
     ledgers.write_session(tmp_path, ledgers.header(), range(4), ranks=2)
     short = ledgers.write_session(
-        tmp_path / "short", ledgers.header(), range(3), ranks=2
+        tmp_path / "short", ledgers.header(), range(2), ranks=2
     )
     ledger_path(tmp_path, 1).write_bytes(ledger_path(short, 1).read_bytes())
     assert read_run(tmp_path).faults == ()
-    (tmp_path / "result.json").touch()
-    assert read_run(tmp_path).faults == ("shards are missing in step 3 (1 such steps)",)
+    ended = ("shards are missing in step 2 (2 such steps)",)
+    for text, faults in (("", ended), ('{"steps": 4}', ended), ('{"steps": 3}', ())):
+        (tmp_path / "result.json").write_text(text)
+        assert read_run(tmp_path).faults == faults
 
 
 def test_another_environment_of_a_later_session_is_noted(tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ def test_names_show_what_is_swept_and_values_reach_the_jobs(sweeps: Sweeps) -> N
     ("name", "swept", "expected"),
     [
         ("street-seed1", {"seed": "1"}, "street-seed1"),
+        ("a_seed1_b-seed1.v2", {"seed": "1"}, "a_seed1_b-seed1.v2"),
         ("street-seed10", {"seed": "1"}, "street-seed10-seed1"),
         ("street-lr0.1-b", {"optim.lr": "0.1"}, "street-lr0.1-b"),
         ("street-fast_scnn", {"model": "fast_scnn"}, "street-fast_scnn"),

@@ -22,8 +22,14 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb import wandb_agent
 
+from ranks import launched
 from runs import TINY, run
-from segpipe.errors import ConfigError, LatencyError, NumericsError
+from segpipe.errors import (
+    ConfigError,
+    ImpureAugmentError,
+    LatencyError,
+    NumericsError,
+)
 from segpipe.run import trackers, tracking
 from segpipe.run.pages import Picture
 from segpipe.run.trackers import check_tracking, run_id
@@ -429,6 +435,7 @@ def test_a_tracker_of_your_own_is_a_class_with_four_methods(
         ("train.step.TrainStep.__call__", KeyboardInterrupt(), 130),
         ("train.step.TrainStep.__call__", ValueError("a bug"), 1),
         ("run.launch.finish", LatencyError("too slow"), 12),
+        ("run.launch.finish", OSError(28, "No space left on device"), 2),
     ],
 )
 def test_a_tracker_hears_the_exit_code_of_a_run_that_failed(
@@ -454,6 +461,31 @@ def test_a_tracker_hears_the_exit_code_of_a_run_that_failed(
     else:
         assert run(folder, *settings) == code
     assert f"exit {code} [" in (folder / "own.txt").read_text()
+
+
+def _rank_1_raises(rank: int, folder: str) -> int:
+    """Exit code of a rank; rank 0 only sees that a collective fails."""
+    from segpipe.train.step import TrainStep
+
+    os.chdir(Path(folder) / "project")
+    sys.path.insert(0, os.getcwd())
+
+    def fail(*_: Any) -> None:
+        raise ImpureAugmentError("counts")
+
+    if rank:
+        TrainStep.__call__ = fail  # type: ignore[assignment, method-assign]
+    return run(Path(folder) / "run", "train.steps=1", "track.name=mine:Lines")
+
+
+@pytest.mark.slow
+def test_a_tracker_hears_the_verdict_of_the_ranks(
+    tmp_path: Path, project: Callable[[str, str], None]
+) -> None:
+    """Not the gloo error by which rank 0 hears of it."""
+    project("mine.py", OWN)
+    assert launched(2, _rank_1_raises, str(tmp_path)) == [8, 8]
+    assert "exit 8 [" in (tmp_path / "run" / "own.txt").read_text()
 
 
 @pytest.mark.parametrize("method", ["metrics", "validation", "end"])
