@@ -234,10 +234,11 @@ def _open(
             kept = max(kept, checkpoint.load(config.run_dir / "best.pt")["best_miou"])
     group.together(lambda: opening.check_space(config, state, group))
 
-    told = {}
-    if group.is_main and config.train.progress:  # the view is not open yet
-        told["say"] = partial(print, file=sys.stderr)
-    sampling = counted(config, group, data.train, **told)
+    def say(text: str) -> None:
+        if group.is_main and config.train.progress:
+            print(text, file=sys.stderr)  # the view is not open yet
+
+    sampling = counted(config, group, data.train, say)
     steps = range(state.step, config.train.steps)
     stream = sampling.batches(group, steps)
     view, log = open_outputs(done)  # clears the folder of an earlier run

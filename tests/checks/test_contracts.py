@@ -451,17 +451,27 @@ BARE = """
             found = self.body(image)
             return {"main": found[image[:, :1].amax((1, 2, 3)) > -9]}
 
+    class Branch(Bare):  # cannot be converted
+        def features(self, image):
+            return self.body(image if image.sum() > 0 else -image), {}
+
     class Wide(Bare):
         def __init__(self, num_classes):
             super().__init__(num_classes + 2)
 """
 
 
-def test_the_export_is_tried(project: Write) -> None:
-    """That of a network without auxiliary heads works; one whose file fails a gate is told, not after a training."""
+def test_the_export_is_tried(
+    project: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a network without auxiliary heads works; one whose file fails a gate is told, not after a training.
+
+    A folder stays where a message names the report in it.
+    """
     project("bare.py", BARE)
-    clauses = {}
-    for name in ("Bare", "Sorted"):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    clauses, left = {}, {}
+    for name in ("Bare", "Branch", "Sorted"):
         config = from_mapping(
             {
                 "model": {"name": f"bare:{name}"},
@@ -476,6 +486,10 @@ def test_the_export_is_tried(project: Write) -> None:
         # Also its heads for training, of which it has none.
         assert not contract.failure()
         clauses[name] = answered[-1]
+        left[name] = [*tmp_path.glob("segpipe-contract-*")]
+    assert (left["Bare"], left["Branch"]) == ([], [])
+    assert str(left["Sorted"][0]) in clauses["Sorted"].problem
+    assert clauses["Branch"].problem
     assert (clauses["Bare"].problem, clauses["Bare"].note) == ("", "onnx")
     assert "G1 integrity" in clauses["Sorted"].problem
 

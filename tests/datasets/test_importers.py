@@ -546,14 +546,14 @@ def test_labels_are_ignored_by_color(
 def test_an_import_divides_what_has_no_splits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, out = tmp_path / "source", tmp_path / "out"
+    source, out = tmp_path / "source", tmp_path / "out of labelme"
     for name in ("a_1", "b_1", "c_1"):
         write(source / f"{name}.png", PICTURE)
         shape = {"label": "car", "shape_type": "polygon", "points": corners(CAR)}
         text = labelme_json(shape).replace("a.jpg", f"{name}.png")
         write(source / f"{name}.json", text)
     assert imported(source, out, "labelme", "val=0.3") == 0
-    assert f"segpipe split data.root={out} val=0.3\n" in capsys.readouterr().out
+    assert f"segpipe split 'data.root={out}' val=0.3\n" in capsys.readouterr().out
     lists = [(out / f"{split}.txt").read_text().split() for split in ("train", "val")]
     assert [len(names) for names in lists] == [2, 1]
     assert list(problems(DataConfig(name="folder", root=str(out)), ["train"])) == []

@@ -187,6 +187,7 @@ def test_a_disk_that_is_too_small_is_told_before_the_first_step(
         assert "run will need" in said
         files = 5 if every else 3
         assert f"({files} checkpoints of 13 MiB), but its disk has 3 MiB free" in said
+        assert ("checkpoint.keep_last" in said) == bool(every), "where it helps"
         assert not [*(tmp_path / "run").glob("*.pt")]
 
 
