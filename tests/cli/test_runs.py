@@ -355,7 +355,7 @@ def test_runs_on_other_data_show_it(
     """The name of the folder alone, which another machine may keep elsewhere."""
     for name, root in (
         ("s1", "/data/a/photos"),
-        ("s2", "/mnt/b/photos"),
+        ("s2", "."),
         ("s3", "/x/tv"),
     ):
         path = seeds / name / "config.json"
@@ -367,6 +367,6 @@ def test_runs_on_other_data_show_it(
     titles = [cell.strip() for cell in text.splitlines()[1].split("┃")[1:-1]]
     place = titles.index("data.root")
     found = [cells(text, name)[place] for name in ("s1", "s2", "s3")]
-    assert found == ["photos", "photos", "tv"]
+    assert found == ["photos", ".", "tv"]
     assert segpipe(["runs", f"root={seeds}", "group=seed"]) == 0
     assert "1,2" in capsys.readouterr().out, "one folder may have several paths"

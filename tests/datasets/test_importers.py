@@ -516,6 +516,7 @@ def test_labels_are_ignored_by_name(tmp_path: Path) -> None:
     table = tmp_path / "source/labelmap.txt"
     table.write_text(table.read_text().replace("background", "_background_"))
     other = tmp_path / "other"
+    assert imported(table.parent, other, "voc", "ignore=[_background_]") == 2
     assert imported(table.parent, other, "voc", "background=ignore") == 0
     assert np.array_equal(np.asarray(Image.open(other / "masks/a.png")), mask)
 
