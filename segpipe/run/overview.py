@@ -96,11 +96,12 @@ def read_row(folder: Path, name: str) -> Row:
         config = saved_config(folder)
     except ConfigError:
         return replace(row, state="config.json is damaged")
+    root = config.data.root
     found: Values = {
         "model": config.model.name,
         "data": config.data.name,
-        # Only its name: another machine may keep it elsewhere.
-        "settings": {"data.root": Path(config.data.root).name} | deciding(flat(config)),
+        # Only its name, if it has one: another machine may keep it elsewhere.
+        "settings": {"data.root": Path(root).name or root} | deciding(flat(config)),
     }
     try:
         result = read_json(folder / "result.json")
