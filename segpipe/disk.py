@@ -6,7 +6,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -72,3 +72,12 @@ def sha256(path: Path | str) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     return patiently(path, digest)
+
+
+def sha256_below(folder: Path, suffixes: Sequence[str]) -> dict[str, str]:
+    """SHA-256 of the files below a folder whose names end so, by path relative to it. Raises OSError."""
+    return {
+        path.relative_to(folder).as_posix(): sha256(path)
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in suffixes
+    }

@@ -16,7 +16,7 @@ import segpipe
 from segpipe.data.data_set import DataSet, Input
 from segpipe.data.readers import threaded
 from segpipe.data.samples import main_set, open_samples
-from segpipe.disk import sha256
+from segpipe.disk import sha256, sha256_below
 from segpipe.errors import DataError, listed
 from segpipe.files import sha256_of, to_json, write_atomically
 from segpipe.ledger.reader import changes, read_inputs
@@ -198,7 +198,4 @@ def hashes_of(
 
 def source_hashes() -> Hashes:
     """SHA-256 of every source file of segpipe by path, including C files, schemas and templates."""
-    paths = [path for path in SOURCES.rglob("*") if path.suffix in SOURCE_SUFFIXES]
-    return hashes_of(
-        {path.relative_to(SOURCES).as_posix(): str(path) for path in sorted(paths)}
-    )
+    return sha256_below(SOURCES, SOURCE_SUFFIXES)

@@ -63,8 +63,8 @@ from segpipe.run.folder import (
     claim_folder,
     clear_folder,
     owned,
-    remove_dead,
 )
+from segpipe.run.lock import remove_dead
 from segpipe.run.report import (
     PAGE,
     latency_ms,

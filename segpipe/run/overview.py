@@ -16,6 +16,7 @@ from rich.table import Table
 from segpipe.errors import CheckpointError, ConfigError, Interrupted
 from segpipe.files import read_json
 from segpipe.run.console import CONSOLE, percent, table
+from segpipe.run.lock import in_use
 from segpipe.run.pages import COLORS, chart, points_of, write_page
 from segpipe.run.tracking import FILE_NAME, failure, read_metrics
 from segpipe.settings.config import deciding, flat, saved_config
@@ -118,7 +119,8 @@ def read_row(folder: Path, name: str) -> Row:
     except FileNotFoundError:
         metrics = read_metrics(folder / FILE_NAME)
         steps = metrics[-1]["step"] if metrics else 0
-        state = f"unfinished, step {steps} of {config.train.steps}"
+        word = "running" if in_use(folder) else "unfinished"
+        state = f"{word}, step {steps} of {config.train.steps}"
         found |= {"steps": steps, "state": state}
     except (OSError, ValueError, TypeError, LookupError):
         found["state"] = "result.json is damaged"

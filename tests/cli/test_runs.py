@@ -4,6 +4,7 @@ import json
 import os
 import re
 from base64 import b64decode
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from segpipe.cli.main import main as segpipe
 from segpipe.errors import CheckpointError
 from segpipe.run.console import LOOKS
+from segpipe.run.lock import held
 from segpipe.run.overview import find_runs, grouped, write_overview
 from segpipe.run.pages import COLORS
 from segpipe.settings.compose import compose
@@ -85,6 +87,18 @@ def test_rows_hold_what_the_files_say(
     }
     assert rows["c"]["state"] == "unfinished, step 40 of 100"
     assert rows["c"]["miou"] is None
+
+
+def test_a_run_whose_process_lives_is_running(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Control: after the process has left, it is unfinished."""
+    states = []
+    for owner in (held(root / "c"), nullcontext()):
+        with owner:
+            rows = {row["name"]: row["state"] for row in listed(capsys, root)}
+        states.append(rows["c"])
+    assert states == ["running, step 40 of 100", "unfinished, step 40 of 100"]
 
 
 def test_a_run_that_was_made_longer_is_not_finished(

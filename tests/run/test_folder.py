@@ -39,7 +39,7 @@ from segpipe.ledger.divergence import compare
 from segpipe.ledger.reader import read_run
 from segpipe.processes import process_start, this_host
 from segpipe.run import folder as folders
-from segpipe.run import folder as lock
+from segpipe.run import lock
 from segpipe.run.folder import clear_folder
 from segpipe.run.tracking import failure
 from segpipe.settings.compose import compose
@@ -52,7 +52,7 @@ LONG = ("train.steps=2000", "train.log_every=1", "checkpoint.every=2")
 HOLD = """
 import sys, time
 from pathlib import Path
-from segpipe.run import folder as lock
+from segpipe.run import lock
 from segpipe.train.stop import Stopped, stops_raised
 try:
     with stops_raised(), lock.held(Path(sys.argv[1])):
@@ -244,7 +244,7 @@ def test_only_sigkill_leaves_the_lock_and_it_is_taken_over(
 ) -> None:
     process = hold(tmp_path)
     with pytest.raises(ConfigError, match=f"in use by process {process.pid} on "):
-        lock._dead_lock(tmp_path / lock.LOCK)
+        lock.dead_lock(tmp_path / lock.LOCK)
     assert kill(process, number) == (-number if left else 130)
     assert (tmp_path / lock.LOCK).exists() is left
     assert (f"taken over from process {process.pid} on " in taken(tmp_path)) is left
@@ -327,10 +327,10 @@ def test_a_resume_that_saves_more_often_misses_no_checkpoint(tmp_path: Path) -> 
     line = {"step": 7, "kind": "train", "time_s": 1.0}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     changes = ("train.steps=9999", "checkpoint.every=5", "run.exists=resume")
-    lock.check_folder(compose(settings(folder, *changes)))
+    folders.check_folder(compose(settings(folder, *changes)))
     (folder / "metrics.jsonl").write_text(json.dumps(line | {"step": 2001}) + "\n")
     with pytest.raises(ConfigError, match="reaches step 2001"):
-        lock.check_folder(compose(settings(folder, *changes)))
+        folders.check_folder(compose(settings(folder, *changes)))
 
 
 def test_a_group_that_may_write_may_go_on(tmp_path: Path) -> None:
@@ -397,7 +397,7 @@ def test_of_many_that_find_a_dead_owner_one_takes_over(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dead_lock_is_deleted_by_one_job_and_never_another_lock(
+def test_adead_lock_is_deleted_by_one_job_and_never_another_lock(
     tmp_path: Path,
 ) -> None:
     path, beside = write_lock(tmp_path), tmp_path / f".{lock.LOCK}.removal"
