@@ -43,6 +43,10 @@ class CheckpointError(SegpipeError):
     exit_code = 2
 
 
+class NotWritten(CheckpointError):
+    """A file could not be written by one process, for example to a full disk."""
+
+
 class WeightsError(CheckpointError):
     """The weights of a checkpoint do not fit its network: missing, of a different shape, or not finite."""
 

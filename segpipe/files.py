@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from segpipe.disk import PASSING, PAUSES_S, patiently
-from segpipe.errors import CheckpointError
+from segpipe.errors import NotWritten
 from segpipe.processes import process_start, this_host
 
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout, if it is one
@@ -63,12 +63,12 @@ def files_below(folder: Path | str) -> list[str]:
     return found
 
 
-def not_written(path: Path, error: OSError, kept: str = "") -> CheckpointError:
+def not_written(path: Path, error: OSError, kept: str = "") -> NotWritten:
     """The error for a file that could not be written, with what to do; `kept` says what still exists."""
     advice = (
         FOLDER if error.errno == errno.EISDIR else ADVICE.get(error.errno or 0, FULL)
     )
-    return CheckpointError(
+    return NotWritten(
         f"{path} could not be written: {error.strerror or error}{kept and f'; {kept}'}. {advice}, or choose another "
         f"run.root, then continue with run.exists=resume."
     )
@@ -77,7 +77,7 @@ def not_written(path: Path, error: OSError, kept: str = "") -> CheckpointError:
 def write_atomically(path: Path, content: bytes) -> None:
     """As `put`, but survives a power cut and retries transient disk errors.
 
-    Raises CheckpointError if it cannot be written, for example to a full disk; the old file is then still at `path`.
+    Raises NotWritten if it cannot be written, for example to a full disk; the old file is then still at `path`.
     """
     try:
         patiently(path, lambda: put(path, content, durable=True))

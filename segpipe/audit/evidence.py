@@ -131,6 +131,12 @@ def check_checkpoints(
             # Of any session: a resume may change settings that do not affect the numbers.
             if config_hash(saved["config"]) not in sessions:
                 raise ValueError("its settings match no session of the ledger")
+            # Written before it by all ranks, and synced.
+            if len(lost := ledger.partial[ledger.partial < found.step]):
+                raise ValueError(
+                    f"it is of step {found.step}, but the ledger lacks shards of step {lost[0]} ({len(lost)} such "
+                    "steps)"
+                )
         # The others: content that matches its own digests but is not what a run writes.
         except (SegpipeError, ValueError, TypeError, KeyError, AttributeError) as error:
             lines.append(Line(path.name, FAILED, str(error)))
@@ -180,6 +186,8 @@ def check_result(
         if result.get(name) != value:
             there = f"the other files have {value!r}"
             faults.append(f"{name} is {result.get(name)!r}, but {there}")
+    if len(ledger.partial):
+        faults.append(f"the ledger lacks shards of step {ledger.partial[0]}")
     if result.get("config_hash") not in {each.config_hash for each in ledger.headers}:
         faults.append("config_hash matches no session of the ledger")
     if faults:

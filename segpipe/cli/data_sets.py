@@ -130,12 +130,13 @@ def split(given: Given) -> int:
 def import_labels(given: Given) -> int:
     """Exit code. Converts labels of another format to a folder data set."""
     source, out, name = Path(given["source"]), Path(given["out"]), given["format"]
+    wanted = _known_as(given["names"])
     if not source.exists():
         raise ConfigError(
             f"source = {source} does not exist. Set source to the folder of the labels."
         )
     try:
-        export = IMPORTERS[name](source, given["names"])
+        export = IMPORTERS[name](source, wanted)
     except (*INCOMPLETE, OSError) as error:
         raise DataError(
             f"{source} is not a complete {name} export ({error!r}). Export it again."
@@ -148,19 +149,21 @@ def import_labels(given: Given) -> int:
     ignored = _ignored(given["ignore"], export)
     if given["background"] == "ignore":
         ignored.append(BACKGROUND)
-    labels = {BACKGROUND, *export.declared, *export.drawn} - {*given["names"]}
-    labels -= {BACKGROUND_TOO, *IGNORED}
+    labels = {BACKGROUND, *export.declared, *export.drawn} - {BACKGROUND_TOO, *IGNORED}
     for label in ignored:
+        if label in wanted:
+            raise ConfigError(
+                f"{label} is in names, but ignore or background says to ignore it. Keep it in one of them."
+            )
         if label not in {*labels, *IGNORED}:
             raise ConfigError(
-                f"ignore = {label}, but the labels that are not in names are {listed(sorted(labels))}."
-                f"{did_you_mean(label, labels)}"
+                f"ignore = {label}, but the labels are {listed(sorted(labels))}.{did_you_mean(label, labels)}"
             )
-    names, ids = export.classes(given["names"], ignored)
+    names, ids = export.classes(wanted, ignored)
     origin = {
         "format": name,
         "source": str(source.resolve()),
-        "names": given["names"],
+        "names": wanted,
         "ignored": ignored,
     }
     with progress("writing masks") as show:
@@ -199,13 +202,17 @@ def import_labels(given: Given) -> int:
     return 0
 
 
+def _known_as(labels: Sequence[str]) -> list[str]:
+    return [BACKGROUND if label == BACKGROUND_TOO else label for label in labels]
+
+
 def _ignored(given: Sequence[str], export: Export) -> list[str]:
     """The labels to ignore, given by name or as one color: [0,0,0]."""
     if len(given) != 3 or not all(part.isdigit() for part in given):
-        return list(given)
+        return _known_as(given)
     red, green, blue = map(int, given)
-    if (red, green, blue) in export.colors:
-        return [export.colors[red, green, blue]]
+    if label := export.colors.get((red, green, blue)):
+        return _known_as([label])
     known = [f"{[*color]} {label}" for color, label in export.colors.items()]
     raise ConfigError(
         f"ignore = {[red, green, blue]} is not the color of a label: {listed(known)}."

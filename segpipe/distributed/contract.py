@@ -38,9 +38,9 @@ from types import CodeType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from segpipe.errors import (
-    CheckpointError,
     CollectiveError,
     Interrupted,
+    NotWritten,
     SegpipeError,
     first_line,
     listed,
@@ -297,8 +297,7 @@ class Contract:
         """
         if self._store is None or isinstance(error, CollectiveError):
             return
-        verdict = self.verdict_on_loss() if lost else self._wait(0.0)
-        if verdict:
+        if verdict := self.verdict(lost=lost):
             raise verdict from None
 
         own = _on([self._rank], self._hosts)
@@ -311,11 +310,11 @@ class Contract:
         self._post("verdict", self._as_json(text, code, self._elsewhere()))
         self._wait(REPORT_S)
 
-    def verdict_on_loss(self) -> SegpipeError | None:
-        """The verdict on a collective that failed because of another rank, which this waits for."""
+    def verdict(self, *, lost: bool) -> CollectiveError | None:
+        """The ranks' verdict; if a collective failed because another rank is `lost`, waits for it."""
         if self._store is None:
             return None
-        return self._wait(REPORT_S) or self._ask()
+        return self._wait(REPORT_S) or self._ask() if lost else self._wait(0.0)
 
     def keep_stacks(self, folder: Path) -> None:
         """From now on, write the stacks of all threads to `folder`/stacks/rankNN.txt on SIGUSR1 and on a failure."""
@@ -523,14 +522,18 @@ def lost_another_rank(error: BaseException) -> bool:
 
 
 def exit_code_of(error: BaseException, contract: Contract) -> int:
-    """Exit code of a process that this error ends; waits for the ranks' verdict if another rank is the cause."""
+    """Exit code of a process that this error ends: that of the ranks' verdict, if there is one.
+
+    If another rank is the cause, waits for the verdict.
+    """
     if isinstance(error, KeyboardInterrupt):
         return Interrupted.exit_code
+    lost = lost_another_rank(error)
+    if verdict := contract.verdict(lost=lost):
+        return verdict.exit_code
     if isinstance(error, OSError) and error.errno in ADVICE:
-        return CheckpointError.exit_code
-    if lost_another_rank(error):
-        error = contract.verdict_on_loss() or CollectiveError()
-    return getattr(error, "exit_code", 1)
+        return NotWritten.exit_code
+    return CollectiveError.exit_code if lost else getattr(error, "exit_code", 1)
 
 
 class Stacks:

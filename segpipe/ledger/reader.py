@@ -1,6 +1,5 @@
 """Reads the ledgers of all processes and sessions of a run, merged to one row per key, and its other records."""
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -41,6 +40,7 @@ class RunLedger:
     # Contradictions and gaps that neither a crash nor another machine explains.
     faults: tuple[str, ...]
     notes: tuple[str, ...]  # torn tails and changed environments
+    partial: NDArray[np.int64]  # steps of which shards are in no file
 
     @property
     def first(self) -> SessionHeader:
@@ -88,14 +88,15 @@ def read_run(run_folder: Path) -> RunLedger:
         void.append(session.rows[~counts])
 
     rows, first, place = _first_of_each(np.concatenate(valid))
+    partial = _partial(rows, headers[0].shards)
     faults = [
         *_missing_ranks(sessions),
         *_resume_faults(rows, _first_of_each(np.concatenate(void))[0]),
         *_rank_faults(headers, valid, first, place),
-        *_gaps(rows, headers[0].shards, _ended(run_folder, rows)),
+        *_gaps(rows, partial),
     ]
     notes += _environment_changes(headers)
-    return RunLedger(run_folder, headers, rows, tuple(faults), tuple(notes))
+    return RunLedger(run_folder, headers, rows, tuple(faults), tuple(notes), partial)
 
 
 def _first_of_each(rows: Rows) -> tuple[Rows, NDArray[np.intp], NDArray[np.intp]]:
@@ -182,27 +183,28 @@ def _environment_changes(headers: Sequence[SessionHeader]) -> list[str]:
     return found[:MOST_CHANGES]
 
 
-def _ended(run_folder: Path, rows: Rows) -> bool:
-    """Whether result.json is of these updates, not of those before the run was extended."""
-    path = run_folder / "result.json"
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return bool(read_json(path)["steps"] > max(steps_of(rows), default=0))
-    return path.exists()
+def _partial(rows: Rows, shards: int) -> NDArray[np.int64]:
+    """Steps of which shards are in no file."""
+    steps, counts = np.unique(_of_shards(rows), return_counts=True)
+    partial: NDArray[np.int64] = steps[counts < shards]
+    return partial
 
 
-def _gaps(rows: Rows, shards: int, ended: bool) -> list[str]:
-    """Faults for steps between the first and the last, or shards of them, that are in no file.
+def _of_shards(rows: Rows) -> NDArray[np.int64]:
+    steps: NDArray[np.int64] = rows["step"][rows["kind"] == SHARD]
+    return steps
 
-    Of a run that has not `ended`, a killed process did not write its shards of the last steps.
+
+def _gaps(rows: Rows, partial: NDArray[np.int64]) -> list[str]:
+    """Faults for steps between the first and the last that are in no file, and for `partial` ones before a whole one.
+
+    A killed process did not write its shards of the last steps. Whether a checkpoint follows them, the audit sees.
     """
-    of_shards = rows["step"][rows["kind"] == SHARD]
-    steps, counts = np.unique(of_shards, return_counts=True)
+    steps = np.unique(_of_shards(rows))
+    whole = np.setdiff1d(steps, partial)
     found = []
-    last = NO_STEP if ended else max(steps[counts == shards], default=0)
-    if len(partial := steps[(counts < shards) & (steps < last)]):
-        found.append(
-            f"shards are missing in step {partial[0]} ({len(partial)} such steps)"
-        )
+    if len(early := partial[partial < whole.max(initial=0)]):
+        found.append(f"shards are missing in step {early[0]} ({len(early)} such steps)")
     for what, present in (("shard", steps), ("step", steps_of(rows))):
         holes = np.flatnonzero(np.diff(present) > 1)
         if len(holes):

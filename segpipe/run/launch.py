@@ -47,6 +47,7 @@ from segpipe.errors import (
     DataError,
     DivergenceError,
     Interrupted,
+    NotWritten,
     NumericsError,
     SegpipeError,
 )
@@ -484,17 +485,14 @@ def work(
     # The user named them when starting the parent process.
     plugins.trust(path for _, path in config.import_paths)
     try:
-        return _work(config, prepared, splits)
+        with _disk_named(config):
+            return _work(config, prepared, splits)
     except SegpipeError as error:
         return _report(error, rank=environment.rank())
     except KeyboardInterrupt:
         if environment.rank() == 0:
             ERRORS.print("stopped. Continue with run.exists=resume.")
         return Interrupted.exit_code
-    except OSError as error:
-        if error.errno not in ADVICE:
-            raise
-        return _report(not_written(Path(error.filename or config.run_dir), error))
     except RuntimeError as error:
         if not lost_another_rank(error):
             raise
@@ -534,7 +532,7 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
                     splits = _prepare_together(config, group, splits)
                 group.together(own)
             group.contract.on_verdict = partial(note_failure, config)
-            with _failure_told(group, config):
+            with _failure_told(group, config), _disk_named(config):
                 return _train(config, group, splits)
     finally:
         processes.leave(group)
@@ -571,6 +569,18 @@ def _prepare_together(
 
 
 @contextlib.contextmanager
+def _disk_named(config: Config) -> Iterator[None]:
+    """Raises NotWritten, with what to do, for an OSError that says that a disk is full or cannot be written to."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in ADVICE:
+            raise
+        path = Path(error.filename or config.run_dir)
+        raise not_written(path, error) from error
+
+
+@contextlib.contextmanager
 def _failure_told(group: Group, config: Config | None = None) -> Iterator[None]:
     """Tells the other ranks why this one ends; with `config`, also records it in the run's folder, which it owns.
 
@@ -580,8 +590,7 @@ def _failure_told(group: Group, config: Config | None = None) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            known = isinstance(error, COMMON_ERRORS) or getattr(error, "told", False)
-            if not known:
+            if not (_is_common(error) or getattr(error, "told", False)):
                 group.contract.fail(error, lost=lost_another_rank(error))
             raise
     except SegpipeError as error:
@@ -603,7 +612,8 @@ def _train(config: Config, group: Group, splits: Splits | None) -> int:
         assert isinstance(run.log, Tracker)
         exit_code = 0
         try:
-            finish(run, validation, result)
+            with stops_raised():
+                finish(run, validation, result)
         except BaseException as error:
             exit_code = exit_code_of(error, group.contract)
             raise
@@ -721,4 +731,8 @@ def _report(error: SegpipeError, *, rank: int = 0) -> int:
 
 def _speaks(error: SegpipeError, rank: int) -> bool:
     """Whether this rank is the one that reports the error."""
-    return not error.told and not (rank and isinstance(error, COMMON_ERRORS))
+    return not error.told and not (rank and _is_common(error))
+
+
+def _is_common(error: Exception) -> bool:
+    return isinstance(error, COMMON_ERRORS) and not isinstance(error, NotWritten)

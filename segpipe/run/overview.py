@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from glob import glob
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from segpipe.errors import CheckpointError, ConfigError, Interrupted
 from segpipe.files import read_json
+from segpipe.ledger.rows import INPUTS
 from segpipe.run.console import CONSOLE, percent, table
 from segpipe.run.lock import in_use
 from segpipe.run.pages import COLORS, chart, points_of, write_page
@@ -97,12 +99,16 @@ def read_row(folder: Path, name: str) -> Row:
         config = saved_config(folder)
     except ConfigError:
         return replace(row, state="config.json is damaged")
-    root = config.data.root
+    root, data = config.data.root, ""
+    with suppress(OSError, ValueError, TypeError, LookupError):
+        recorded = read_json(folder / INPUTS)["data"]
+        data = recorded["sha256"][:8] * recorded["hashed"]
     found: Values = {
         "model": config.model.name,
         "data": config.data.name,
-        # Only its name, if it has one: another machine may keep it elsewhere.
-        "settings": {"data.root": Path(root).name or root} | deciding(flat(config)),
+        # Of the root only its name, if it has one: another machine may keep it elsewhere.
+        "settings": {"data.root": Path(root).name or root, "data.sha256": data}
+        | deciding(flat(config)),
     }
     try:
         result = read_json(folder / "result.json")
@@ -155,9 +161,9 @@ def grouped(rows: Sequence[Row], by: str = "") -> list[RecipeGroup]:
     for row in sorted(rows, key=lambda row: row.miou is None):
         if row.settings:
             rest = {key: value for key, value in row.settings.items() if key != by}
-            # One folder may have several paths.
-            same = _text(rest | {"data.root": ""})
-            group = groups.setdefault(same, RecipeGroup(rest, [], by))
+            # One data set may have several paths.
+            same = rest | {"data.root": ""} if rest["data.sha256"] else rest
+            group = groups.setdefault(_text(same), RecipeGroup(rest, [], by))
             if all(row.settings[by] != other.settings[by] for other in group.rows):
                 group.rows.append(row)
     for group in groups.values():

@@ -48,7 +48,7 @@ from segpipe.settings.compose import (
     resolve,
     unquoted,
 )
-from segpipe.settings.config import GROUPS, Config
+from segpipe.settings.config import Config
 
 # Runs that differ only in one of these repeat a recipe.
 REPEATS = ("seed", "data.hold_out")
@@ -128,11 +128,9 @@ class Jobs:
             folder = job.config.run_dir
             twin = self.jobs.get(folder) or new.setdefault(folder, job)
             if twin.config != job.config:
-                key = job.swept.partition("=")[0]
-                key += ".name" * (key in GROUPS)
                 raise ConfigError(
-                    f"run.name = {job.config.run.name} is the name of two jobs. Include the swept settings: "
-                    f"'run.name=NAME-${{{key}}}'."
+                    f"run.name = {job.config.run.name} is the name of two jobs, {twin.swept} and {job.swept}. Swept "
+                    "settings are appended to run.name if it lacks them: choose one without their values."
                 )
         for job in new.values():
             self._check(job)

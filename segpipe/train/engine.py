@@ -179,7 +179,7 @@ def train(
     for key, path in config.import_paths:
         plugins.load(key, path)
     run, stream, notes = _open(config, group, open_outputs, splits)
-    exit_code = 0
+    exit_code = Interrupted.exit_code  # also of a Ctrl-C while this waits for a verdict
     try:
         named = out_of_memory_named(group.rank, group.device, lambda: run.state.step)
         with run.view, named:
@@ -194,6 +194,7 @@ def train(
         result["git"] = git
         if group.is_main:
             write_atomically(run.folder / "result.json", to_json(result))
+        exit_code = 0
     except BaseException as error:
         exit_code = exit_code_of(error, group.contract)
         raise

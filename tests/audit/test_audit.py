@@ -29,7 +29,15 @@ from segpipe.determinism import flags
 from segpipe.errors import DataError, IntegrityError
 from segpipe.ledger import inputs
 from segpipe.ledger.reader import changes, read_inputs, read_run
-from segpipe.ledger.rows import STEP, encode, encode_rows, ledger_path, read_file, slots
+from segpipe.ledger.rows import (
+    SHARD,
+    STEP,
+    encode,
+    encode_rows,
+    ledger_path,
+    read_file,
+    slots,
+)
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, from_mapping
 from segpipe.train import checkpoint
@@ -98,6 +106,21 @@ def failures(audit: Audit) -> dict[str, str]:
         if line.status == FAILED:
             found[line.part] = f"{found.get(line.part, '')} {line.text}".strip()
     return found
+
+
+def test_rows_that_a_process_lost_are_a_fault_of_the_checkpoints_that_follow_them(
+    copy: Path,
+) -> None:
+    """No whole step comes after these rows, as in a killed run; but all ranks had written them before last.pt."""
+    path = ledger_path(copy / "run", 0)
+    content, session = path.read_bytes(), read_file(path).sessions[0]
+    rows = session.rows
+    kept = (rows["kind"] != SHARD) | (rows["step"] < STEPS - 1) | (rows["shard"] != 1)
+    path.write_bytes(content[: session.start] + rows[kept].tobytes())
+    lost = f"the ledger lacks shards of step {STEPS - 1}"
+    found = failures(audited(copy))
+    assert found.keys() == {"best.pt", "last.pt", "result"}  # not step_000002.pt
+    assert all(lost in text for text in found.values())
 
 
 def test_a_sound_run_passes_from_the_first_image_to_the_final_file(

@@ -363,24 +363,32 @@ def test_a_value_of_another_type_is_named_too(
     assert states["c"] == "result.json is damaged"
 
 
-def test_runs_on_other_data_show_it(
-    seeds: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("hashed", [True, False])
+def test_runs_on_other_data_show_it_and_are_not_averaged(
+    seeds: Path, capsys: pytest.CaptureFixture[str], hashed: bool
 ) -> None:
-    """The name of the folder alone, which another machine may keep elsewhere."""
-    for name, root in (
-        ("s1", "/data/a/photos"),
-        ("s2", "."),
-        ("s3", "/x/tv"),
+    """The name of the folder alone, which another machine may keep elsewhere; its content decides, if it was hashed."""
+    for name, root, digest in (
+        ("s1", "/data/a/photos", "a" * 64),
+        ("s2", ".", "a" * 64),
+        ("s3", "/x/photos", "b" * 64),
     ):
         path = seeds / name / "config.json"
         config = json.loads(path.read_text())
         config["data"] |= {"name": "folder", "root": root}
         path.write_text(json.dumps(config))
+        data = {"data": {"sha256": digest if hashed else "e" * 64, "hashed": hashed}}
+        (seeds / name / "inputs.json").write_text(json.dumps(data))
     assert segpipe(["runs", f"root={seeds}"]) == 0
     text = capsys.readouterr().out
     titles = [cell.strip() for cell in text.splitlines()[1].split("┃")[1:-1]]
     place = titles.index("data.root")
     found = [cells(text, name)[place] for name in ("s1", "s2", "s3")]
-    assert found == ["photos", ".", "tv"]
+    assert found == ["photos", ".", "photos"]
     assert segpipe(["runs", f"root={seeds}", "group=seed"]) == 0
-    assert "1,2" in capsys.readouterr().out, "one folder may have several paths"
+    table = capsys.readouterr().out
+    seeds_of = [
+        line.split("│")[1].strip() for line in table.splitlines() if "│" in line
+    ]
+    grouped_as = ("1,2", "3") if hashed else ("1,3", "2")  # by the name, if not
+    assert set(grouped_as) <= set(seeds_of), table

@@ -515,10 +515,16 @@ def test_labels_are_ignored_by_name(tmp_path: Path) -> None:
     assert 'names: ["car", "person"]' in (out / "classes.yaml").read_text()
     table = tmp_path / "source/labelmap.txt"
     table.write_text(table.read_text().replace("background", "_background_"))
-    other = tmp_path / "other"
-    assert imported(table.parent, other, "voc", "ignore=[_background_]") == 2
-    assert imported(table.parent, other, "voc", "background=ignore") == 0
-    assert np.array_equal(np.asarray(Image.open(other / "masks/a.png")), mask)
+    for number, ignored in enumerate(
+        ("ignore=[_background_]", "ignore=[0,0,0]", "background=ignore")
+    ):
+        other = tmp_path / f"other{number}"
+        assert imported(table.parent, other, "voc", ignored) == 0
+        assert np.array_equal(np.asarray(Image.open(other / "masks/a.png")), mask)
+    other = tmp_path / "named"
+    assert imported(table.parent, other, "voc", "names=[_background_,car,person]") == 0
+    whole = np.asarray(Image.open(other / "masks/a.png"))
+    assert np.array_equal(whole, scene(1, 2, 0)), "no second background"
 
 
 def test_labels_are_ignored_by_color(
@@ -531,16 +537,16 @@ def test_labels_are_ignored_by_color(
     assert np.array_equal(mask, scene(0, 1, 255))
     assert imported(tmp_path / "source", tmp_path / "no", "voc", "ignore=[1,2,3]") == 2
     assert "ignore = [1, 2, 3] is not the color of a label" in capsys.readouterr().err
-    for wrong, names in (
-        ("cars", "[]"),
-        ("car", "[car,person]"),
-        ("_background_", "[]"),
+    for settings, what in (
+        (["ignore=[cars]"], "ignore = cars, but the labels are background, car,"),
+        (["ignore=[car]", "names=[car,person]"], "car is in names, but ignore"),
+        (["ignore=[void]", "names=[car,void]"], "void is in names, but ignore"),
+        (["background=ignore", "names=[_background_,car]"], "background is in names"),
     ):
-        settings = (f"ignore=[{wrong}]", f"names={names}")
         assert imported(tmp_path / "source", tmp_path / "no", "voc", *settings) == 2
         said = capsys.readouterr().err
-        assert f"ignore = {wrong}, but the labels that are not in names are" in said
-        assert ("Did you mean" in said) == (wrong != "car")
+        assert what in said
+        assert ("Did you mean car?" in said) == ("cars" in what)
     assert not (tmp_path / "no").exists()
 
 

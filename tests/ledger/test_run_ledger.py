@@ -142,7 +142,7 @@ def test_what_is_missing_is_noted(tmp_path: Path) -> None:
     )
 
 
-def test_shards_that_a_killed_process_did_not_write_are_a_fault_of_a_run_that_ended(
+def test_shards_that_a_killed_process_did_not_write_are_partial_steps_and_a_fault_before_a_whole_one(
     tmp_path: Path,
 ) -> None:
     ledgers.write_session(tmp_path, ledgers.header(), range(4), ranks=2)
@@ -150,11 +150,11 @@ def test_shards_that_a_killed_process_did_not_write_are_a_fault_of_a_run_that_en
         tmp_path / "short", ledgers.header(), range(2), ranks=2
     )
     ledger_path(tmp_path, 1).write_bytes(ledger_path(short, 1).read_bytes())
-    assert read_run(tmp_path).faults == ()
-    ended = ("shards are missing in step 2 (2 such steps)",)
-    for text, faults in (("", ended), ('{"steps": 4}', ended), ('{"steps": 3}', ())):
-        (tmp_path / "result.json").write_text(text)
-        assert read_run(tmp_path).faults == faults
+    found = read_run(tmp_path)
+    assert (found.faults, found.partial.tolist()) == ((), [2, 3])
+    later = ledgers.header(session=1, first_step=4)
+    ledgers.write_session(tmp_path, later, range(4, 5), ranks=2)
+    assert read_run(tmp_path).faults == ("shards are missing in step 2 (2 such steps)",)
 
 
 def test_another_environment_of_a_later_session_is_noted(tmp_path: Path) -> None:

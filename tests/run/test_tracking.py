@@ -1,13 +1,16 @@
 """metrics.jsonl through crashes and resumes, and wandb as a mirror that may break without consequence."""
 
+import errno
 import json
 import math
 import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +33,8 @@ from segpipe.errors import (
     LatencyError,
     NumericsError,
 )
-from segpipe.run import trackers, tracking
+from segpipe.files import not_written
+from segpipe.run import launch, trackers, tracking
 from segpipe.run.pages import Picture
 from segpipe.run.trackers import check_tracking, run_id
 from segpipe.run.tracking import open_tracker, read_metrics
@@ -42,6 +46,8 @@ from segpipe.settings.config import (
     from_mapping,
     to_mapping,
 )
+from segpipe.train import engine
+from segpipe.train.step import TrainStep
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -463,29 +469,93 @@ def test_a_tracker_hears_the_exit_code_of_a_run_that_failed(
     assert f"exit {code} [" in (folder / "own.txt").read_text()
 
 
-def _rank_1_raises(rank: int, folder: str) -> int:
-    """Exit code of a rank; rank 0 only sees that a collective fails."""
-    from segpipe.train.step import TrainStep
-
+def _in_project(folder: str, *changes: str) -> int:
+    """Exit code of a rank with a tracker of the project."""
     os.chdir(Path(folder) / "project")
     sys.path.insert(0, os.getcwd())
+    own = ("train.steps=1", "track.name=mine:Lines")
+    return run(Path(folder) / "run", *own, *changes)
 
+
+def _ranks_raise(rank: int, folder: str, *errors: Exception | None) -> int:
     def fail(*_: Any) -> None:
-        raise ImpureAugmentError("counts")
+        time.sleep(0.5 * (1 - rank))  # rank 1 is first
+        raise errors[rank]  # type: ignore[misc]
 
-    if rank:
+    if errors[rank]:
         TrainStep.__call__ = fail  # type: ignore[assignment, method-assign]
-    return run(Path(folder) / "run", "train.steps=1", "track.name=mine:Lines")
+    return _in_project(folder)
+
+
+def _rank_0_is_stopped(rank: int, folder: str) -> int:
+    def wait(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    launch.finish = wait
+    return _in_project(folder)
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "there")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("errors", "code"),
+    [
+        # Not the gloo error by which rank 0 hears of it.
+        ((None, ImpureAugmentError("counts")), 8),
+        ((ValueError("later"), ImpureAugmentError("counts")), 8),
+        ((not_written(Path("there"), FULL), None), 2),
+        ((None, FULL), 2),
+    ],
+    ids=["other rank", "both", "disk of rank 0", "disk of rank 1"],
+)
 def test_a_tracker_hears_the_verdict_of_the_ranks(
+    tmp_path: Path,
+    project: Callable[[str, str], None],
+    capfd: pytest.CaptureFixture[str],
+    errors: tuple[Exception | None, ...],
+    code: int,
+) -> None:
+    project("mine.py", OWN)
+    assert launched(2, _ranks_raise, str(tmp_path), *errors) == [code, code]
+    assert f"exit {code} [" in (tmp_path / "run" / "own.txt").read_text()
+    failed = json.loads((tmp_path / "run" / "failure.json").read_text())
+    assert failed["exit_code"] == code
+    said = capfd.readouterr().err
+    assert "was not reached by" not in said
+    assert said.count("could not be written") == (code == 2)
+
+
+@pytest.mark.slow
+def test_a_tracker_hears_that_the_report_was_stopped(
     tmp_path: Path, project: Callable[[str, str], None]
 ) -> None:
-    """Not the gloo error by which rank 0 hears of it."""
+    """By SIGTERM, which ends a process of several without a word if nothing handles it."""
     project("mine.py", OWN)
-    assert launched(2, _rank_1_raises, str(tmp_path)) == [8, 8]
-    assert "exit 8 [" in (tmp_path / "run" / "own.txt").read_text()
+    assert launched(2, _rank_0_is_stopped, str(tmp_path)) == [130, 0]
+    assert "exit 130 [" in (tmp_path / "run" / "own.txt").read_text()
+
+
+def test_a_tracker_hears_of_a_ctrl_c_that_ends_the_wait_for_a_verdict(
+    tmp_path: Path,
+    project: Callable[[str, str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    project("mine.py", OWN)
+
+    def fail(error: BaseException) -> Callable[..., None]:
+        def call(*_: Any) -> None:
+            raise error
+
+        return call
+
+    monkeypatch.setattr(TrainStep, "__call__", fail(RuntimeError("gloo/transport")))
+    monkeypatch.setattr(engine, "exit_code_of", fail(KeyboardInterrupt()))
+    folder = tmp_path / "run"
+    assert run(folder, "train.steps=1", "track.name=mine:Lines") == 130
+    assert "exit 130 [" in (folder / "own.txt").read_text()
 
 
 @pytest.mark.parametrize("method", ["metrics", "validation", "end"])
