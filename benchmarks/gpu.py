@@ -427,7 +427,8 @@ CHECKS: dict[str, Check] = {
     "loader": Check(gpu_speed.loader, 2, 35),
     "networks_speed": Check(gpu_speed.networks_speed, 2, 60),
     "loop": Check(gpu_speed.loop, 2, 100),
-    "recipes": Check(gpu_speed.recipes, 2, 300),
+    "compiled": Check(gpu_bits.compiled, 2, 90),
+    "recipes": Check(gpu_speed.recipes, 2, 200),
     "camvid": Check(camvid, 2, 0),  # takes what is left
 }
 FAILED, MISSED, PASSED = "FAILED", "goal missed", "passed"

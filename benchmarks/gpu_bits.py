@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -111,14 +112,36 @@ def processes(bench: Bench) -> dict[str, Any]:
             if not bench.cuda:
                 break
             name = f"{number} nccl{' graph' if more else ''}"
+            kind = "nccl_graph" if more else "nccl"
+            folder = bench.folder / "gpu_bits" / f"{kind}{number}"
+            shutil.rmtree(folder, ignore_errors=True)
             try:
                 with over_nccl():
-                    found = run("nccl_graph" if more else "nccl", number, *more)
+                    found = run(kind, number, *more)
             except AssertionError as refused:  # by NCCL, which is no promise of ours
+                if folder.exists():
+                    raise  # the ranks had joined
                 figures[name] = {"refused": str(refused)[-800:]}
                 bench.keep(figures)
                 break
             compare(name, found)
+    return figures
+
+
+def compiled(bench: Bench) -> dict[str, Any]:
+    """Whole runs of a compiled and recorded network: again, and on 2 processes. A CPU compiles nothing here."""
+    changes = ["compute.shards=2", f"train.steps={max(bench.updates // 2, 2)}"]
+    changes += ["compute.compile=true", GRAPH] * bench.cuda
+    figures: dict[str, Any] = {}
+    with as_time_allows(figures):
+        first = digests(bench, "compiled1", 1, *changes)  # the others find its kernels
+        figures["weights_digest"] = first["weights_digest"]
+        more = {
+            "again": partial(digests, bench, "compiled_again", 1, *changes),
+            "2 processes": partial(digests, bench, "compiled2", 2, *changes),
+        }
+        for name, found in at_once(bench, more).items():
+            assert found == first, f"compiled, {name}: {found}, the first run: {first}"
     return figures
 
 
@@ -226,7 +249,7 @@ def ops(bench: Bench) -> dict[str, Any]:
     """
     from benchmarks.ops import measure, misjudged
 
-    if bench.too_late(30):
+    if bench.too_late(5):
         return {LEFT_OUT: NO_TIME}
     rows = measure(bench.device, size=min(bench.size, 256), batch=min(bench.batch, 8))
     unsound = [row["op"] for row in rows if row["replacement_equal"] is False]
@@ -281,6 +304,9 @@ def digests(
     done = finished(command, bench.seconds_left)
     assert done.returncode == 0, (
         f"{name} ended with {done.returncode}: {done.stderr[-2000:]}"
+    )
+    assert "gave different bits, so its kernels" not in done.stderr, (
+        f"{name}: a replay gave other bits, so eager ran in its place"
     )
     result = json.loads((folder / "result.json").read_text())
     return {key: result[key] for key in DIGESTS}

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -51,12 +52,16 @@ def several_ranks(bench: Bench) -> dict[str, Any]:
             try:
                 figures[f"{number} ranks"] = _started(bench, number, "nccl")
                 continue
-            except AssertionError as refused:  # which is no broken promise of ours
-                figures[f"{number} ranks, nccl"] = {"refused": str(refused)[-1500:]}
+            except Refused as refused:  # which is no broken promise of ours
+                figures[f"{number} ranks, nccl"] = {"refused": str(refused)}
                 bench.keep(figures)
         figures[f"{number} ranks"] = _started(bench, number, "gloo")
         bench.keep(figures)
     return figures
+
+
+class Refused(Exception):
+    """NCCL does not take several ranks on one GPU: none got beyond joining."""
 
 
 def _started(bench: Bench, number: int, backend: str) -> dict[str, Any]:
@@ -75,13 +80,17 @@ def _started(bench: Bench, number: int, backend: str) -> dict[str, Any]:
             limit,
             {**RECORDER, groups.SEVERAL: several, "PYTHONPATH": str(gpu_bits.ROOT)},
         )
-        ended = f"ended with {done.returncode}: {done.stderr[-1500:]}"
+        ended = f"ended with {done.returncode}: {done.stderr}"
         failed = done.returncode != 0
     except subprocess.TimeoutExpired:
         ended, failed = f"did not end within {limit:.0f} s", True
     by_rank = {path.stem: _lines(path) for path in sorted(folder.glob("rank*.jsonl"))}
     at = {rank: list(parts)[-1:] for rank, parts in by_rank.items()}
-    assert not failed, f"{number} ranks over {backend}: {ended} Last parts: {at}"
+    joined = any(last != ["joining"] for last in at.values())
+    if failed and number > 1 and backend == "nccl" and not joined:
+        said = [line for line in ended.splitlines() if re.search("NCCL|nccl|GPU", line)]
+        raise Refused(" ".join(said[:8])[:1500] or ended[-500:])
+    assert not failed, f"{number} ranks over {backend}: {ended[-1500:]} Last: {at}"
     first = by_rank["rank0"]
     for rank, parts in by_rank.items():
         for name in ("sums", "hook", "two levels"):

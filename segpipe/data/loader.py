@@ -109,6 +109,7 @@ def train_batches(
                     repeats.compare(member, pixels, made)
                 else:  # a copy, since it is held for long and would block the slot
                     repeats.hold(member, (pixels[0].copy(), pixels[1].copy()), made)
+                del pixels  # views of a slot, which waits for them
             if header.place is not None:
                 step, shard = header.place
                 epoch, index = torch.tensor(header.members).unbind(1)

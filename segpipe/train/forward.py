@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from segpipe.distributed.health import is_out_of_memory
 from segpipe.errors import ConfigError, first_line
 from segpipe.ledger.digest import digest_many
 
@@ -105,6 +106,8 @@ class GraphedHeads(nn.Module):
             try:
                 replay = self._recorded(image)
             except (AssertionError, RuntimeError) as error:
+                if is_out_of_memory(error):
+                    raise
                 raise ConfigError(
                     f"compute.cuda_graph: this network cannot be recorded: {first_line(error)}. Set it to off."
                 ) from error
@@ -122,8 +125,10 @@ class GraphedHeads(nn.Module):
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
         # The backward is recorded as it runs elsewhere: without autocast.
         with self._unchanged(), torch.autocast(image.device.type, enabled=False):
+            # Not of the pixels with which the replay is then compared.
+            other = image.detach().flip(-1)
             replay = torch.cuda.make_graphed_callables(
-                traced, (image.detach().clone(),), allow_unused_input=True
+                traced, (other,), allow_unused_input=True
             )
         # torch keeps these tensors for replays. Their autograd graph would keep the AccumulateGrad nodes on the
         # recording's stream: a wait between streams per parameter and step, and hooks on that stream.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 import time
@@ -17,11 +18,12 @@ import pytest
 import torch
 
 import runs
-from benchmarks import gpu, gpu_bits, gpu_claims, gpu_speed, modes, ops
+from benchmarks import gpu, gpu_bits, gpu_claims, gpu_nccl, gpu_speed, modes, ops
 from benchmarks.gpu_bench import Bench
 from segpipe.cli.main import main as segpipe
 from segpipe.determinism import flags
 from segpipe.determinism.opgate import RAISES, SILENT, SLOW
+from segpipe.train.forward import GraphedHeads
 
 CPU = torch.device("cpu")
 SMALL = (
@@ -181,7 +183,88 @@ def test_control_a_blind_control_fails(
     assert "does not see the number of processes" in figures["error"]
 
 
-@pytest.mark.parametrize("check", ["repeats", "processes", "ops"])
+def test_control_a_replay_with_other_bits_fails(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run falls back to eager, whose weights are right; but nothing was recorded."""
+    number = itertools.count()
+    monkeypatch.setattr(GraphedHeads, "_trial", lambda *_: next(number))
+    monkeypatch.setattr(gpu_speed, "RECORDED", ("fast_scnn",))
+    with pytest.warns(UserWarning, match="a replay of this network gave different"):
+        passed, figures = ran(bench, "graphs")
+    assert not passed
+    assert "eager ran in its place" in figures["error"]
+    said = "UserWarning: compute.cuda_graph: a replay of this network gave different bits, so its kernels are"
+    ended = subprocess.CompletedProcess("train.py", 0, "", said)
+    monkeypatch.setattr(gpu_bits, "finished", lambda *_: ended)
+    with pytest.raises(AssertionError, match="eager ran in its place"):
+        gpu_bits.digests(bench, "graph", 1)
+
+
+def test_control_a_recipe_that_crashes_fails(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finished(command: list[str], *_: Any) -> subprocess.CompletedProcess[str]:
+        ours = command[3] == gpu_speed.OURS
+        out = json.dumps([[0.1, 0.1], {}])
+        return subprocess.CompletedProcess(command, not ours, out * ours, "a bug")
+
+    monkeypatch.setattr(gpu_bits, "finished", finished)
+    passed, figures = ran(bench, "recipes")
+    assert not passed
+    assert "ended with an error: PIDNet-style bf16" in figures["error"]
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_only_what_nccl_says_before_ranks_have_joined_is_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
+) -> None:
+    """Another failure over NCCL is ours, and fails the check."""
+    device = torch.device("cuda")
+    bench = Bench(device, time.monotonic() + 300, 64, 2, 1, folder=tmp_path)
+
+    def finished(command: list[str], *_: Any) -> subprocess.CompletedProcess[str]:
+        folder = Path(command[-1])
+        over_nccl = folder.name.startswith("nccl")
+        parts = {"joining": "begun"}
+        if joined or not over_nccl:
+            parts |= {"sums": "1", "backend": folder.name.rstrip("24")}
+        (folder / "rank0.jsonl").write_text(json.dumps(parts))
+        said = "NCCL WARN Duplicate GPU detected"
+        return subprocess.CompletedProcess(command, int(over_nccl), "", said)
+
+    def digests(bench: Bench, name: str, number: int, *changes: str) -> dict[str, str]:
+        if "nccl" in name:
+            if joined:
+                (tmp_path / "gpu_bits" / name).mkdir(parents=True)
+            raise AssertionError("ended with 9: Duplicate GPU")
+        return {"weights_digest": name if "ddp" in changes[-1] else "same"}
+
+    monkeypatch.setattr(gpu_bits, "finished", finished)
+    monkeypatch.setattr(gpu_bits, "digests", digests)
+    if joined:
+        for check in (gpu_nccl.several_ranks, gpu_bits.processes):
+            with pytest.raises(AssertionError, match="Duplicate GPU"):
+                check(bench)
+    else:
+        found = gpu_nccl.several_ranks(bench)
+        assert "Duplicate GPU" in found["2 ranks, nccl"]["refused"]
+        assert found["2 ranks"]["backend"] == "gloo"
+        assert "Duplicate GPU" in gpu_bits.processes(bench)["2 nccl"]["refused"]
+
+
+def test_the_judgement_on_compiled_runs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_bits, "digests", counted(lambda call, changes: "same"))
+    assert ran(bench, "compiled") == (True, {"weights_digest": "same"})
+    monkeypatch.setattr(gpu_bits, "digests", counted(lambda call, changes: call))
+    passed, figures = ran(bench, "compiled")
+    assert not passed
+    assert "compiled, again" in figures["error"]
+
+
+@pytest.mark.parametrize("check", ["repeats", "processes", "compiled", "ops"])
 def test_a_check_without_time_is_left_out_and_has_not_failed(
     check: str, tmp_path: Path
 ) -> None:

@@ -776,7 +776,14 @@ def other_statistics(replay: Recorded) -> Any:
     return heads
 
 
-@pytest.mark.parametrize("fault", [other_logits, other_gradients, other_statistics])
+def of_the_recorded_image(replay: Recorded) -> Any:
+    return lambda image: replay(replay.image)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [other_logits, other_gradients, other_statistics, of_the_recorded_image],
+)
 def test_a_network_is_not_replayed_where_that_would_change_it(
     fault: Callable[[Recorded], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -797,22 +804,38 @@ def test_a_network_is_not_replayed_where_that_would_change_it(
     assert bits(state) == bits(run(config(), 2, dropout=0.5)[0])
 
 
+@pytest.mark.parametrize(
+    ("raised", "error", "text"),
+    [
+        (
+            RuntimeError(".item() while recording"),
+            ConfigError,
+            r"compute\.cuda_graph: .* \.item\(\) .*\. Set it to off",
+        ),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried"),
+            torch.OutOfMemoryError,
+            "^CUDA out of memory",
+        ),
+    ],
+)
 def test_a_network_that_cannot_be_recorded_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
+    raised: RuntimeError,
+    error: type[Exception],
+    text: str,
 ) -> None:
     """A capture that broke leaves torch's generator and stream in it, so eager would end in an error of torch."""
 
     def record(*_: Any, **__: Any) -> None:
-        raise RuntimeError(".item() while recording")
+        raise raised
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
     state = fresh(config())
     step = step_of(state, config())
     assert isinstance(step.gradients, ElasticGradients)
     step.gradients.network = GraphedHeads(AllHeads(state.model), "fp32")
-    with pytest.raises(
-        ConfigError, match=r"compute\.cuda_graph: .* \.item\(\) .*\. Set it to off"
-    ):
+    with pytest.raises(error, match=text):
         train_step(step, batches(0))
 
 
