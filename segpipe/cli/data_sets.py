@@ -151,10 +151,6 @@ def import_labels(given: Given) -> int:
         ignored.append(BACKGROUND)
     labels = {BACKGROUND, *export.declared, *export.drawn} - {BACKGROUND_TOO, *IGNORED}
     for label in ignored:
-        if label in wanted:
-            raise ConfigError(
-                f"{label} is in names, but ignore or background says to ignore it. Keep it in one of them."
-            )
         if label not in {*labels, *IGNORED}:
             raise ConfigError(
                 f"ignore = {label}, but the labels are {listed(sorted(labels))}.{did_you_mean(label, labels)}"

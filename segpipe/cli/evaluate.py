@@ -52,7 +52,8 @@ def scored(given: Given) -> tuple[Given, list[int]]:
     verify(config.data, {config.data.split: samples})
     if samples.classes.names != trained.classes.names:
         raise ConfigError(
-            f"data.root = {config.data.root} has different classes than the network: {samples.classes.names}"
+            f"data.root = {config.data.root} has the classes {', '.join(samples.classes.names)}, but the network has "
+            f"{', '.join(trained.classes.names)}, in this order. Give the data set that class table."
         )
     group = Group(0, 0, 1, choose_device(config.compute.device, 0))
     if config.train.channels_last:

@@ -392,6 +392,7 @@ def _train_ids(
     names: tuple[str, ...], ids: Any, ignore: Iterable[Any]
 ) -> dict[int, int]:
     """Train id of each raw id. Raises ValueError for an id with two meanings, or a class without one."""
+    implied = ids is None
     ids = dict(enumerate(names)) if ids is None else ids
     if not isinstance(ids, dict):
         raise _needed("ids", ids, f"a map such as {{7: {names[0]}}}")
@@ -407,6 +408,11 @@ def _train_ids(
                 f"ids or ignore has {raw!r}, but mask ids are whole numbers from 0 to {LARGEST_ID}."
             )
         if raw in table:
+            if implied and raw < len(names):
+                raise ValueError(
+                    f"id {raw} is in ignore, but without ids it is that of {names[raw]}. If ids start at 1, add "
+                    f"ids: {{1: {names[0]}, ...}} with all names."
+                )
             raise ValueError(f"id {raw} is in both ids and ignore, or twice in one.")
         table[raw] = train
 

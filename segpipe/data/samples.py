@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -247,6 +246,11 @@ def _open_mixture(data: DataConfig, seed: int) -> DataSet:
     return MixedSamples(shared, tuple(sets))
 
 
+def _bare(name: str) -> str:
+    """The name without case, separators and a plural s."""
+    return re.sub(r"[\W_]+", "", name).casefold().rstrip("s")
+
+
 def _shared_ids(part: SubSet, names: Mapping[str, str], shared: ClassTable) -> Uint8:
     """Train id of the shared table for each train id of a set, uint8 (256,); 255 stays.
 
@@ -271,13 +275,11 @@ def _shared_ids(part: SubSet, names: Mapping[str, str], shared: ClassTable) -> U
     known = {*given, *shared.names}
     lost = [name for name in own.names if name not in known]
     if lost:
-        proposed = [
-            f"{name}: {[*get_close_matches(name, shared.names, 1, 0.7), IGNORE][0]}"
-            for name in lost
-        ]
+        same = {_bare(name): name for name in shared.names}
+        proposed = [f"{name}: {same.get(_bare(name), IGNORE)}" for name in lost]
         raise DataError(
-            f"{part.key} ({part.label}) has classes that the shared table {shared.name} lacks: {', '.join(lost)}. Map "
-            f"each to a class of it or to {IGNORE}, such as map: {{{', '.join(proposed)}}}. The table has "
+            f"{part.key} ({part.label}) has {len(lost)} classes that the shared table {shared.name} lacks. Map each to "
+            f"a class of it or to {IGNORE}, such as map: {{{', '.join(proposed)}}}. The table has "
             f"{', '.join(shared.names)}."
         )
 

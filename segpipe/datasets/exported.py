@@ -72,8 +72,8 @@ class Export:
     ) -> tuple[tuple[str, ...], dict[str, int]]:
         """Names of the classes, and the train id of each label.
 
-        The classes are `names`, or else the drawn labels that are not `ignored`: declared ones in their order, then the
-        others. The background, outside all areas, is the first class, unless it is in `names` or ignored.
+        The classes are `names`, or else the drawn labels, declared ones in their order, then the others; without those
+        that are `ignored`. The background, outside all areas, is the first class, unless it is in `names` or ignored.
         """
         ids = dict.fromkeys([*IGNORED, *ignored], IGNORE_INDEX)
         ordered = dict.fromkeys([*self.declared, *sorted(self.drawn)])
@@ -81,7 +81,8 @@ class Export:
         drawn = [own.get(each, each) for each in ordered if each in self.drawn]
         drawn = [each for each in drawn if each not in ids]
         first = [BACKGROUND] if BACKGROUND in drawn and BACKGROUND not in names else []
-        chosen = tuple(dict.fromkeys([*first, *(names or drawn)]))
+        wanted = dict.fromkeys([*first, *(names or drawn)])
+        chosen = tuple(name for name in wanted if name not in ignored)
         ids |= {name: place for place, name in enumerate(chosen)}
         ids[BACKGROUND_TOO] = ids.get(BACKGROUND, IGNORE_INDEX)
         self.faults += [

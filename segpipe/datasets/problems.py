@@ -43,6 +43,7 @@ from segpipe.settings.groups import DataConfig
 
 FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores
 BLOCK = 1024  # pairs to check between comparisons with FULL_VERIFY_PIXELS
+SCARCE = 0.001  # share of the labelled pixels
 RARE = 0.05  # up to this share of a split's masks, another kind is probably a mistake
 SOME = 16  # samples to read when checking a user's data set class
 
@@ -195,7 +196,7 @@ def _grouped(errors: Iterable[DataError]) -> Iterator[str]:
 
 
 def missing_labels(split: str, samples: DataSet) -> Iterator[str]:
-    """Warnings about images without labelled pixels, classes without images, and a few black-and-white masks."""
+    """Warnings about images without labelled pixels, rare and absent classes, and a few black-and-white masks."""
     indices = samples.countable()
     content = np.array(over(samples, samples.content, indices))
     counts, ignored, unknown = content[:, :-2], content[:, -2], content[:, -1]
@@ -216,7 +217,13 @@ def missing_labels(split: str, samples: DataSet) -> Iterator[str]:
             "Are they black-and-white masks (0 and 255) among masks of ids?"
         )
 
-    names = samples.classes.names
+    names, shares = samples.classes.names, counts.sum(0) / max(counts.sum(), 1)
+    rare = [names[train] for train in np.flatnonzero((shares > 0) & (shares < SCARCE))]
+    if rare and split == "train":
+        yield (
+            f"less than {SCARCE:.1%} of the labelled pixels of train are {listed(rare)}. Networks tend to leave out "
+            "such classes. Try augment.rare_crop=0.5, data.balance=0.5 or loss.class_weights=sqrt."
+        )
     absent = [names[train] for train in np.flatnonzero(counts.sum(0) == 0)]
     if absent and len(indices) == len(samples):
         result = "have no IoU and are left out of the mean"

@@ -627,7 +627,7 @@ def finish(run: Run, found: Validation, result: Values) -> None:
 
     The export comes last, so that a refusal does not hide the results of the training.
     """
-    from segpipe.train.metrics import flattering
+    from segpipe.train.metrics import flattering, headline
 
     CONSOLE.print(iou_table(result, found.total.sum(1).tolist()))
     if len(result["sequences"]) > 1:
@@ -652,7 +652,7 @@ def finish(run: Run, found: Validation, result: Values) -> None:
     if config.data.hold_out:
         images = f"images of {config.data.hold_out}, held out"
     CONSOLE.print(
-        f"mIoU {100 * result['miou']:.2f} % on {len(run.val_samples)} {images}\n"
+        f"{headline(result)} on {len(run.val_samples)} {images}\n"
         f"run {run.folder}  (open {PAGE}; curves in {FILE_NAME})\n"
         f"next {_this_command()} evaluate {shlex.quote(f'run={run.folder}')}"
     )

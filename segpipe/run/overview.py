@@ -108,7 +108,8 @@ def read_row(folder: Path, name: str) -> Row:
         "data": config.data.name,
         # Of the root only its name, if it has one: another machine may keep it elsewhere.
         "settings": {"data.root": Path(root).name or root, "data.sha256": data}
-        | deciding(flat(config)),
+        | deciding(flat(config))
+        | {"model.weights_sha256": config.model.weights_sha256[:12]},
     }
     try:
         result = read_json(folder / "result.json")

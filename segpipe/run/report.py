@@ -254,7 +254,7 @@ def advice(
         remedy = (
             "Train longer (train.epochs), or with larger crops (augment.crop_size)."
         )
-        if share < RARE and untried:
+        if share < min(RARE, 0.2 / len(names)) and untried:
             remedy = f"Try {' or '.join(untried)}."
         elif hits and most > 0.5 * wrong:
             remedy = (
@@ -297,7 +297,7 @@ def _charts(data: ReportData) -> dict[str, str]:
 
 
 def detail(samples: Samples, num_classes: int, predict: Predict) -> Values:
-    """IoU over some images; NaN if there are no pixels.
+    """IoU over some images; NaN without target pixels.
 
     `images`: number; `by_size` (C, 3): IoU of each class by SIZE_NAMES; `by_distance` (5): mIoU by DISTANCE_NAMES.
     """
@@ -305,7 +305,7 @@ def detail(samples: Samples, num_classes: int, predict: Predict) -> Values:
     from segpipe.train.metrics import miou  # torch
 
     places = spaced(range(len(samples)), MOST)
-    sizes = np.zeros((2, num_classes, len(SIZE_NAMES)), np.int64)
+    sizes = np.zeros((3, num_classes, len(SIZE_NAMES)), np.int64)
     bands = np.zeros((len(DISTANCE_NAMES), num_classes, num_classes), np.int64)
     for place in places:
         image, target = samples.read(place)
@@ -313,7 +313,7 @@ def detail(samples: Samples, num_classes: int, predict: Predict) -> Values:
         sizes += by_size(pred, target, num_classes)
         bands += by_distance(pred, target, num_classes)
     with np.errstate(invalid="ignore"):
-        by_class = sizes[0] / sizes[1]
+        by_class = np.where(sizes[2] > 0, sizes[0] / sizes[1], np.nan)
     return {
         "images": len(places),
         "by_size": by_class.tolist(),
@@ -322,20 +322,20 @@ def detail(samples: Samples, num_classes: int, predict: Predict) -> Values:
 
 
 def by_size(pred: Uint8, target: Uint8, num_classes: int) -> Int64:
-    """Pixels of intersection and union of each class, by object size.
+    """Pixels of intersection, union and target of each class, by object size.
 
     A false positive counts for the size of the predicted object that contains it.
 
-    Shapes: uint8 (H, W) twice -> int64 (2, C, 3).
+    Shapes: uint8 (H, W) twice -> int64 (3, C, 3).
     """
-    found = np.zeros((2, num_classes, len(SIZE_NAMES)), np.int64)
+    found = np.zeros((3, num_classes, len(SIZE_NAMES)), np.int64)
     for k in np.union1d(target, pred).tolist():
         if k >= num_classes:
             continue
         is_target, is_pred = target == k, (pred == k) & (target != IGNORE_INDEX)
         size = _sizes(is_target)
         found[0, k] = np.bincount(size[is_target & is_pred], minlength=3)
-        found[1, k] = np.bincount(size[is_target], minlength=3)
+        found[1:, k] = np.bincount(size[is_target], minlength=3)
         false = is_pred & ~is_target
         found[1, k] += np.bincount(_sizes(is_pred)[false], minlength=3)
     return found

@@ -32,7 +32,7 @@ from segpipe.settings.config import Config, config_hash
 from segpipe.train import checkpoint, opening
 from segpipe.train.batches import Sampling, counted
 from segpipe.train.forward import norms
-from segpipe.train.metrics import Validation, miou, scores, summary
+from segpipe.train.metrics import Validation, headline, miou, scores, summary
 from segpipe.train.recorder import Watch, keeps_ledger, open_watch
 from segpipe.train.start import weights_summary
 from segpipe.train.state import TrainState
@@ -457,7 +457,7 @@ def _validate(run: Run, *, precision: str, log: bool = True) -> Validation:
         values = {"precision": precision, "loss": found.loss, **figures}
         run.log.log(current.step, "validation", values)
         run.log.validated(run, found)
-    run.view.say(f"step {current.step}: validation mIoU {100 * figures['miou']:.2f} %")
+    run.view.say(f"step {current.step}: validation {headline(figures)}")
     if run.group.is_main and _is_settled(config, current.step):
         shard = run.sampling.first_shard()
         told = eval_gap(

@@ -127,6 +127,13 @@ def summary(confusion: Counts, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def headline(figures: Mapping[str, Any]) -> str:
+    """mIoU of a `summary` in percent, and of how many classes it is the mean if some have no target pixel."""
+    absent, classes = len(figures["absent"]), len(figures["iou"])
+    mean_of = f" (mean over {classes - absent} of {classes} classes)" if absent else ""
+    return f"mIoU {100 * figures['miou']:.2f} %{mean_of}"
+
+
 def rates(
     confusion: Counts, names: Sequence[str]
 ) -> dict[str, dict[str, float | None]]:
@@ -172,8 +179,9 @@ def interval(per_image: Mapping[int, Tensor], names: Sequence[str]) -> dict[str,
     """95 % bootstrap interval of mIoU ("miou": [low, high]) and of the IoU of each class ("iou": {name: [low, high]}).
 
     Draws 1,000 resamples of the images, of the same number, with replacement; the interval holds the middle 95 % of
-    their scores. A class that occurs in no resample is None, and so is everything with a single image. The draws depend
-    only on the number of images: equal matrices give equal intervals.
+    their scores. In a resample without a class, mIoU takes its IoU on all images. A class that occurs in no resample is
+    None, and so is everything with a single image. The draws depend only on the number of images: equal matrices give
+    equal intervals.
 
     per_image: confusion matrices int64 (C, C).
     """
@@ -186,20 +194,22 @@ def interval(per_image: Mapping[int, Tensor], names: Sequence[str]) -> dict[str,
     pixels = np.concatenate([both, counts.sum(2), counts.sum(1)], axis=1)
 
     random = generator(sample_key(0, 0, num, "bootstrap"))
-    times = np.empty((RESAMPLES, num))
-    for row in times:
+    times = np.ones((RESAMPLES + 1, num))  # the last row: all images
+    for row in times[:-1]:
         row[:] = np.bincount(random.integers(0, num, num), minlength=num)
 
     # In float64, because BLAS is fast there: whole numbers below 2**53, so the order of sums does not matter.
     hits, target, pred = np.split(times @ pixels.astype(np.float64), 3, axis=1)
     union = np.where(target > 0, target + pred - hits, np.nan)
-    scores = hits / union
+    *scores, whole = hits / union
 
     known = np.isfinite(scores)
-    means = np.where(known, scores, 0).sum(1) / np.maximum(known.sum(1), 1)
-
-    iou = {name: _middle(scores[known[:, k], k]) for k, name in enumerate(names)}
-    return {"miou": _middle(means[known.any(1)]), "iou": iou}
+    filled = np.where(known, scores, whole)[:, np.isfinite(whole)]
+    iou = {
+        name: _middle(column[np.isfinite(column)])
+        for name, column in zip(names, np.transpose(scores), strict=True)
+    }
+    return {"miou": _middle(filled.mean(1)) if filled.size else None, "iou": iou}
 
 
 def _middle(scores: Float64) -> list[float] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
@@ -12,9 +13,11 @@ import pytest
 
 from runs import DIGESTS, run
 from segpipe.cli.main import main as segpipe
-from segpipe.data.data_set import DataSet, MixedSamples
+from segpipe.data.catalog import ClassTable, mask_table_of
+from segpipe.data.data_set import DataSet, MixedSamples, SubSet
 from segpipe.data.samples import (
     CachedSamples,
+    _shared_ids,
     absent_root,
     check_labelled,
     class_pixels,
@@ -142,7 +145,7 @@ def test_names_of_folders_may_repeat(tmp_path: Path, mixed: DataConfig) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"map": {}}, ["data.mix[1] (farm) has classes", "town lacks: man, field", "{man: ignore, field: ignore}"]),
+        ({"map": {}}, ["data.mix[1] (farm) has 2 classes that", "town lacks", "{man: ignore, field: ignore}"]),
         ({"map": {**MAP, "mann": "person"}}, ["data.mix[1].map names the class 'mann'", "Did you mean man?"]),
         ({"map": {**MAP, "man": "persson"}}, ["data.mix[1].map maps man to 'persson'", "Did you mean person?"]),
     ],
@@ -153,6 +156,21 @@ def test_classes_without_a_place_are_refused(
     with pytest.raises(DataError) as caught:
         open_samples(changed(mixed, **change), "train", 0)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def table_of(names: list[str]) -> ClassTable:
+    return mask_table_of({"names": names}, "shared").classes
+
+
+def test_a_proposed_map_has_only_names_that_mean_the_same() -> None:
+    """It is made to be pasted: a ball is no wall, and grass no glass."""
+    shared = ["wall", "glass", "Traffic light"]
+    own = ["ball", "grass", "traffic_lights"]
+    samples: Any = SimpleNamespace(classes=table_of(own))
+    part = SubSet("b", samples, 1.0, "data.mix[1]")
+    proposed = r"map: \{ball: ignore, grass: ignore, traffic_lights: Traffic light\}"
+    with pytest.raises(DataError, match=proposed):
+        _shared_ids(part, {}, table_of(shared))
 
 
 def test_problems_and_hashes_cover_all_sets(mixed: DataConfig) -> None:

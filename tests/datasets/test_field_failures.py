@@ -38,6 +38,12 @@ def one_binary(number: int) -> np.ndarray:
     return stripes(0, 255)(number) if number == 7 else stripes(0, 1, 2)(number)
 
 
+def few_pixels(number: int) -> np.ndarray:
+    mask = stripes(0, 1)(number)
+    mask[0, :4] = 2  # of 6,144
+    return mask
+
+
 def write(
     root: Path, mask: Mask, table: str, *, same: bool = False, number: int = 3
 ) -> None:
@@ -107,6 +113,18 @@ CASES: dict[str, tuple[Mask, str, int, tuple[str, ...]]] = {
             "no image of train has a pixel of person: such classes cannot be learned",
             "no image of val has a pixel of person: such classes have no IoU",
         ),
+    ),
+    "names alone, and 0 ignored": (
+        stripes(0, 1, 2, 3),
+        f"{THREE}ignore: [0, 255]\n",
+        2,
+        ("id 0 is in ignore, but without ids it is that of floor", "ids: {1: floor"),
+    ),
+    "a class of few pixels": (
+        few_pixels,
+        THREE,
+        0,
+        ("less than 0.1% of the labelled pixels of train are person", "rare_crop=0.5"),
     ),
     "masks of colors": (
         colored,

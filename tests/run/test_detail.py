@@ -19,9 +19,10 @@ def test_a_pixel_counts_for_the_size_of_its_object() -> None:
     pred[:5, :10] = 0  # half of the small one is missed
     pred[:6, 100:110] = 1  # a false alarm of 60 pixels
     pred[60:128, 255] = 1  # where nothing is labelled
-    both, union = by_size(pred, target, 2)[:, 1]
+    both, union, labelled = by_size(pred, target, 2)[:, 1]
     assert both.tolist() == [50, 0, 20_000]
     assert union.tolist() == [160, 0, 20_000]
+    assert labelled.tolist() == [100, 0, 20_000]
 
 
 def test_bands_go_by_the_distance_to_another_class() -> None:
@@ -68,6 +69,13 @@ def test_figures_and_examples_of_a_split() -> None:
     measured = detail(samples, 2, nothing)
     assert measured["images"] == 3
     assert measured["by_size"][1][0] == 0.0
+
+    def one_large_pole(image: Any) -> Any:
+        return np.ones((20, 40), np.uint8)
+
+    found_false = detail(samples, 2, one_large_pole)["by_size"][1]
+    assert found_false[0] > 0
+    assert np.isnan(found_false[1:]).all(), "false alarms alone give a size no IoU"
     (shown,) = examples(samples, found, ["pole"], nothing)
     assert (shown.name, shown.miou) == ("pole: image0", 0.0)
     assert shown.target.shape == (10, 20)

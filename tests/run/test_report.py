@@ -328,7 +328,8 @@ def test_many_classes_have_a_matrix_without_numbers() -> None:
         names=names,
         palette=[(k, k, k) for k in range(21)],
     )
-    assert '<td class="hit" style="--s:1.00"></td>' in render(data)
+    cell = '<td class="hit" title="class_3 as class_3: 100 %" style="--s:1.00"></td>'
+    assert cell in render(data)
     assert '<td class="hit" style="--s:1.00">100</td>' in render(
         make(confusion=np.eye(4, dtype=np.int64))
     )

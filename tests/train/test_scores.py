@@ -62,6 +62,21 @@ def test_interval_is_that_of_a_slow_loop() -> None:
     assert interval(dict(reversed(per_image.items())), "abc") == found
 
 
+def test_a_resample_without_a_class_is_no_better_for_that() -> None:
+    """Three of 20 images hold class b, with IoU 0.2 each: a resample without them must not score a alone."""
+    with_b = torch.tensor([[90, 0], [8, 2]])
+    per_image = {
+        k: with_b if k < 3 else torch.tensor([[100, 0], [0, 0]]) for k in range(20)
+    }
+    low, high = interval(per_image, "ab")["miou"]
+    assert (
+        low
+        < metrics.miou(sum(per_image.values(), torch.zeros(2, 2, dtype=torch.int64)))
+        < high
+    )
+    assert high - low < 0.02
+
+
 def test_interval_shrinks_with_more_images_and_is_exact_at_large_counts() -> None:
     def width(num: int) -> float:
         low, high = interval(draw(num), "abc")["miou"]

@@ -216,7 +216,8 @@ def to_int8(source: Path, out: Path, images: Sequence[Image]) -> None:
     """
     if not images:
         raise ConfigError(
-            "int8 needs calibration frames, but there are none. Set data.root to the training images."
+            "int8 needs calibration frames of the exported size, but there are none. Set data.root to training "
+            "images, and export.height and export.width to their size."
         )
     model = _named(onnx.load(source))
     widen_constants(model.graph)
