@@ -336,8 +336,8 @@ def check_crop(config: Config, samples: DataSet) -> None:
     padding = 1 - shown / sizes.total()
     if padding > MUCH_PADDING:
         ERRORS.print(
-            f"Warning: {padding:.0%} of the crops of augment.crop_size = {crop} is padding, as the images are smaller. "
-            "Set augment.crop_size=auto."
+            f"Warning: {padding:.0%} of the crops of augment.crop_size = {crop} is padding, as images are smaller. "
+            "Smaller crops would waste less."
         )
 
 

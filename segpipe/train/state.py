@@ -285,8 +285,8 @@ def _load(
     notes = [f"weights of {start.where}, SHA-256 {start.sha256[:16]}: {found.summary}"]
     if start.class_names and not found.classes and start.class_names != classes.names:
         notes.append(
-            f"the class layers of {start.path} were kept, but its classes are {', '.join(start.class_names)}, and the "
-            f"data set has {', '.join(classes.names)}"
+            f"the class layers of {start.path} were kept, but its classes are {listed(start.class_names, 9)}, and the "
+            f"data set has {listed(classes.names, 9)}"
         )
     if start.standardize not in (None, config.model.standardize):
         notes.append(

@@ -406,6 +406,9 @@ def test_a_weak_class_gets_one_sentence_with_evidence() -> None:
     others = advice(counts, ("road", "lane", "pole"), [*tried, "data.balance"])
     assert others["pole"].endswith("separate the two classes.")
     assert advice(np.diag([5, 5, 0]), ("a", "b", "c")) == {}
+    many = 150  # equally often, so none is rare
+    text = advice(np.ones((many, many), np.int64), [f"c{k}" for k in range(many)])["c0"]
+    assert "it is 0.67% of the labelled pixels. Train longer" in text
     assert (
         "60% are predicted as road"
         in Page(

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from inspect import getgeneratorlocals
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import impure
 from impure import Noise, config
@@ -498,6 +500,31 @@ def test_one_impure_call_in_a_hundred_is_caught_within_200000_samples() -> None:
 
 
 # What it costs
+
+
+def test_nothing_of_a_batch_is_kept_when_the_next_is_asked_for() -> None:
+    """A view of a page-locked slot keeps it from the loader, and the host then waits for an update of the GPU."""
+    stream = train_batches(
+        Noise((64, 64), num=10),
+        Augmenter(AugmentConfig(crop_size=[32, 32], canary=1)),
+        Order(0, 10, 2, 4),
+        shards=range(1),
+        steps=range(4),
+        workers=0,
+        start_method="fork",
+        prefetch=1,
+        pin_memory=False,
+        repeats=Canary(Noise((64, 64), num=10)),
+    )
+    for batch in stream:
+        local = getgeneratorlocals(stream)
+        views = {name for name, value in local.items() if _has_pixels(value)}
+        assert views == {"data", "image", "target", "epoch", "index"}, batch.step
+
+
+def _has_pixels(value: object) -> bool:
+    parts = value if isinstance(value, tuple) else (value,)
+    return any(isinstance(part, Tensor | np.ndarray | memoryview) for part in parts)
 
 
 def test_it_costs_at_most_half_a_percent_of_the_loaders_time() -> None:

@@ -42,6 +42,14 @@ def test_rates_by_hand() -> None:
     )
 
 
+def test_the_headline_says_of_how_many_classes_it_is_the_mean() -> None:
+    half = np.array([[10, 0], [0, 0]])
+    said = metrics.headline(metrics.summary(half, "ab"))
+    assert said == "mIoU 100.00 % (mean over 1 of 2 classes)"
+    both = metrics.headline(metrics.summary(np.diag([3, 1]), "ab"))
+    assert both == "mIoU 100.00 %"
+
+
 def test_interval_is_that_of_a_slow_loop() -> None:
     per_image, num = draw(12), 12
     random = generator(sample_key(0, 0, num, "bootstrap"))
