@@ -334,7 +334,9 @@ COMMANDS = {
         "docs/models.md compares all networks.",
         (
             Setting("size", "1024x2048", "HEIGHTxWIDTH of the image"),
-            Setting("classes", 19, "number of classes", low=1, high=255),
+            Setting(
+                "classes", 19, "number of classes; no data is read", low=1, high=255
+            ),
             Setting(
                 "runs", 5, "timed forward passes; latency is their median; 0: none"
             ),
