@@ -392,3 +392,12 @@ def test_runs_on_other_data_show_it_and_are_not_averaged(
     ]
     grouped_as = ("1,2", "3") if hashed else ("1,3", "2")  # by the name, if not
     assert set(grouped_as) <= set(seeds_of), table
+
+
+def test_a_column_shows_the_first_digits_of_a_hash(seeds: Path) -> None:
+    path = seeds / "s1" / "config.json"
+    config = json.loads(path.read_text())
+    config["model"]["weights_sha256"] = "0123456789abcdef" * 4
+    path.write_text(json.dumps(config))
+    (row,) = (row for row in find_runs(seeds) if row.name == "s1")
+    assert row.settings["model.weights_sha256"] == "0123456789ab"
