@@ -160,6 +160,7 @@ def test_the_doctor_names_it_with_the_fix(
     text = said(capsys, code, "data=folder", f"data.root={tmp_path}")
     for part in parts:
         assert part in text
+    assert text.count("less than 0.1%") <= 1, "of train alone"
 
 
 def test_a_sound_set_has_none_of_them(
