@@ -51,6 +51,7 @@ LAST_LINES = 8  # of metrics.jsonl, on the live page
 NEIGHBORS = 10  # images that are this close in the order of names look alike
 WEAK = 0.6  # IoU below which a class gets advice
 RARE = 0.01  # share of the labelled pixels
+MOST_ADVICE = 20  # classes
 # Settings that helped rare classes, see docs/sampling.md.
 REMEDIES = {
     "augment.rare_crop": "0.5",
@@ -195,6 +196,8 @@ def write_report(path: Path, data: ReportData) -> Path:
     sequences = data.result.get("sequences") or {}
     settings, default = flat(config), _defaults(config.model.name, config.data.name)
     changed = [key for key in settings if default[key] != settings[key]]
+    told = advice(counts, names, changed)
+    weakest = sorted(told, key=figures["iou"].__getitem__)[:MOST_ADVICE]
     return write_page(
         "report.html.j2",
         path,
@@ -210,7 +213,7 @@ def write_report(path: Path, data: ReportData) -> Path:
         last_lines=LAST_LINES,
         size_names=SIZE_NAMES,
         distance_names=DISTANCE_NAMES,
-        advice=advice(counts, names, changed),
+        advice={name: told[name] for name in weakest},
         settings=settings,
         default=default,
         changed=changed,

@@ -321,6 +321,15 @@ def test_missing_data_leaves_a_page_without_it(missing: dict[str, Any]) -> None:
     assert "nan" not in Page(text).text
 
 
+def test_of_many_weak_classes_the_weakest_get_advice() -> None:
+    names = [f"class_{k}" for k in range(30)]
+    counts = np.diag(range(1, 31)) + 10
+    data = make(confusion=counts, names=names, palette=[(k, k, k) for k in range(30)])
+    html = render(data)
+    assert html.count('<tr class="advice">') == 20
+    assert "of its pixels are missed" not in html[: html.index(">class_20<")]
+
+
 def test_many_classes_have_a_matrix_without_numbers() -> None:
     names = [f"class_{k}" for k in range(21)]
     data = make(
