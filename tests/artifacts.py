@@ -28,6 +28,7 @@ def toy_manifest() -> dict[str, Any]:
         "format": FORMAT,
         "model": "toy",
         "source": {"ema_digest": "0123"},
+        "align_corners": False,
         "classes": [
             {"id": 0, "name": "low", "color": [0, 0, 255]},
             {"id": 1, "name": "high", "color": [255, 0, 0]},

@@ -78,7 +78,7 @@ def target_of(table: MaskTable, mask: RawMask, path: str) -> Uint8:
     if table.kind == "colors":
         return _target_of_colors(table, _rgba(mask, path), path)
     ids = mask.pixels
-    if mask.is_colored:
+    if mask.pixels.ndim == 3:
         ids = _equal_channels(table, ids, path)
     if mask.palette is not None and table.first and table.colors:
         _check_palette(table, mask.palette, ids, path)
@@ -118,7 +118,7 @@ def _place(
 
 def _rgba(mask: RawMask, path: str) -> Uint8:
     """Color of each pixel, RGBA uint8 (H, W, 4)."""
-    if mask.is_colored:
+    if mask.pixels.ndim == 3:
         return mask.pixels
     if mask.palette is not None:
         return np.asarray(mask.palette[mask.pixels])

@@ -111,11 +111,6 @@ class RawMask(NamedTuple):
     pixels: NDArray[Any]
     palette: Uint8 | None = None  # colors of the indices, uint8 (n, 4)
 
-    @property
-    def is_colored(self) -> bool:
-        """Whether the pixels are colors."""
-        return self.pixels.ndim == 3
-
 
 def state_of(path: str) -> State:
     """Current state of a file."""
@@ -274,7 +269,7 @@ class MaskValues(NamedTuple):
 
 def values_of(mask: RawMask) -> MaskValues:
     """Values in a mask."""
-    if mask.is_colored:
+    if mask.pixels.ndim == 3:
         # Sorts only the starts of runs of equal pixels, since a mask has few runs.
         numbers = packed(mask.pixels) & 0xFFFFFF
         starts, lengths = runs(numbers)

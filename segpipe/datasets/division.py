@@ -63,7 +63,7 @@ def divide(
 def _nearest_to(weights: Float64, val: float, seed: int) -> set[int]:
     """Rows whose share of each column is nearest to `val`: the first column counts as much as all others together.
 
-    A class that one side lacks adds 1 to the error, more than any share can.
+    A class that one side lacks adds 2 to the error, more than all shares together can.
     """
     num, columns = weights.shape
     best, chosen = np.inf, set[int]()
@@ -72,10 +72,10 @@ def _nearest_to(weights: Float64, val: float, seed: int) -> set[int]:
         order = random.permutation(num)
         sums = np.cumsum(weights[order], axis=0)
         total, firsts = sums[-1], sums[:-1]
-        lacking = (firsts == 0) | (firsts == total)
-        errors = np.abs(firsts / total - val) + lacking
+        lacking = ((firsts == 0) | (firsts == total)).sum(axis=1)
+        errors = np.abs(firsts / total - val)
         classes = errors[:, 1:].sum(axis=1) / max(columns - 1, 1)
-        scores = errors[:, 0] + classes
+        scores = errors[:, 0] + classes + 2 * lacking
         place = int(scores.argmin())
         if scores[place] < best:
             best = scores[place]

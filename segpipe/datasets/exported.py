@@ -64,6 +64,7 @@ class Export:
     drawn: set[str] = field(default_factory=set)  # labels that images have
     faults: list[str] = field(default_factory=list)
     exif: str = ""
+    smaller_on_top: bool = False  # of shapes that overlap; otherwise the later one
     # Labels by their color in the format; black means outside all areas.
     colors: dict[Color, str] = field(default_factory=lambda: {(0, 0, 0): BACKGROUND})
 
@@ -115,7 +116,7 @@ class Export:
         size: Size,
         shapes: Sequence[tuple[str, Shape | str]],
     ) -> None:
-        """Add an image with shapes, later ones on top; a shape without an area has the label "".
+        """Add an image with shapes; one without an area has the label "".
 
         A text in place of a shape says why it has no pixels.
         """
@@ -125,12 +126,17 @@ class Export:
             # Check the declared size against the image first, since painting allocates memory.
             check_size(image, size)
             target = np.full(size, ids.get(BACKGROUND, IGNORE_INDEX), np.uint8)
+            pixels = np.full(size, np.inf)  # of the shape that covers a pixel
             for label, shape in shapes:
                 where = f" an area of {label}" if label else ""
                 try:
                     if isinstance(shape, str):
                         raise ValueError(shape)
-                    target[shape(size)] = ids.get(label, IGNORE_INDEX)
+                    area = shape(size)
+                    if self.smaller_on_top:
+                        area = area & (pixels >= area.sum())
+                        pixels[area] = area.sum()
+                    target[area] = ids.get(label, IGNORE_INDEX)
                 except ValueError as error:
                     raise DataError(f"{image}:{where} {error}.") from None
                 except INCOMPLETE as error:

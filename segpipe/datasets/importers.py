@@ -152,7 +152,7 @@ def coco(source: Path, names: Sequence[str]) -> Export:
             "file, or to the folder above."
         )
 
-    export = Export()
+    export = Export(smaller_on_top=True)
     for path in files:
         with export.part(path):
             _read_coco(path, source, export)
@@ -165,8 +165,7 @@ def _read_coco(path: Path, source: Path, export: Export) -> None:
     content = load_json(path, "images", "annotations", "categories")
     labels = {int(each["id"]): str(each["name"]) for each in content["categories"]}
     export.declared += [labels[number] for number in sorted(labels)]
-    # Areas of each image: (size, label, shape).
-    shapes: dict[int, list[tuple[float, str, Shape | str]]] = {}
+    shapes: dict[int, list[tuple[str, Shape | str]]] = {}  # of each image
     for each in content["annotations"]:
         category = int(each.get("category_id", -1))
         label = labels.get(category, "")
@@ -176,18 +175,15 @@ def _read_coco(path: Path, source: Path, export: Export) -> None:
                 f"annotation {each.get('id')} of {path} has the category {category}, "
                 "which categories does not list"
             )
-        row = float(each.get("area") or 0.0), label, shape
-        shapes.setdefault(int(each["image_id"]), []).append(row)
+        shapes.setdefault(int(each["image_id"]), []).append((label, shape))
 
     folders, split = _coco_places(path, source)
     for each in content["images"]:
-        rows = shapes.pop(int(each["id"]), [])
-        rows.sort(key=lambda row: -row[0])
+        drawn = shapes.pop(int(each["id"]), [])
         with export.part(path):
             name = str(each["file_name"])
             image = find_image(folders, name)
             size = int(each["height"]), int(each["width"])
-            drawn = [(label, shape) for _, label, shape in rows]
             export.add(split_name(split), name, image, size, drawn)
 
     if shapes:
@@ -296,7 +292,7 @@ def _labelme_shape(shape: dict[str, Any]) -> tuple[str, Shape | str]:
         return label, partial(polygon, corners)
 
     if kind == "mask" and points:
-        left, top = min(points)
+        left, top = map(min, zip(*points, strict=True))
         return label, partial(_png, str(shape.get("mask")), round(left), round(top))
 
     return label, f"is a {kind} of {len(points)} points, which is not supported"

@@ -16,12 +16,17 @@ def ohem(
 ) -> Chosen:
     """The losses of hard pixels only, scaled up so that they count as much as all valid ones.
 
-    Whether a pixel is hard depends on the probability of its class, not on the class weight.
+    Whether a pixel is hard depends on the probability of its class, not on the class weight; a weight of 0 leaves the
+    class out.
 
     Shapes: losses float32 (B, H, W), target uint8 (B, H, W), class_weights (C,).
     """
     unweighted = without_weights(losses, target, class_weights)
-    kept, ratio = hard_pixels(unweighted, target != IGNORE_INDEX, config)
+    valid = target != IGNORE_INDEX
+    given = config.class_weights
+    if class_weights is not None and isinstance(given, list) and 0 in given:
+        valid &= class_weights[torch.where(valid, target, 0).long()] > 0
+    kept, ratio = hard_pixels(unweighted, valid, config)
     # Pixels that are not kept have finite losses.
     return Chosen(losses * kept, kept, ratio)
 

@@ -111,6 +111,7 @@ def of_exported(
     except (ArtifactError, EngineError) as error:
         raise _ERRORS[error.exit_code](str(error)) from error
     height, width, _ = artifact.frame
+    corners = artifact.manifest["align_corners"]
 
     def predict(image: Pixels) -> Answer:
         image = _checked(image)
@@ -120,7 +121,10 @@ def of_exported(
                 "set run=, which takes any size."
             )
         ids, confidence = session.run(image)
-        ids, levels = (enlarged(each, height, width) for each in (ids, confidence))
+        ids, levels = (
+            enlarged(each, height, width, align_corners=corners)
+            for each in (ids, confidence)
+        )
         return ids, np.divide(levels, 255, dtype=np.float32)
 
     classes = artifact.manifest["classes"]

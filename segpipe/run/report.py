@@ -39,7 +39,7 @@ EXAMPLES = 6
 # Pixels of a connected object, limits as in COCO.
 SIZES = (32 * 32, 96 * 96)
 SIZE_NAMES = ("below 32x32", "below 96x96", "larger")
-# Distance in pixels to the nearest pixel of another class.
+# Distance in pixels to the nearest pixel of another class, to about half a pixel.
 DISTANCES = (3, 6, 12, 24)
 DISTANCE_NAMES = ("up to 2", "3 to 5", "6 to 11", "12 to 23", "24 and more")
 Predict = Callable[[Uint8], Uint8]
@@ -340,7 +340,7 @@ def by_size(pred: Uint8, target: Uint8, num_classes: int) -> Int64:
         found[0, k] = np.bincount(size[is_target & is_pred], minlength=3)
         found[1:, k] = np.bincount(size[is_target], minlength=3)
         false = is_pred & ~is_target
-        found[1, k] += np.bincount(_sizes(is_pred)[false], minlength=3)
+        found[1, k] += np.bincount(_sizes(pred == k)[false], minlength=3)
     return found
 
 

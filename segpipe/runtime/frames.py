@@ -189,8 +189,23 @@ class StampCheck:
         return fresh
 
 
-def enlarged(mask: NDArray[Any], height: int, width: int) -> NDArray[Any]:
-    """The mask scaled to this size: each pixel takes the id of its cell."""
-    rows = np.arange(height) * mask.shape[0] // height
-    columns = np.arange(width) * mask.shape[1] // width
+def enlarged(
+    mask: NDArray[Any], height: int, width: int, *, align_corners: bool
+) -> NDArray[Any]:
+    """The mask scaled to this size: each pixel takes the id of its cell.
+
+    align_corners: as in the manifest. Then the cells at the borders are centered on the first and the last pixel.
+    """
+    places = nearest if align_corners else _cells
+    rows, columns = places(height, mask.shape[0]), places(width, mask.shape[1])
     return np.asarray(mask[np.ix_(rows, columns)])
+
+
+def nearest(num: int, others: int) -> NDArray[Any]:
+    """For each of `num` evenly spaced points, the nearest of `others`, if the first and the last coincide."""
+    places = np.arange(num) * ((others - 1) / max(num - 1, 1))
+    return np.asarray(np.rint(places), np.int64)
+
+
+def _cells(num: int, cells: int) -> NDArray[Any]:
+    return np.arange(num) * cells // num

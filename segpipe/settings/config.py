@@ -336,10 +336,11 @@ def _network_and_loss(config: Config) -> Iterator[str]:
     for name, part in (("loss", loss), ("data", config.data)):
         if part.args and ":" not in part.name:
             yield f"{name}.args = {part.args}, but {part.name} takes none: only plug-ins (package.module:Name) do."
-    if loss.name == "ohem" and loss.label_smoothing:
+    weighted_focal = loss.name == "focal" and loss.class_weights != "none"
+    if loss.label_smoothing and (loss.name == "ohem" or weighted_focal):
         yield (
-            f"loss.label_smoothing = {loss.label_smoothing}, but loss.name = ohem finds easy pixels by the "
-            f"cross-entropy without smoothing. Set loss.label_smoothing=0, or another loss."
+            f"loss.label_smoothing = {loss.label_smoothing}, but loss.name = {loss.name} needs the probability of a "
+            "pixel's class without smoothing. Set loss.label_smoothing=0, or another loss."
         )
     own = ":" in loss.name
     if own and loss.label_smoothing:

@@ -62,7 +62,7 @@ class ModelConfig:
     )
     standardize: bool = setting(
         False,
-        "normalize each image to mean 0 and variance 1, whatever its lighting, see docs/models.md",
+        "normalize each image to mean 0 and variance 1 (less where it is almost uniform), see docs/models.md",
     )
     norm: str = setting(
         "batch",
@@ -370,7 +370,8 @@ class EmaConfig:
 class TrainConfig:
     steps: int = setting(STEPS, "number of updates; 0: given by train.epochs")
     epochs: int = setting(
-        0, "passes over the training images, instead of train.steps; 0: use train.steps"
+        0,
+        "as many samples as this times the training images, not train.steps; 0: use train.steps",
     )
     precision: str = setting(
         "fp32",

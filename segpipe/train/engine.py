@@ -86,7 +86,7 @@ class Clock:
         if self.updates:
             self.seconds += now - self._mark
         else:
-            self._first = now
+            self._first, self._recent = now, (0.0, 1)
         self.wall = now - self._first
         self._mark = now
         self.updates += 1

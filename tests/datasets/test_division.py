@@ -81,6 +81,17 @@ def test_classes_weigh_in_the_choice() -> None:
     ), "the control"
 
 
+def test_a_class_on_both_sides_counts_more_than_the_share() -> None:
+    """Only the two long drives show class 19 of 20; without them, the share of images would be 0.2."""
+    drives = {"a": 30, "b": 30, "c": 10, "d": 10, "e": 10, "f": 10}
+    names = [f"{name}_{k:02d}" for name, count in drives.items() for k in range(count)]
+    pixels = np.full((len(names), 20), 10)
+    pixels[60:, 19] = 0
+    chosen = divide(names, val=0.2, by="sequence", seed=0, pixels=pixels)
+    assert sum(pixels[index, 19] for index, of_val in enumerate(chosen) if of_val) > 0
+    assert sum(chosen) == 30
+
+
 def test_the_tail_is_the_last_frames_by_number() -> None:
     names = [f"x_{number}" for number in range(1, 11)] + ["y_7"]
     chosen = divide(names, val=0.2, by="tail", seed=0)

@@ -233,12 +233,6 @@ BROKEN: dict[str, tuple[str, Any, tuple[str, ...], list[str]]] = {
         ("b.png: an area of car cannot be read (KeyError('size'))",),
         ["a"],
     ),
-    "coco area of text": (
-        "coco",
-        lambda root: coco(root, {"area": "x"}),
-        ("instances_default.json is not complete",),
-        [],
-    ),
     "coco id of text": (
         "coco",
         lambda root: coco(root, {"image_id": "x"}),

@@ -128,13 +128,12 @@ def coco_json(kinds: tuple[str, str]) -> str:
             },
         }[kind]
         category = {"car": 3, "person": 9}[label]
-        area = int(areas[label].sum())
         shapes.append(
             {
                 "id": 1,
                 "image_id": 4,
                 "category_id": category,
-                "area": area,
+                "area": 1,  # which tools fill in with that of the box, or leave out
                 "segmentation": segmentation,
             }
         )
@@ -196,7 +195,7 @@ def labelme(root: Path) -> None:
             {
                 "label": "person",
                 "shape_type": "mask",
-                "points": [[2, 2], [4, 3]],
+                "points": [[2, 3], [4, 2]],  # any two opposite corners
                 "mask": base64.b64encode(part).decode(),
             },
         ),

@@ -87,6 +87,7 @@ def judged(
     classes = [{"name": name} for name in CLASSES.names]
     manifest = {
         "profile": "robot",
+        "align_corners": False,
         "classes": classes,
     }
     report = ExportReport(Path("export"), manifest)

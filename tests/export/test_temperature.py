@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import cv2
 import numpy as np
@@ -82,6 +83,7 @@ def test_both_errors_are_those_of_the_labelled_pixels() -> None:
 
 def test_logits_are_computed_in_fp32_even_under_autocast() -> None:
     network = nn.Conv2d(3, CLASSES, 1)
+    network.align_corners = False  # type: ignore[assignment]
     image = np.random.Generator(np.random.Philox(key=2)).integers(
         0, 256, (*SIZE, 3), dtype=np.uint8
     )
@@ -97,6 +99,24 @@ def test_logits_are_computed_in_fp32_even_under_autocast() -> None:
             logits,
             network(trained.preprocess(torch.from_numpy(image)[None]))[0].numpy(),
         )
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_the_label_is_read_where_the_logit_is(align_corners: bool) -> None:
+    """With align_corners, the first and the last logit lie on the first and the last pixel, not in their cells."""
+    network = nn.AvgPool2d(8)
+    network.align_corners = align_corners  # type: ignore[assignment]
+    trained: Any = SimpleNamespace(
+        model=network, preprocess=lambda batch: batch.permute(0, 3, 1, 2).float()
+    )
+    size = (33, 65)
+    target = np.arange(size[1], dtype=np.uint8)[None].repeat(size[0], 0)
+    image = np.zeros((*size, 3), np.uint8)
+    [(logits, label)] = temperature._logits(trained, [(image, target)])
+    assert logits.shape == (3, 4, 8)
+    # Without align_corners `_pixels` reads the centers.
+    wanted = [0, 9, 18, 27, 37, 46, 55, 64] if align_corners else list(range(65))
+    assert label[0].tolist() == wanted
 
 
 def test_the_error_by_hand() -> None:

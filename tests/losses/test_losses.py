@@ -362,6 +362,26 @@ def test_ohem_settings_reach_the_loss(loss: Loss) -> None:
         )
 
 
+@pytest.mark.parametrize("share", [0.5, 0.93, 0.945])
+def test_ohem_leaves_out_a_class_of_weight_0(loss: Loss, share: float) -> None:
+    """All other pixels are hard, so it is the cross-entropy; they are not scaled up for those that are left out."""
+    target = torch.ones(1, 40, 50, dtype=torch.uint8)
+    target.view(-1)[: int(2000 * share)] = 0
+    logits, weights = torch.zeros(1, 3, 10, 13), torch.tensor([0.0, 1.0, 1.0])
+    given = [0.0, 1.0, 1.0]
+    both = [
+        loss(
+            {"main": logits},
+            target,
+            LossConfig(name=name, class_weights=given),
+            weights=weights,
+        )["main"]
+        for name in ("ohem", "cross_entropy")
+    ]
+    assert float(both[0]) == pytest.approx(float(both[1]), rel=1e-6)
+    assert float(both[1]) == pytest.approx(math.log(3) * (1 - share), rel=1e-3)
+
+
 @pytest.mark.parametrize("stride", [1, 2, 3])
 def test_dice_part_under_stride_counts_what_a_strided_pixel_stands_for(
     loss: Loss, stride: int

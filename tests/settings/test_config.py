@@ -460,11 +460,12 @@ def test_every_group_is_a_dataclass_with_defaults() -> None:
 
 
 def test_hard_pixels_are_not_found_in_smoothed_losses() -> None:
-    """Each would exceed the threshold: `ohem` would be cross-entropy."""
-    smoothed = {"loss": {"name": "ohem", "label_smoothing": 0.1}}
-    with pytest.raises(
-        ConfigError, match="ohem finds easy pixels by the cross-entropy"
-    ):
-        check(from_mapping(smoothed), world_size=1)
-    smoothed["loss"]["name"] = "focal"
-    check(from_mapping(smoothed), world_size=1)
+    """Each would exceed the threshold: `ohem` would be cross-entropy. Focal cannot take class weights out of them."""
+    ohem = {"name": "ohem"}
+    for loss in (ohem, {"name": "focal", "class_weights": "log"}):
+        smoothed = {"loss": {"label_smoothing": 0.1, **loss}}
+        wanted = f"{loss['name']} needs the probability of a pixel's class without"
+        with pytest.raises(ConfigError, match=wanted):
+            check(from_mapping(smoothed), world_size=1)
+    focal = {"name": "focal", "label_smoothing": 0.1, "class_weights": "none"}
+    check(from_mapping({"loss": focal}), world_size=1)

@@ -58,6 +58,19 @@ def test_last_pt_is_written_at_most_so_often_on_a_gpu() -> None:
     assert engine._long_ago(run_at(100, "cpu"))
 
 
+def test_the_first_line_after_a_resume_has_the_true_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first update of a session is not timed, so it must not be counted either."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = Clock()
+    for _ in range(3):
+        now[0] += 0.5
+        clock.tick()
+    assert clock.recent_rate() == 2.0
+
+
 def test_the_wall_rate_counts_what_the_rate_leaves_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

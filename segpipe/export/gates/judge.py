@@ -201,8 +201,10 @@ def _quality(case: _Case) -> None:
     runs = case.still_judged()
     if not runs or case.inputs.labelled is None:
         return
-    classes = [entry["name"] for entry in case.result.manifest["classes"]]
-    found = scores(runs, case.inputs.labelled, len(classes))
+    manifest = case.result.manifest
+    classes = [entry["name"] for entry in manifest["classes"]]
+    corners = manifest["align_corners"]
+    found = scores(runs, case.inputs.labelled, len(classes), align_corners=corners)
     critical = case.inputs.settings.critical_classes
     for name in runs.keys() - {EAGER}:
         limits = LIMITS[case.files[name].arithmetic]

@@ -24,7 +24,7 @@ from segpipe.errors import DataError
 from segpipe.export.gates.comparison import FP32, GateResult, Limits
 from segpipe.export.graph.network import Answer, Image, Run
 from segpipe.keys import generator, sample_key
-from segpipe.runtime.frames import enlarged
+from segpipe.runtime.frames import enlarged, nearest
 from segpipe.train.metrics import confusion, iou_per_class, miou
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ def fit_temperature(
     The entry also has the expected calibration error (0 to 1) at temperature 1 and at the fitted one.
 
     Shapes: logits float32 (C, h, w) at the output stride, where the exported file computes its confidence; target
-    uint8 (H, W), read at the center pixel of each cell. Uses at most 2048 labelled pixels per image; the draw depends
-    only on the image's index. Raises DataError when no pixel is labelled, a target is not a class id, or logits are not
-    finite.
+    uint8 (h, w), or of another size and read at the center pixel of each cell. Uses at most 2048 labelled pixels per
+    image; the draw depends only on the image's index. Raises DataError when no pixel is labelled, a target is not a
+    class id, or logits are not finite.
     """
     found = [
         _pixels(index, logits, target)
@@ -96,11 +96,17 @@ def calibration_error(score: NDArray[np.float64], label: NDArray[np.int64]) -> f
 def _logits(
     trained: TrainedNetwork, labelled: Iterable[tuple[Image, Target]]
 ) -> Iterator[tuple[Logits, Target]]:
-    """Yields the trained network's fp32 logits on the CPU with the target, image by image."""
+    """Yields the trained network's fp32 logits on the CPU with the target, image by image.
+
+    With align_corners, the target at the place of each logit.
+    """
     for image, target in labelled:
         batch = torch.from_numpy(image.copy())[None]
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             logits = trained.model(trained.preprocess(batch))
+        if trained.model.align_corners:
+            places = map(nearest, logits.shape[2:], target.shape)
+            target = target[np.ix_(*places)]
         yield logits[0].numpy(), target
 
 
@@ -154,11 +160,12 @@ class Score:
     counts: torch.Tensor
     images: int = 0
     invalid_pixels: int = 0
+    align_corners: bool = False  # of masks that are smaller than the target
 
     def add(self, answer: Answer, target: Target) -> None:
         """Adds one image; a pixel with an invalid id counts as class 0."""
         num_classes = len(self.counts)
-        mask = enlarged(answer.mask, *target.shape)
+        mask = enlarged(answer.mask, *target.shape, align_corners=self.align_corners)
         invalid = (mask < 0) | (mask >= num_classes)
         self.invalid_pixels += int(invalid.sum())
         pred = torch.from_numpy(np.where(invalid, 0, mask).astype(np.uint8))
@@ -170,10 +177,15 @@ def scores(
     runs: Mapping[str, Run],
     labelled: Iterable[tuple[Image, Target]],
     num_classes: int,
+    *,
+    align_corners: bool = False,
 ) -> dict[str, Score]:
     """Score of each run, on the same images."""
     found = {
-        name: Score(torch.zeros(num_classes, num_classes, dtype=torch.int64))
+        name: Score(
+            torch.zeros(num_classes, num_classes, dtype=torch.int64),
+            align_corners=align_corners,
+        )
         for name in runs
     }
     for image, target in labelled:
