@@ -25,6 +25,16 @@ def test_a_pixel_counts_for_the_size_of_its_object() -> None:
     assert labelled.tolist() == [100, 0, 20_000]
 
 
+def test_a_false_alarm_has_its_whole_size() -> None:
+    """Also the part of it where nothing is labelled, which counts no pixel."""
+    target = np.zeros((64, 64), np.uint8)
+    target[:, 20:] = 255
+    union = by_size(np.ones_like(target), target, 2)[1, 1]
+    assert union.tolist() == [0, 64 * 20, 0]
+    target[:, 10:] = 255  # 640 pixels of 4,096
+    assert by_size(np.ones_like(target), target, 2)[1, 1].tolist() == [0, 640, 0]
+
+
 def test_bands_go_by_the_distance_to_another_class() -> None:
     target = np.zeros((40, 100), np.uint8)
     target[:, 50:] = 1
