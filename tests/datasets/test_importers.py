@@ -473,6 +473,18 @@ def test_outlines_cover_pixel_centres() -> None:
     assert (polygon(corners, (40, 40)) != disk).sum() <= 8
 
 
+def test_of_equal_areas_the_later_is_on_top(tmp_path: Path) -> None:
+    content = json.loads(coco_json(("polygon", "polygon")))
+    content["annotations"][0]["segmentation"] = [
+        flat(CAR)
+    ]  # the person's, listed first
+    write(tmp_path / "source/annotations/instances_train.json", json.dumps(content))
+    write(tmp_path / "source/images/a.jpg", PICTURE)
+    assert imported(tmp_path / "source", tmp_path / "out", "coco") == 0
+    (mask,) = (tmp_path / "out").glob("masks/**/a.png")
+    assert set(np.unique(np.asarray(Image.open(mask)))) == {0, 1}, "no person is seen"
+
+
 def test_runs_are_those_of_coco() -> None:
     """The text is what pycocotools 2.0.11 makes of this area."""
     rows = (
