@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from segpipe import IGNORE_INDEX, plugins
-from segpipe.checks import purity
+from segpipe.checks import purity, tripwire
 from segpipe.checks.elsewhere import UnansweredError, elsewhere, started
 from segpipe.checks.tripwire import preserved, seed_globals
 from segpipe.data.augment import Augmenter
@@ -112,6 +112,7 @@ class DataContract:
         questions = {
             f"{split}: can be opened": self._opened,
             f"{split}: images, targets and names": self._samples,
+            f"{split}: sizes": self._sizes,
             f"{split}: same bytes twice": self._twice,
             f"{split}: same bytes in another process": self._other_process,
         }
@@ -119,7 +120,7 @@ class DataContract:
 
     def refusal(self) -> str:
         """Why a training must not start with this data set; empty if it may."""
-        return refusal(self._opened, self._twice, self._other_process)
+        return refusal(self._opened, self._sizes, self._twice, self._other_process)
 
     def _open(self) -> DataSet:
         return open_samples(self.config.data, self.split, self.config.seed)
@@ -131,6 +132,14 @@ class DataContract:
 
     def _samples(self) -> str:
         return " ".join([*self.samples.problems(self.indices)][:3])
+
+    def _sizes(self) -> str:
+        """Whether `size` says what `read` returns."""
+        for index in self.indices:
+            told, read = self.samples.size(index), self.samples.read(index)[1].shape
+            if tuple(told) != read:
+                return f"size({index}) is {told}, but sample {self.samples.name(index)} is {read}"
+        return ""
 
     def _twice(self) -> str:
         """Read again in another order, by another object, with other states of the global generators."""
@@ -229,6 +238,8 @@ class LossContract:
         questions = {
             "can be called": self._call,
             "no randomness": self._randomness,  # early, since it breaks others, too
+            "nothing is kept": self._state,
+            "the same in another start, on rank 1 of 2": self._another_start,
             "shards add up": self._sums,
             "ignored pixels do not count": self._ignored,
             "a batch without labels": self._unlabelled,
@@ -243,7 +254,13 @@ class LossContract:
     def refusal(self) -> str:
         """Why a training must not start with this loss; empty if it may. Raises what the call raises."""
         with preserved():
-            return self._call() or self._randomness() or self._sums()
+            return refusal(
+                self._call,
+                self._randomness,
+                self._state,
+                self._sums,
+                self._another_start,
+            )
 
     def total(self, weights: Tensor | None = None, **given: Tensor) -> Tensor:
         """Loss of the batch, or of the `logits` and `target` given, divided by the valid pixels of the batch."""
@@ -264,6 +281,37 @@ class LossContract:
             losses.check_call(self.config.loss)
         self.total()
         return ""
+
+    def _state(self) -> str:
+        """Whether the user's function keeps something from call to call, beyond what the first call caches."""
+        if not is_path(self.name):
+            return ""
+        function = plugins.load(losses.KEY, self.name)
+        self.total()
+        before = tripwire.object_state(function)
+        self.total()
+        if kept := tripwire.changed(before, tripwire.object_state(function)):
+            return (
+                f"{losses.KEY} = {self.name} keeps something from call to call: {listed(kept, 3)}. Ranks call it a "
+                "different number of times."
+            )
+        return ""
+
+    def _another_start(self) -> str:
+        """Whether another start of the program, as rank 1 of 2, gives the same loss and gradient."""
+        if not is_path(self.name):
+            return ""
+        try:
+            there = elsewhere("spawn", loss_afresh, self.config)
+        except UnansweredError as error:
+            return f"{NOTE}not checked in a spawned process: {error}"
+        if there == loss_afresh(self.config):
+            return ""
+        return (
+            f"{losses.KEY} = {self.name}: loss or gradient of the same logits differ in a process that was started "
+            "again, as rank 1 of 2. Use no rank, process id, clock, hash() of text, order of a set, or environment "
+            "variable."
+        )
 
     def _sums(self) -> str:
         """Whether the loss of a batch is the sum of the losses of its halves."""
@@ -630,6 +678,14 @@ def _moved_by_seeds(call: Callable[[], Tensor]) -> bool:
     first = call()
     seed_globals(2)
     return not _same(first, call())
+
+
+def loss_afresh(config: Config) -> tuple[float, bytes]:
+    """Loss and gradient of random logits; to be called in its own process, too."""
+    plugins.trust([config.loss.name])
+    contract = LossContract(config)
+    loss, gradient = contract._gradient(contract.logits)
+    return loss.item(), gradient.numpy().tobytes()
 
 
 def passed_afresh(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -304,15 +305,37 @@ class MixedSamples(DataSet):
         ]
 
 
+class PerProcess:
+    """A user's object. A forked process uses a copy of it: all that share an open file have one position in it."""
+
+    def __init__(self, value: Any) -> None:
+        self._value, self._pid = value, os.getpid()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PerProcess, (self._value,)
+
+    @property
+    def value(self) -> Any:
+        """The object of this process. Raises whatever it raises when it is pickled."""
+        if self._pid != os.getpid():
+            self.__init__(pickle.loads(pickle.dumps(self._value)))  # type: ignore[misc]
+        return self._value
+
+
 @dataclass(frozen=True)
 class PluginSamples(DataSet):
     """A split of the user's class. Raises DataError for anything that breaks the rules of docs/plugins.md."""
 
-    source: Any
+    own: PerProcess
     classes: ClassTable
     path: str  # import path of the class
     split: str
     root: str
+
+    @property
+    def source(self) -> Any:
+        """The user's object."""
+        return self.own.value
 
     def __len__(self) -> int:
         return len(self.source)
@@ -410,7 +433,8 @@ def open_plugin(data: DataConfig, split: str) -> PluginSamples:
         )
     if not len(source):
         raise DataError(f"data.name = {path}: split {split} has no sample.")
-    return PluginSamples(source, _table(source, path), path, split, data.root or ".")
+    classes, root = _table(source, path), data.root or "."
+    return PluginSamples(PerProcess(source), classes, path, split, root)
 
 
 def _table(source: Any, path: str) -> ClassTable:

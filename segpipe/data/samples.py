@@ -248,7 +248,7 @@ def _open_mixture(data: DataConfig, seed: int) -> DataSet:
 
 def _bare(name: str) -> str:
     """The name without case, separators and a plural s."""
-    return re.sub(r"[\W_]+", "", name).casefold().rstrip("s")
+    return re.sub(r"[\s_-]+", "", name).casefold().removesuffix("s")
 
 
 def _shared_ids(part: SubSet, names: Mapping[str, str], shared: ClassTable) -> Uint8:
@@ -275,8 +275,10 @@ def _shared_ids(part: SubSet, names: Mapping[str, str], shared: ClassTable) -> U
     known = {*given, *shared.names}
     lost = [name for name in own.names if name not in known]
     if lost:
-        same = {_bare(name): name for name in shared.names}
-        proposed = [f"{name}: {same.get(_bare(name), IGNORE)}" for name in lost]
+        proposed = []
+        for name in lost:
+            same = [one for one in shared.names if _bare(one) == _bare(name)]
+            proposed.append(f"{name}: {same[0] if len(same) == 1 else IGNORE}")
         raise DataError(
             f"{part.key} ({part.label}) has {len(lost)} classes that the shared table {shared.name} lacks. Map each to "
             f"a class of it or to {IGNORE}, such as map: {{{', '.join(proposed)}}}. The table has "

@@ -92,6 +92,8 @@ class Export:
             for label in drawn
             if label not in ids
         ]
+        if not chosen:
+            self.faults.append("all labels are ignored. Leave one out of ignore.")
         if len(chosen) > IGNORE_INDEX:
             self.faults.append(
                 f"{len(chosen)} classes, but at most {IGNORE_INDEX} are possible. Select some with names=[...]."

@@ -219,10 +219,10 @@ def missing_labels(split: str, samples: DataSet) -> Iterator[str]:
 
     names, shares = samples.classes.names, counts.sum(0) / max(counts.sum(), 1)
     rare = [names[train] for train in np.flatnonzero((shares > 0) & (shares < SCARCE))]
-    if rare and split == "train":
+    if rare and split == "train" and len(indices) == len(samples):
         yield (
             f"less than {SCARCE:.1%} of the labelled pixels of train are {listed(rare)}. Networks tend to leave out "
-            "such classes. Try augment.rare_crop=0.5, data.balance=0.5 or loss.class_weights=sqrt."
+            "such classes: augment.rare_crop, data.balance and loss.class_weights help, see docs/sampling.md."
         )
     absent = [names[train] for train in np.flatnonzero(counts.sum(0) == 0)]
     if absent and len(indices) == len(samples):

@@ -1,5 +1,6 @@
 """Reads the ledgers of all processes and sessions of a run, merged to one row per key, and its other records."""
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -93,7 +94,7 @@ def read_run(run_folder: Path) -> RunLedger:
         *_missing_ranks(sessions),
         *_resume_faults(rows, _first_of_each(np.concatenate(void))[0]),
         *_rank_faults(headers, valid, first, place),
-        *_gaps(rows, partial),
+        *_gaps(rows, partial, _ended(run_folder, rows)),
     ]
     notes += _environment_changes(headers)
     return RunLedger(run_folder, headers, rows, tuple(faults), tuple(notes), partial)
@@ -195,15 +196,25 @@ def _of_shards(rows: Rows) -> NDArray[np.int64]:
     return steps
 
 
-def _gaps(rows: Rows, partial: NDArray[np.int64]) -> list[str]:
+def _ended(run_folder: Path, rows: Rows) -> bool:
+    """Whether result.json is of these updates, not of those before the run was extended."""
+    path = run_folder / "result.json"
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return bool(read_json(path)["steps"] > rows["step"].max(initial=0))
+    return path.exists()
+
+
+def _gaps(rows: Rows, partial: NDArray[np.int64], ended: bool) -> list[str]:
     """Faults for steps between the first and the last that are in no file, and for `partial` ones before a whole one.
 
-    A killed process did not write its shards of the last steps. Whether a checkpoint follows them, the audit sees.
+    Of a run that has not `ended`, a killed process did not write its shards of the last steps. Whether a checkpoint
+    follows them, the audit sees.
     """
     steps = np.unique(_of_shards(rows))
     whole = np.setdiff1d(steps, partial)
     found = []
-    if len(early := partial[partial < whole.max(initial=0)]):
+    last = NO_STEP if ended else whole.max(initial=0)
+    if len(early := partial[partial < last]):
         found.append(f"shards are missing in step {early[0]} ({len(early)} such steps)")
     for what, present in (("shard", steps), ("step", steps_of(rows))):
         holes = np.flatnonzero(np.diff(present) > 1)

@@ -262,9 +262,14 @@ def plugin_sum(
     Shapes: logits float32 (B, C, H, W), target uint8 (B, H, W), class_weights (C,).
     """
     weights = {} if class_weights is None else {"class_weights": class_weights}
+    version = logits._version
     loss = _loss(name)(
         logits, target.long(), ignore_index=IGNORE_INDEX, **weights, **args
     )
+    if logits._version != version:  # other terms read them, too
+        raise ConfigError(
+            f"{KEY} = {name} writes into its logits. Use operations that return a new tensor: clamp, not clamp_."
+        )
     what = f"a {type(loss).__name__}"
     if isinstance(loss, Tensor):
         if loss.dtype == torch.float32 and loss.shape == target.shape:

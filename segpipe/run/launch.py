@@ -51,7 +51,7 @@ from segpipe.errors import (
     NumericsError,
     SegpipeError,
 )
-from segpipe.files import ADVICE, not_written
+from segpipe.files import ADVICE, not_written, read_json
 from segpipe.run.console import (
     CONSOLE,
     ERRORS,
@@ -356,20 +356,19 @@ def check_workers(config: Config, samples: DataSet) -> None:
             f"data.workers = {data.workers} and data.prefetch = {data.prefetch} need {needed / 2**20:.0f} MiB of "
             f"shared memory, but this machine has {memory / 2**20:.0f} MiB. Lower one of the two."
         )
-    if not data.workers or method == "fork":  # fork pickles nothing
+    if not data.workers:
         return
-    sent = {
-        f"data.name = {config.data.name}": samples,
-        f"augment.extra = {config.augment.extra}": Augmenter(config.augment),
-    }
+    sent: dict[str, object] = {f"data.name = {config.data.name}": samples}
+    if method != "fork":  # which copies data sets of users alone
+        sent[f"augment.extra = {config.augment.extra}"] = Augmenter(config.augment)
     for setting, value in sent.items():
         try:
             ForkingPickler.dumps(value)
         except Exception as error:  # whatever a class raises in __reduce__
             raise ConfigError(
                 f"{setting} cannot be pickled ({type(error).__name__}: {error}), but data.start_method = {method} "
-                f"sends it to every loader process. Open files and databases in read, not in __init__, and define "
-                f"functions at the top of a module; or set data.start_method=fork."
+                f"copies it into every loader process. Open files and databases in read, leave them out in "
+                f"__getstate__, and define functions at the top of a module; or set data.workers=0."
             ) from error
 
 
@@ -527,7 +526,7 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
     try:
         # Rank 0 owns the folder until it has finished its work after the training.
         with contextlib.ExitStack() as held:
-            with _failure_told(group):
+            with _failure_told(group), _disk_named(config):
                 if not prepared:
                     splits = _prepare_together(config, group, splits)
                 group.together(own)
@@ -611,15 +610,25 @@ def _train(config: Config, group: Group, splits: Splits | None) -> int:
     if group.is_main:
         assert isinstance(run.log, Tracker)
         exit_code = 0
-        try:
-            with stops_raised():
+        with (
+            stops_raised()
+        ):  # to the end of the trackers, which a repeated signal must not stop
+            try:
                 finish(run, validation, result)
-        except BaseException as error:
-            exit_code = exit_code_of(error, group.contract)
-            raise
-        finally:
-            run.log.end(config, result, exit_code)
+            except BaseException as error:
+                exit_code = exit_code_of(error, group.contract)
+                raise
+            finally:
+                run.log.end(config, result, exit_code)
     return 0
+
+
+def _is_stale(run: Run, result: Values) -> bool:
+    """Whether the run's folder has an export of other weights, as after a resume without export."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        exported = read_json(run.folder / "export" / "manifest.json")
+        return bool(exported["source"]["ema_digest"] != result["ema_digest"])
+    return False
 
 
 def finish(run: Run, found: Validation, result: Values) -> None:
@@ -658,6 +667,9 @@ def finish(run: Run, found: Validation, result: Values) -> None:
     )
     if config.export.enabled:
         _export(run)
+    elif _is_stale(run, result):
+        stale = f"{run.folder / 'export'} holds other weights, of an earlier export"
+        CONSOLE.print(f"{stale}: segpipe export {shlex.quote(f'run={run.folder}')}")
 
 
 def _export(run: Run) -> None:

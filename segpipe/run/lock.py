@@ -35,12 +35,10 @@ def remove_dead(folder: Path) -> None:
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a living process owns the folder; False as well if this user may not write there."""
+    """Whether a living process owns the folder; False as well if that cannot be told."""
+    path = folder / LOCK
     with contextlib.suppress(OSError):
-        try:
-            dead_lock(folder / LOCK)
-        except ConfigError:
-            return True
+        return _lives(_owner(path.read_bytes()), path)
     return False
 
 
@@ -166,6 +164,17 @@ def _owner(content: bytes) -> Owner:
         return Owner("", 0, "", "an unknown process (its lock is not readable)", "")
 
 
+def _lives(owner: Owner, path: Path) -> bool:
+    """Whether the owner of the lock at this path is alive; one on another machine, whether it touches the lock."""
+    if owner.host == this_host():
+        return process_start(owner.pid) in ("", owner.started)
+    job, attempt = environment.job_attempt()
+    newer = bool(job) and owner.job == job and list(owner.attempt) < attempt
+    # Slurm has ended the earlier attempt; torchrun also restarts an attempt that was refused here.
+    requeued = newer and owner.attempt[0] < attempt[0]
+    return _silent_s(path) < (0 if requeued else 2 * BEAT_S if newer else SILENT_S)
+
+
 def dead_lock(path: Path) -> bytes | None:
     """Content of a lock whose owner is dead; None without a lock.
 
@@ -173,22 +182,15 @@ def dead_lock(path: Path) -> bytes | None:
     """
     try:
         content = path.read_bytes()
+        owner = _owner(content)
+        if not _lives(owner, path):
+            return content
         silent_s = _silent_s(path)
     except FileNotFoundError:
         return None
-    owner = _owner(content)
-    if owner.host == this_host():
-        alive = process_start(owner.pid) in ("", owner.started)
-        advice = f"stop it (kill {owner.pid})"
-    else:
-        job, attempt = environment.job_attempt()
-        newer = bool(job) and owner.job == job and list(owner.attempt) < attempt
-        # Slurm has ended the earlier attempt; torchrun also restarts an attempt that was refused here.
-        requeued = newer and owner.attempt[0] < attempt[0]
-        alive = silent_s < (0 if requeued else 2 * BEAT_S if newer else SILENT_S)
+    advice = f"stop it (kill {owner.pid})"
+    if owner.host != this_host():
         advice = f"stop it there (if that machine is down: its lock ends {SILENT_S:.0f} s after the last sign of life)"
-    if not alive:
-        return content
     raise ConfigError(
         f"{path.parent} is in use by {owner.name}; last sign of life {silent_s:.0f} s ago. "
         f"Wait until it ends, {advice}, or choose another run.name. If this folder is a copy, delete {path}."

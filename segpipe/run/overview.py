@@ -162,8 +162,9 @@ def grouped(rows: Sequence[Row], by: str = "") -> list[RecipeGroup]:
     for row in sorted(rows, key=lambda row: row.miou is None):
         if row.settings:
             rest = {key: value for key, value in row.settings.items() if key != by}
-            # One data set may have several paths.
-            same = rest | {"data.root": ""} if rest["data.sha256"] else rest
+            # One data set may have several paths; what is held out decides which of its files are read.
+            unknown = "data.sha256" if by == "data.hold_out" else "data.root"
+            same = rest | {unknown: ""} if rest["data.sha256"] else rest
             group = groups.setdefault(_text(same), RecipeGroup(rest, [], by))
             if all(row.settings[by] != other.settings[by] for other in group.rows):
                 group.rows.append(row)

@@ -505,9 +505,11 @@ def _save(run: Run, name: str, *, wait: bool = True) -> None:
     """
     run.watch.sum([])  # raises if states differ, so nothing is saved
 
-    def write() -> None:
+    def flush() -> None:
         run.settle()
         run.watch.flush(sync=True)
+
+    def write() -> None:
         if run.group.is_main:
             classes = run.train_samples.classes
             content = checkpoint.snapshot(
@@ -518,7 +520,8 @@ def _save(run: Run, name: str, *, wait: bool = True) -> None:
         if wait or run.saved is None:
             run.settle()
 
-    run.group.together(write)  # a full disk ends all ranks, not only one
+    run.group.together(flush)  # a full disk ends all ranks, not only one
+    run.group.together(write)  # when all ranks have written their rows
     if name == "last.pt":
         run.saved = run.state.step
         run.saved_at = time.monotonic()

@@ -118,8 +118,10 @@ def test_rows_that_a_process_lost_are_a_fault_of_the_checkpoints_that_follow_the
     kept = (rows["kind"] != SHARD) | (rows["step"] < STEPS - 1) | (rows["shard"] != 1)
     path.write_bytes(content[: session.start] + rows[kept].tobytes())
     lost = f"the ledger lacks shards of step {STEPS - 1}"
+    assert failures(audited(copy)).keys() == {"ledger", "best.pt", "last.pt"}
+    (copy / "run" / "result.json").unlink()  # as if it had been killed
     found = failures(audited(copy))
-    assert found.keys() == {"best.pt", "last.pt", "result"}  # not step_000002.pt
+    assert found.keys() == {"best.pt", "last.pt"}  # not step_000002.pt
     assert all(lost in text for text in found.values())
 
 

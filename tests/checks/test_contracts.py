@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -509,7 +510,58 @@ def test_a_network_of_ours_keeps_all_clauses(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def loss(**settings: Any) -> dict[str, str]:
-    return broken(LossContract(from_mapping({"loss": settings})).clauses())
+    """What is wrong with a loss; without another start, which takes seconds."""
+    with mock.patch.object(LossContract, "_another_start", return_value=""):
+        return broken(LossContract(from_mapping({"loss": settings})).clauses())
+
+
+IMPURE_LOSSES = """
+    import os
+    from torch.nn.functional import cross_entropy
+
+    def plain(logits, target, *, ignore_index):
+        return cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
+
+    def ranked(logits, target, *, ignore_index):
+        return plain(logits, target, ignore_index=ignore_index) * (1 + int(os.environ.get("RANK", 0)))
+
+    def unordered(logits, target, *, ignore_index):
+        return plain(logits, target, ignore_index=ignore_index) * hash("floor")
+
+    CALLS = [0]
+
+    def counted(logits, target, *, ignore_index):
+        CALLS[0] += 1
+        return plain(logits, target, ignore_index=ignore_index) * (1 if CALLS[0] < 1000 else 2)
+
+    def written(logits, target, *, ignore_index):
+        return plain(logits.clamp_(-1, 1), target, ignore_index=ignore_index)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("ranked", "in a process that was started again, as rank 1 of 2"),
+        ("unordered", "in a process that was started again"),
+        ("counted", "keeps something from call to call"),
+        ("written", "writes into its logits"),
+        ("plain", ""),
+    ],
+)
+def test_no_training_starts_with_a_loss_that_depends_on_its_process(
+    name: str, says: str, project: Write
+) -> None:
+    """Runs would differ with the number of processes, or from one start to the next."""
+    project("impureloss.py", IMPURE_LOSSES)
+    config = from_mapping({"loss": {"name": f"impureloss:{name}"}})
+    try:
+        found = LossContract(config).refusal()
+    except ConfigError as error:
+        found = str(error)
+    assert says in found
+    assert bool(found) == bool(says)
 
 
 @pytest.mark.parametrize(
@@ -648,9 +700,9 @@ def test_the_command_checks_what_is_named(
     )
     shown = capsys.readouterr().out
     assert "loss, shards add up: loss.name = loss:loss: a batch has loss" in shown
-    assert "8 checks of loss: 4 failed" in shown
+    assert "10 checks of loss: 4 failed" in shown
     assert checks.check_plugin({"overrides": ["data.name=data:Data"]}) == 0
-    assert "8 checks of data: all passed" in capsys.readouterr().out
+    assert "10 checks of data: all passed" in capsys.readouterr().out
     assert checks.chosen(["model=pidnet_s", "augment.extra=[noise]"], Config()) == [
         "model",
         "augment",

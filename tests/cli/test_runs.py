@@ -394,6 +394,23 @@ def test_runs_on_other_data_show_it_and_are_not_averaged(
     assert set(grouped_as) <= set(seeds_of), table
 
 
+def test_held_out_sequences_are_one_group_though_they_read_other_files(
+    seeds: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, drive in (("s1", "a"), ("s2", "b")):
+        path = seeds / name / "config.json"
+        config = json.loads(path.read_text())
+        config["data"] |= {"name": "folder", "root": "/d/x", "hold_out": drive}
+        config["seed"] = 1
+        path.write_text(json.dumps(config))
+        data = {"data": {"sha256": drive * 64, "hashed": True}}
+        (seeds / name / "inputs.json").write_text(json.dumps(data))
+    assert (
+        segpipe(["runs", f"runs=[{seeds}/s1,{seeds}/s2]", "group=data.hold_out"]) == 0
+    )
+    assert "a,b" in capsys.readouterr().out
+
+
 def test_a_column_shows_the_first_digits_of_a_hash(seeds: Path) -> None:
     path = seeds / "s1" / "config.json"
     config = json.loads(path.read_text())

@@ -164,11 +164,11 @@ def table_of(names: list[str]) -> ClassTable:
 
 def test_a_proposed_map_has_only_names_that_mean_the_same() -> None:
     """It is made to be pasted: a ball is no wall, and grass no glass."""
-    shared = ["wall", "glass", "Traffic light"]
-    own = ["ball", "grass", "traffic_lights"]
+    shared = ["wall", "glass", "Traffic light", "C++", "lane-1", "lane1"]
+    own = ["ball", "grass", "traffic_lights", "c", "lane 1"]
     samples: Any = SimpleNamespace(classes=table_of(own))
     part = SubSet("b", samples, 1.0, "data.mix[1]")
-    proposed = r"map: \{ball: ignore, grass: ignore, traffic_lights: Traffic light\}"
+    proposed = r"ball: ignore, grass: ignore, traffic_lights: Traffic light, c: ignore, lane 1: ignore\}"
     with pytest.raises(DataError, match=proposed):
         _shared_ids(part, {}, table_of(shared))
 

@@ -3,6 +3,7 @@
 import hashlib
 import pickle
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from segpipe import plugins
+from segpipe.checks.elsewhere import started
 from segpipe.data.augment import Augmenter
+from segpipe.data.data_set import PerProcess
 from segpipe.data.samples import class_pixels, image_sizes, open_samples
 from segpipe.datasets.problems import problems
 from segpipe.errors import ConfigError, DataError
@@ -55,6 +58,20 @@ DATA = """
 
         def size(self, index):
             return 100, 200
+
+    class OneFile(Data):
+        file = None  # holds all images; the first read opens it, as the advice says
+
+        def __getstate__(self):
+            return self.__dict__ | {"file": None}
+
+        def read(self, index):
+            if self.file is None:
+                self.file = open(f"{self.root}/all.bin", "rb", buffering=0)
+            self.file.seek(index * 192)
+            parts = [self.file.read(16) for _ in range(12)]
+            image = np.frombuffer(b"".join(parts), np.uint8).reshape(8, 8, 3)
+            return image, np.full((8, 8), index % 2, np.uint8)
 
     class Colorless(Data):
         palette = ()
@@ -293,3 +310,41 @@ def test_a_mask_of_another_shape_is_refused(project: Write) -> None:
     plugins.trust(["rows:Row"])
     with pytest.raises(ConfigError, match=r"rows:Row made uint8 \(32,\) of the mask"):
         augmented("rows:Row")
+
+
+def read_all(samples: Any, times: int) -> list[bool]:
+    """Whether each read in this process gives the sample that was asked for."""
+    with suppress(DataError):  # a part of another image is too short
+        return [
+            bool((samples.read(index)[0] == index).all())
+            for _ in range(times)
+            for index in range(len(samples))
+        ]
+    return [False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [False, True])
+def test_loader_processes_do_not_share_the_position_in_an_open_file(
+    tmp_path: Path,
+    project: Write,
+    monkeypatch: pytest.MonkeyPatch,
+    shared: bool,
+) -> None:
+    """The checks before a training read in the process that is forked. Control: without a copy, images are mixed up."""
+    project("mine.py", DATA)
+    pixels = b"".join(bytes([index]) * 192 for index in range(20))
+    (tmp_path / "all.bin").write_bytes(pixels)
+    data = DataConfig(name="mine:OneFile", root=str(tmp_path))
+    samples = open_samples(data, "train", 0)
+    assert all(read_all(samples, 1))
+    if shared:
+        monkeypatch.setattr(PerProcess, "value", property(lambda own: own._value))
+    with ExitStack() as held:
+        asked = [
+            held.enter_context(started("fork", read_all, samples, 300))
+            for _ in range(3)
+        ]
+        found = [answer() for answer in asked]
+    samples.source.file.close()  # type: ignore[attr-defined]
+    assert all(map(all, found)) != shared

@@ -124,7 +124,10 @@ CASES: dict[str, tuple[Mask, str, int, tuple[str, ...]]] = {
         few_pixels,
         THREE,
         0,
-        ("less than 0.1% of the labelled pixels of train are person", "rare_crop=0.5"),
+        (
+            "less than 0.1% of the labelled pixels of train are person",
+            "augment.rare_crop, data.balance",
+        ),
     ),
     "masks of colors": (
         colored,

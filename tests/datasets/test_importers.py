@@ -538,6 +538,15 @@ def test_labels_are_ignored_by_name(tmp_path: Path) -> None:
     assert np.array_equal(whole, scene(1, 2, 0)), "no second background"
 
 
+def test_an_import_of_ignored_labels_alone_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    voc_of_cvat(tmp_path / "source")
+    ignored = ("names=[car]", "ignore=[car,person]", "background=ignore")
+    assert imported(tmp_path / "source", tmp_path / "out", "voc", *ignored) == 2
+    assert "all labels are ignored" in capsys.readouterr().out
+
+
 def test_a_label_that_is_named_and_ignored_is_no_class(tmp_path: Path) -> None:
     """The names of masks of ids are all ids, so that is how to ignore one."""
     voc(tmp_path / "source")

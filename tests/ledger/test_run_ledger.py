@@ -152,9 +152,15 @@ def test_shards_that_a_killed_process_did_not_write_are_partial_steps_and_a_faul
     ledger_path(tmp_path, 1).write_bytes(ledger_path(short, 1).read_bytes())
     found = read_run(tmp_path)
     assert (found.faults, found.partial.tolist()) == ((), [2, 3])
+    lost = ("shards are missing in step 2 (2 such steps)",)
+    result = tmp_path / "result.json"
+    for text, faults in (("", lost), ('{"steps": 4}', lost), ('{"steps": 3}', ())):
+        result.write_text(text)
+        assert read_run(tmp_path).faults == faults
+    result.unlink()
     later = ledgers.header(session=1, first_step=4)
     ledgers.write_session(tmp_path, later, range(4, 5), ranks=2)
-    assert read_run(tmp_path).faults == ("shards are missing in step 2 (2 such steps)",)
+    assert read_run(tmp_path).faults == lost
 
 
 def test_another_environment_of_a_later_session_is_noted(tmp_path: Path) -> None:

@@ -16,14 +16,17 @@ import pytest
 import torch
 from tables import CAMVID
 
+import runs
+from ranks import launched
 from segpipe import disk
-from segpipe.errors import CheckpointError, WeightsError
+from segpipe.errors import CheckpointError, NotWritten, WeightsError
 from segpipe.files import write_atomically
 from segpipe.models import build_model
 from segpipe.settings.config import Config, to_mapping
 from segpipe.settings.groups import ModelConfig
 from segpipe.train import checkpoint
 from segpipe.train.checkpoint import candidates, load, load_network, newest_whole, save
+from segpipe.train.recorder import Recorder
 
 SMALL = {
     "step": 7,
@@ -584,3 +587,19 @@ def test_a_file_that_cannot_be_read_now_is_not_taken_for_a_torn_one(
     found = newest_whole(tmp_path)
     assert found is not None
     assert found.path.name == "step_6.pt"
+
+
+def _rank_1_cannot_write(rank: int, folder: str) -> int:
+    def flush(self: Recorder, *, sync: bool = False) -> None:
+        raise NotWritten("the disk of rank 1 is full")
+
+    if rank:
+        Recorder.flush = flush  # type: ignore[assignment, method-assign]
+    return runs.run(Path(folder), "train.steps=2")
+
+
+@pytest.mark.slow
+def test_no_checkpoint_is_ahead_of_a_ledger(tmp_path: Path) -> None:
+    """Rank 0 writes it when all ranks have their rows on the disk; otherwise an audit would miss some of them."""
+    assert launched(2, _rank_1_cannot_write, str(tmp_path / "run")) == [2, 2]
+    assert not (tmp_path / "run" / "last.pt").exists()
