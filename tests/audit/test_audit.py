@@ -123,6 +123,10 @@ def test_rows_that_a_process_lost_are_a_fault_of_the_checkpoints_that_follow_the
     found = failures(audited(copy))
     assert found.keys() == {"best.pt", "last.pt"}  # not step_000002.pt
     assert all(lost in text for text in found.values())
+    kept &= (rows["kind"] != STEP) | (rows["step"] < STEPS - 1)
+    path.write_bytes(content[: session.start] + rows[kept].tobytes())
+    ahead = failures(audited(copy)).get("last.pt", "")
+    assert lost not in ahead, "of a step that the ledger does not reach"
 
 
 def test_a_sound_run_passes_from_the_first_image_to_the_final_file(

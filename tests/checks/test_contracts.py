@@ -515,6 +515,26 @@ def loss(**settings: Any) -> dict[str, str]:
         return broken(LossContract(from_mapping({"loss": settings})).clauses())
 
 
+LIAR = """
+    import numpy as np
+
+    class Data:
+        classes, palette = ["a", "b"], [(0, 0, 0), (9, 9, 9)]
+        def __init__(self, root, split): pass
+        def __len__(self): return 2
+        def name(self, index): return f"n{index}"
+        def size(self, index): return 64, 64 + 32 * index
+        def read(self, index): return np.zeros((64, 64, 3), np.uint8), np.zeros((64, 64), np.uint8)
+"""
+
+
+def test_a_size_that_read_does_not_keep_is_named(project: Write) -> None:
+    project("liar.py", LIAR)
+    contract = DataContract(from_mapping({"data": {"name": "liar:Data"}}), "train")
+    said = contract.refusal()
+    assert said == "size(1) is (64, 96), but sample n1 is (64, 64)"
+
+
 IMPURE_LOSSES = """
     import os
     from torch.nn.functional import cross_entropy
