@@ -252,7 +252,7 @@ class LossContract:
         return answers("loss", questions)
 
     def refusal(self) -> str:
-        """Why a training must not start with this loss; empty if it may. Raises what the call raises."""
+        """Why a training must not start with this loss; empty if it may."""
         with preserved():
             return refusal(
                 self._call,

@@ -136,8 +136,9 @@ class Export:
                         raise ValueError(shape)
                     area = shape(size)
                     if self.smaller_on_top:
-                        area = area & (pixels >= area.sum())
-                        pixels[area] = area.sum()
+                        count = area.sum()
+                        area = area & (pixels >= count)
+                        pixels[area] = count
                     target[area] = ids.get(label, IGNORE_INDEX)
                 except ValueError as error:
                     raise DataError(f"{image}:{where} {error}.") from None

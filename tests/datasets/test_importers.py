@@ -485,6 +485,22 @@ def test_of_equal_areas_the_later_is_on_top(tmp_path: Path) -> None:
     assert set(np.unique(np.asarray(Image.open(mask)))) == {0, 1}, "no person is seen"
 
 
+def test_an_area_counts_whole_also_where_a_smaller_one_covers_it(
+    tmp_path: Path,
+) -> None:
+    """A third area, larger than what is seen of the car but smaller than the car, is on top of it."""
+    content = json.loads(coco_json(("polygon", "polygon")))
+    third = {"id": 3, "image_id": 4, "category_id": 0}
+    content["annotations"].append(third | {"segmentation": [flat((1, 1, 6, 5))]})
+    write(tmp_path / "source/annotations/instances_train.json", json.dumps(content))
+    write(tmp_path / "source/images/a.jpg", PICTURE)
+    names = "names=[background,car,person,unused]"
+    assert imported(tmp_path / "source", tmp_path / "out", "coco", names) == 0
+    (path,) = (tmp_path / "out").glob("masks/**/a.png")
+    mask = np.asarray(Image.open(path))
+    assert (mask[1, 1], mask[2, 2], mask[1, 6]) == (3, 2, 1)
+
+
 def test_runs_are_those_of_coco() -> None:
     """The text is what pycocotools 2.0.11 makes of this area."""
     rows = (
