@@ -158,7 +158,10 @@ class DataContract:
     def _other_process(self) -> str:
         """Read in a forked process, like a loader process, and in another start of the program."""
         expected = contents(self.samples, self.indices)
-        for method in ("fork", "spawn"):
+        for method in (
+            "spawn",
+            "fork",
+        ):  # only what can be pickled has loader processes
             try:
                 found = elsewhere(method, contents, self.samples, self.indices)
             except UnansweredError as error:

@@ -535,6 +535,17 @@ def test_a_size_that_read_does_not_keep_is_named(project: Write) -> None:
     assert said == "size(1) is (64, 96), but sample n1 is (64, 64)"
 
 
+def test_samples_that_cannot_be_copied_are_read_in_this_process(
+    project: Write,
+) -> None:
+    """With data.workers=0 nothing else reads them; with workers, `check_workers` refuses them."""
+    lock = "def __init__(self, root, split): import threading; self.lock = threading.Lock()"
+    kept = LIAR.replace("64 + 32 * index", "64")
+    project("lockbox.py", kept.replace("def __init__(self, root, split): pass", lock))
+    config = from_mapping({"data": {"name": "lockbox:Data"}})
+    assert DataContract(config, "train").refusal() == ""
+
+
 IMPURE_LOSSES = """
     import os
     from torch.nn.functional import cross_entropy
