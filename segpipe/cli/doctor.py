@@ -140,9 +140,8 @@ def _not_divided(data: DataConfig, splits: list[str]) -> str:
 def _warnings(config: Config, opened: Mapping[str, DataSet]) -> list[str]:
     """What may be intended, or would spoil a training."""
     data, train = config.data, opened["train"]
-    refused = refusals(
-        partial(check, config, train) for check in (check_workers, check_crop)
-    )
+    workers = partial(check_workers, config, *opened.values())
+    refused = refusals([workers, partial(check_crop, config, train)])
     warnings = [f"training would refuse this: {reason}" for reason in refused]
     whole = published(data.name).splits if data.name in PUBLISHED else {}
     for split, samples in opened.items():

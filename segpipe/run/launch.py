@@ -271,7 +271,7 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
         one()
     check_crop(config, train)
     contracts.check_network(config, train.classes)
-    check_workers(config, train)
+    check_workers(config, train, val)
     if config.compute.mode != "off":
         skipped = purity.quick(Augmenter(config.augment), train)
         if skipped:
@@ -341,7 +341,7 @@ def check_crop(config: Config, samples: DataSet) -> None:
         )
 
 
-def check_workers(config: Config, samples: DataSet) -> None:
+def check_workers(config: Config, *samples: DataSet) -> None:
     """Raise ConfigError for settings and objects that would stop loader processes."""
     from segpipe.data.augment import Augmenter
 

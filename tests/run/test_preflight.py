@@ -16,7 +16,7 @@ from segpipe.cli.main import main as segpipe
 from segpipe.data import Sample
 from segpipe.data.catalog import STREET, ClassTable
 from segpipe.data.data_set import DataSet
-from segpipe.data.samples import open_samples
+from segpipe.data.samples import open_samples, open_splits
 from segpipe.errors import ConfigError
 from segpipe.run.launch import check_crop, check_workers, with_crop
 from segpipe.settings.compose import compose
@@ -48,19 +48,22 @@ def config(*changes: str) -> Config:
 
 
 def test_samples_that_loader_processes_cannot_copy_are_refused() -> None:
-    """Also with fork: what is open in a user's object has one position for all of them."""
-    samples = Nested(LOCK)
-    for method in ("fork", "spawn", "forkserver"):
+    """With fork, too: what is open in a user's object has one position for all. Validation reads in them, too."""
+    for method, kept in zip(
+        ("fork", "spawn", "forkserver"),
+        ((LOCK, 0), (0, LOCK), (LOCK, LOCK)),
+        strict=True,
+    ):
         given = config("data.workers=1", f"data.start_method={method}")
         with pytest.raises(ConfigError) as refused:
-            check_workers(given, samples)
+            check_workers(given, *map(Nested, kept))
         for part in (
             "cannot be pickled (TypeError: cannot pickle '_thread.lock' object)",
             f"data.start_method = {method}",
             "data.workers=0",
         ):
             assert part in str(refused.value)
-    check_workers(config("data.workers=0", "data.start_method=spawn"), samples)
+    check_workers(config("data.workers=0", "data.start_method=spawn"), Nested(LOCK))
 
 
 def test_a_run_is_refused_before_its_folder_is_claimed(
@@ -96,7 +99,7 @@ def test_a_run_is_refused_before_its_folder_is_claimed(
 def test_the_samples_of_a_set_in_files_travel(tmp_path: Path) -> None:
     """The control: what segpipe itself sends can be pickled."""
     own = config("data.workers=1", "data.start_method=spawn")
-    check_workers(own, open_samples(own.data, "train", 0))
+    check_workers(own, *open_splits(own))
 
 
 @pytest.mark.parametrize(
