@@ -112,15 +112,15 @@ class DataContract:
         questions = {
             f"{split}: can be opened": self._opened,
             f"{split}: images, targets and names": self._samples,
-            f"{split}: sizes": self._sizes,
             f"{split}: same bytes twice": self._twice,
+            f"{split}: sizes": self._sizes,
             f"{split}: same bytes in another process": self._other_process,
         }
         return answers("data", questions)
 
     def refusal(self) -> str:
         """Why a training must not start with this data set; empty if it may."""
-        return refusal(self._opened, self._sizes, self._twice, self._other_process)
+        return refusal(self._opened, self._twice, self._sizes, self._other_process)
 
     def _open(self) -> DataSet:
         return open_samples(self.config.data, self.split, self.config.seed)

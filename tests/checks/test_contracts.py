@@ -535,6 +535,20 @@ def test_a_size_that_read_does_not_keep_is_named(project: Write) -> None:
     assert said == "size(1) is (64, 96), but sample n1 is (64, 64)"
 
 
+def test_images_of_random_sizes_are_not_blamed_on_a_size_method(project: Write) -> None:
+    body, _, _ = LIAR.partition("        def size")
+    project(
+        "drifting.py",
+        f"""{body}
+        def read(self, index):
+            self.calls = getattr(self, "calls", 0) + 1
+            return np.zeros((64, 63 + self.calls, 3), np.uint8), np.zeros((64, 63 + self.calls), np.uint8)
+""",
+    )
+    contract = DataContract(from_mapping({"data": {"name": "drifting:Data"}}), "train")
+    assert "has different bytes when read twice" in contract.refusal()
+
+
 def test_samples_that_cannot_be_copied_are_read_in_this_process(
     project: Write,
 ) -> None:
