@@ -17,6 +17,7 @@ from segpipe.cli.commands import Given
 from segpipe.data import PHOTOS
 from segpipe.data.catalog import PUBLISHED, published, table_path
 from segpipe.data.data_set import DataSet
+from segpipe.data.order import spaced
 from segpipe.data.pairs import Scan, no_split, scan, scan_undivided, split_lists
 from segpipe.data.samples import (
     bare_names,
@@ -25,7 +26,6 @@ from segpipe.data.samples import (
     image_sizes,
     open_readable,
     open_splits,
-    spaced,
 )
 from segpipe.datasets.division import shared_sequences
 from segpipe.datasets.problems import Census, missing_labels, problems, take
@@ -231,7 +231,7 @@ def _sizes(counts: Counter[tuple[int, int]]) -> list[str]:
 def _split(census: Census) -> dict[str, Any]:
     """Figures of a split, with pictures of images without labels, and of evenly spaced samples."""
     rows, counts = census.rows, census.table
-    bare = np.flatnonzero(counts[:, -2] == counts.sum(1))
+    bare = np.flatnonzero(counts[:, -1] == counts.sum(1))
     return {
         "census": census,
         "sizes": listed(_sizes(Counter(row.size for row in rows)), 4),

@@ -125,10 +125,20 @@ class MaskTable:
     colors: dict[Color, int] = field(default_factory=dict)
     exif: str = ""  # apply or ignore; empty: the size of the mask decides
     first: str = ""  # the mask that decided the kind, if the table does not name it
-    # Cache: for each value seen, the index at which its pixels are counted.
-    places: dict[tuple[object, ...], int] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+
+    @cached_property
+    def meaning(self) -> str:
+        """What decides the train ids of a mask, and whether its image is turned."""
+        ids, colors = (
+            sorted(self.classes.train_ids.items()),
+            sorted(self.colors.items()),
+        )
+        return repr((ids, self.kind, colors, self.exif))
+
+    @property
+    def key(self) -> str:
+        """What decides whether a mask is refused, and its train ids otherwise."""
+        return f"{self.meaning} {bool(self.first)}"
 
     @cached_property
     def color_keys(self) -> tuple[NDArray[np.uint32], Uint8]:

@@ -20,7 +20,7 @@ from segpipe import IGNORE_INDEX, plugins
 from segpipe.data import Int64, Sample, Size, Uint8
 from segpipe.data.catalog import STREET, ClassTable, MaskTable, mask_table_of
 from segpipe.data.facts import Facts
-from segpipe.data.masks import check_sizes, content_of, read_target
+from segpipe.data.masks import check_sizes, counts_of, read_target
 from segpipe.data.pack import Pack
 from segpipe.data.readers import Progress, read_image, silent
 from segpipe.errors import DataError
@@ -94,13 +94,11 @@ class DataSet(Samples, Protocol):
 
     def counts(self, index: int) -> Int64:
         """Pixels of each class, int64 (C,); ignored pixels are not counted."""
-        return self.content(index)[:-2]
+        return self.content(index)[:-1]
 
     def content(self, index: int) -> Int64:
-        """Pixels of each class, of ignored ones, and of values not in the class table, int64 (C + 2,)."""
-        pixels = np.bincount(self.read(index)[1].ravel(), minlength=IGNORE_INDEX + 1)
-        counts = pixels[: self.classes.num_classes]
-        return np.append(counts, [pixels[IGNORE_INDEX], 0])
+        """Pixels of each class, and of ignored ones, int64 (C + 1,)."""
+        return counts_of(self.read(index)[1], self.classes.num_classes)
 
     def countable(self) -> list[int]:
         """Indices, in order, of samples from which to estimate class frequencies at a bounded cost."""
@@ -189,15 +187,8 @@ class FileSamples(DataSet):
         header = self.facts.header(self.pairs[index].mask)
         return header.height, header.width
 
-    def counts(self, index: int) -> Int64:
-        pixels = self.content(index)
-        if pixels[-1]:  # raises an error that names the first pixel
-            read_target(self.table, self.pairs[index].mask)
-        return pixels[:-2]
-
     def content(self, index: int) -> Int64:
-        known = self.facts.whole(self.pairs[index].mask, mask=True)
-        return content_of(self.table, known.header, known.values)
+        return np.array(self.facts.whole(self.pairs[index].mask, self.table).content)
 
     def countable(self) -> list[int]:
         return list(range(len(self)))
@@ -284,12 +275,14 @@ class MixedSamples(DataSet):
         one, own = self.place(index)
         return one.samples.size(own)
 
-    def counts(self, index: int) -> Int64:
+    def content(self, index: int) -> Int64:
         one, own = self.place(index)
-        counts = one.samples.counts(own)
-        shared = np.zeros(IGNORE_INDEX + 1, np.int64)
-        np.add.at(shared, one.ids[: len(counts)], counts)
-        return shared[: self.classes.num_classes]
+        *counts, ignored = one.samples.content(own)
+        shared = np.zeros(self.classes.num_classes + 1, np.int64)
+        # Ignored pixels are the last ones.
+        np.add.at(shared, np.minimum(one.ids[: len(counts)], len(shared) - 1), counts)
+        shared[-1] += ignored
+        return shared
 
     def countable(self) -> list[int]:
         return [

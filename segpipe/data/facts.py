@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import cv2
 import PIL
 
+from segpipe.data.catalog import MaskTable
+from segpipe.data.masks import counts_of, target_of
 from segpipe.data.readers import (
     Check,
     Header,
-    MaskValues,
     State,
     anything,
     image_of,
@@ -28,14 +29,13 @@ from segpipe.data.readers import (
     read_file,
     read_header,
     state_of,
-    values_of,
 )
 from segpipe.errors import CheckpointError
 from segpipe.files import read_json, sha256_of, write_atomically
 
 CACHE = ".segpipe-cache/facts"  # readers of a data set skip hidden folders
 # Raise the number when a reader's result changes; new decoders may change it too.
-FORMAT = f"4 {cv2.__version__} {PIL.__version__}"
+FORMAT = f"5 {cv2.__version__} {PIL.__version__}"
 # A file that changes twice within a clock tick (4 ms, on some file systems 10) keeps its
 # times, so facts about a file that changed more recently than this are not stored.
 SETTLED_NS = 50_000_000
@@ -48,7 +48,9 @@ class Known(NamedTuple):
     header: Header
     # Empty: only the header was read. Otherwise the whole file was read and can be decoded.
     sha256: str = ""
-    values: MaskValues = MaskValues("", [], True)  # content of a mask
+    # Of a mask: digest of the `MaskTable.key` for which its pixels were counted, and these counts, as `counts_of`.
+    table: str = ""
+    content: list[int] = []  # noqa: RUF012
 
 
 class Facts:
@@ -73,21 +75,27 @@ class Facts:
         )
         return known.header
 
-    def whole(self, path: str, check: Check = anything, *, mask: bool) -> Known:
-        """Facts about an image or mask file, decoded completely if not known. Raises DataError for a damaged one.
+    def whole(
+        self, path: str, table: MaskTable | None = None, check: Check = anything
+    ) -> Known:
+        """Facts about an image, or a mask if there is a table; decodes the file if they are not known.
 
-        `check` may refuse the file by its header before it is decoded.
+        `check` may refuse the file by its header before it is decoded. Raises DataError for a damaged file, and for a
+        mask with a value that is not in the table.
         """
         known = self._known(path)
-        if known and known.sha256 and (known.values.kind or not mask):
+        key = sha256_of(table.key.encode())[:16] if table else ""
+        if known and known.sha256 and key in ("", known.table):
             check(known.header)
             return known
 
         state, content = state_of(path), read_file(path)
         digest = sha256_of(content)
-        if mask:
-            found = mask_of(content, path, check)
-            known = Known(state, found.header, digest, values_of(found))
+        if table:
+            mask = mask_of(content, path, check)
+            target = target_of(table, mask, path)
+            counts = counts_of(target, table.classes.num_classes).tolist()
+            known = Known(state, mask.header, digest, key, counts)
         else:
             header, _ = image_of(content, path, check)
             known = Known(state, header, digest)
@@ -158,13 +166,8 @@ class Facts:
                 written_as, files = read_json(path)
                 if written_as == FORMAT:
                     return {
-                        path: Known(
-                            state,
-                            Header(*header),
-                            digest,
-                            MaskValues(*values),
-                        )
-                        for path, (state, header, digest, values) in files.items()
+                        path: Known(state, Header(*header), *whole)
+                        for path, (state, header, *whole) in files.items()
                     }
         return {}
 

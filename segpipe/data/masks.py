@@ -27,7 +27,6 @@ from segpipe.data.catalog import MaskTable
 from segpipe.data.readers import (
     OPAQUE,
     Header,
-    MaskValues,
     RawMask,
     packed,
     read_header,
@@ -85,35 +84,10 @@ def target_of(table: MaskTable, mask: RawMask, path: str) -> Uint8:
     return table.classes.target(ids, path)
 
 
-def content_of(table: MaskTable, header: Header, values: MaskValues) -> Int64:
-    """Pixels of each class in a mask file, of ignored ones, and of values not in the table, int64 (C + 2,)."""
-    pixels = np.zeros(table.classes.num_classes + 2, np.int64)
-    file = header.layout, header.bits, values.kind, values.opaque
-    for number, count, *color in values.rows:
-        key = (*file, number, *color)
-        if key not in table.places:
-            table.places[key] = _place(table, header, values, number, color)
-        pixels[table.places[key]] += count
-
-    return pixels
-
-
-def _place(
-    table: MaskTable, header: Header, values: MaskValues, number: int, color: list[int]
-) -> int:
-    """Index in the result of `content_of` at which the pixels of this value are counted."""
-    if values.kind == "colors":
-        alpha = OPAQUE << 24 if values.opaque else 0
-        rgba = np.array([[[number | alpha]]], "<u4")
-        mask = RawMask(header, rgba.view(np.uint8))
-    else:
-        palette = np.full((number + 1, 4), color, np.uint8) if color else None
-        mask = RawMask(header, np.array([[number]], np.uint16), palette)
-    try:
-        train = int(target_of(table, mask, "")[0, 0])
-    except DataError:
-        return -1
-    return -2 if train == IGNORE_INDEX else train
+def counts_of(target: Uint8, num_classes: int) -> Int64:
+    """Pixels of each class, and of ignored ones, int64 (C + 1,)."""
+    pixels = np.bincount(target.ravel(), minlength=IGNORE_INDEX + 1)
+    return np.append(pixels[:num_classes], pixels[IGNORE_INDEX])
 
 
 def _rgba(mask: RawMask, path: str) -> Uint8:

@@ -375,6 +375,12 @@ def _shares(sets: Sets) -> Float64:
     return np.asarray(weights / weights.sum())
 
 
+def spaced(indices: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the indices, evenly spaced."""
+    count = min(count, len(indices))
+    return [indices[place * len(indices) // count] for place in range(count)]
+
+
 def check_given_weights(weights: Sequence[float], names: Sequence[str]) -> None:
     """Raise ConfigError unless there is one weight per class, and at least one above 0."""
     if len(weights) != len(names):

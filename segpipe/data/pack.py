@@ -186,9 +186,7 @@ def open_pack(data: DataConfig, table: MaskTable) -> Pack | None:
         return None
 
     folder = f"{data.root}/{AUTO}" if data.pack == "auto" else data.pack
-    ids = sorted(table.classes.train_ids.items())
-    colors = sorted(table.colors.items())
-    return Pack(folder, repr((ids, table.kind, colors, table.exif)))
+    return Pack(folder, table.meaning)
 
 
 def _digest(text: str, pixels: Any) -> str:

@@ -258,7 +258,6 @@ class MaskValues(NamedTuple):
     kind: str  # ids or colors, as stored
     # For each id or color: its number, its count of pixels, and in a palette file the RGBA of the index.
     rows: list[list[int]]
-    opaque: bool  # no pixel of a file of colors is transparent
 
     def value(self, number: int) -> Value:
         """The id or color of a number."""
@@ -275,15 +274,14 @@ def values_of(mask: RawMask) -> MaskValues:
         starts, lengths = runs(numbers)
         colors, places = np.unique(numbers[starts], return_inverse=True)
         pixels = np.bincount(places, lengths).astype(np.int64)
-        opaque = bool((mask.pixels[..., 3] == OPAQUE).all())
-        return MaskValues("colors", np.column_stack([colors, pixels]).tolist(), opaque)
+        return MaskValues("colors", np.column_stack([colors, pixels]).tolist())
 
     counts = np.bincount(mask.pixels.ravel())
     present = np.flatnonzero(counts)
     columns: list[NDArray[Any]] = [present, counts[present]]
     if mask.palette is not None:
         columns.append(mask.palette[present])
-    return MaskValues("ids", np.column_stack(columns).tolist(), True)
+    return MaskValues("ids", np.column_stack(columns).tolist())
 
 
 def packed(rgba: Uint8) -> NDArray[np.uint32]:

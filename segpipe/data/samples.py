@@ -383,12 +383,6 @@ def over(
     return found
 
 
-def spaced(indices: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the indices, evenly spaced."""
-    count = min(count, len(indices))
-    return [indices[place * len(indices) // count] for place in range(count)]
-
-
 def keep_facts(samples: DataSet) -> None:
     """Store facts about the samples' files for the next start."""
     for files in samples.file_sets():
@@ -419,7 +413,7 @@ def check_labelled(samples: DataSet) -> None:
     if len(seen) == 1:
         names = samples.classes.names
         hint = ""
-        if len(names) == 2 and samples.content(0)[-2]:
+        if len(names) == 2 and samples.content(0)[-1]:
             hint = f" If 255 is a class: `ids: {{0: {names[0]}, 255: {names[1]}}}` and `ignore: []` in classes.yaml."
         raise DataError(
             f"{names[seen.pop()]} is the only class that occurs in the masks of the {len(samples)} training images: "

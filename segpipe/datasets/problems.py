@@ -14,9 +14,8 @@ from segpipe.data.data_set import DataSet, FileSamples
 from segpipe.data.masks import (
     check_kind,
     check_sizes,
-    content_of,
-    read_target,
 )
+from segpipe.data.order import spaced
 from segpipe.data.pairs import Pair
 from segpipe.data.readers import (
     JPEG_DAMAGE,
@@ -35,7 +34,6 @@ from segpipe.data.samples import (
     open_readable,
     over,
     parts,
-    spaced,
 )
 from segpipe.disk import sha256
 from segpipe.errors import DataError, listed
@@ -156,16 +154,11 @@ def _checked(
         is_mask = path == pair.mask
         own = partial(check, path, is_mask)
         try:
-            if not decode:
+            if decode:
+                header = facts.whole(path, table if is_mask else None, own).header
+            else:
                 header = facts.header(path)
                 own(header)
-            else:
-                known = facts.whole(path, own, mask=is_mask)
-                header = known.header
-                if is_mask and content_of(table, header, known.values)[-1]:
-                    read_target(
-                        table, path
-                    )  # raises an error that names the first pixel
             headers.append(header)
         except DataError as error:
             errors.append(error)
@@ -199,9 +192,7 @@ def missing_labels(split: str, samples: DataSet) -> Iterator[str]:
     """Warnings about images without labelled pixels, rare and absent classes, and a few black-and-white masks."""
     indices = samples.countable()
     content = np.array(over(samples, samples.content, indices))
-    counts, ignored, unknown = content[:, :-2], content[:, -2], content[:, -1]
-    if unknown.any():
-        samples.counts(indices[unknown.argmax()])  # raises an error that names a pixel
+    counts, ignored = content[:, :-1], content[:, -1]
     empty = np.flatnonzero(counts.sum(1) == 0)
     if empty.size:
         yield (
@@ -284,8 +275,8 @@ class Census(NamedTuple):
 
     @property
     def table(self) -> Int64:
-        """Pixels per sample of each class, of ignored ones, and of values not in the class table, int64 (n, C + 2)."""
-        shape = (len(self.rows), self.samples.classes.num_classes + 2)
+        """Pixels per sample of each class, and of ignored ones, int64 (n, C + 1)."""
+        shape = (len(self.rows), self.samples.classes.num_classes + 1)
         return np.array([row.content for row in self.rows]).reshape(shape)
 
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from segpipe.data.catalog import ClassTable
 from segpipe.data.data_set import DataSet, Samples
-from segpipe.data.samples import open_samples, spaced
+from segpipe.data.order import spaced
+from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError, DataError
 from segpipe.export.gates.comparison import Check
 from segpipe.export.graph.network import Image, Size

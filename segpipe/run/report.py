@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from segpipe import IGNORE_INDEX
 from segpipe.data import Float64, Int64, Uint8
+from segpipe.data.order import spaced
 from segpipe.run.console import lowest_first
 from segpipe.run.pages import Picture, chart, points_of, write_page
 from segpipe.settings.compose import choices, compose
@@ -304,7 +305,6 @@ def detail(samples: Samples, num_classes: int, predict: Predict) -> Values:
 
     `images`: number; `by_size` (C, 3): IoU of each class by SIZE_NAMES; `by_distance` (5): mIoU by DISTANCE_NAMES.
     """
-    from segpipe.data.samples import spaced  # cv2
     from segpipe.train.metrics import miou  # torch
 
     places = spaced(range(len(samples)), MOST)

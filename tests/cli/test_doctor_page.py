@@ -209,9 +209,9 @@ def test_a_census_counts_colors_and_samples_of_any_kind(tmp_path: Path) -> None:
     )
     opened = open_samples(DataConfig(name="folder", root=str(root)), "train", 0)
     colors = take("train", opened, silent)
-    assert colors.table[:, -2].tolist() == [128] * 4  # white
+    assert colors.table[:, -1].tolist() == [128] * 4  # white
     assert colors.table[:, 1].tolist() == [10 * number * 128 for number in (1, 2, 3, 4)]
     scenes = open_samples(DataConfig(size=[64, 96], num_train=3), "train", 0)
     painted = take("train", scenes, silent)
-    assert painted.table.shape == (3, 12)
+    assert painted.table.shape == (3, 11)
     assert painted.table.sum(1).tolist() == [64 * 96] * 3
