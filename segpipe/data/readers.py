@@ -61,7 +61,6 @@ CHUNK = 32  # items per task of a thread: a task costs 50 us, a small mask 100
 # In processor time, which does not depend on the machine's load. 20,000 pairs of 48x64 take 2.5 s in one thread, and
 # 4.7 s (5.9 s of processor time) in two.
 SMALL_S = 0.001
-Value = int | tuple[int, int, int]  # an id or a color in a mask
 # Size, and modification times of content and inode: cp -p, touch and archives set the first
 # time, nothing sets the second.
 State = list[int]
@@ -247,41 +246,6 @@ def mask_of(content: bytes, path: str, check: Check = anything) -> RawMask:
                 "more. Write it again."
             )
         return RawMask(header, pixels, palette)
-
-
-class MaskValues(NamedTuple):
-    """Values in a mask file, independent of a class table.
-
-    A color is stored as the number R + 256 G + 65536 B, so that everything can be written as JSON.
-    """
-
-    kind: str  # ids or colors, as stored
-    # For each id or color: its number, its count of pixels, and in a palette file the RGBA of the index.
-    rows: list[list[int]]
-
-    def value(self, number: int) -> Value:
-        """The id or color of a number."""
-        if self.kind == "ids":
-            return number
-        return number & 255, number >> 8 & 255, number >> 16
-
-
-def values_of(mask: RawMask) -> MaskValues:
-    """Values in a mask."""
-    if mask.pixels.ndim == 3:
-        # Sorts only the starts of runs of equal pixels, since a mask has few runs.
-        numbers = packed(mask.pixels) & 0xFFFFFF
-        starts, lengths = runs(numbers)
-        colors, places = np.unique(numbers[starts], return_inverse=True)
-        pixels = np.bincount(places, lengths).astype(np.int64)
-        return MaskValues("colors", np.column_stack([colors, pixels]).tolist())
-
-    counts = np.bincount(mask.pixels.ravel())
-    present = np.flatnonzero(counts)
-    columns: list[NDArray[Any]] = [present, counts[present]]
-    if mask.palette is not None:
-        columns.append(mask.palette[present])
-    return MaskValues("ids", np.column_stack(columns).tolist())
 
 
 def packed(rgba: Uint8) -> NDArray[np.uint32]:

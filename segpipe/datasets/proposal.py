@@ -3,17 +3,12 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.readers import (
-    Progress,
-    Value,
-    read_mask,
-    silent,
-    threaded,
-    values_of,
-)
+from segpipe.data.readers import Progress, packed, read_mask, silent, threaded
 from segpipe.errors import DataError
 
 MOST_CLASSES = 254
@@ -23,6 +18,34 @@ MANY_CLASSES = (
     "# smoothed or stored as JPEG: export class masks as PNG."
 )
 BINARY = [0, 255]  # the ids of black and white masks
+Value = int | tuple[int, ...]  # an id, or red, green and blue
+
+
+class Values(NamedTuple):
+    """What a mask holds."""
+
+    kind: str  # ids or colors
+    pixels: dict[Value, int]
+    palette: dict[Value, tuple[int, ...]]  # color of each id, in a palette file
+
+
+def _values(path: str) -> Values:
+    """What a mask file holds."""
+    mask = read_mask(path)
+    if mask.pixels.ndim == 3:
+        opaque = packed(mask.pixels) & 0xFFFFFF
+        found, counts = np.unique(opaque, return_counts=True)
+        colors = found.view(np.uint8).reshape(-1, 4)[:, :3].tolist()
+        return Values(
+            "colors", dict(zip(map(tuple, colors), counts.tolist(), strict=True)), {}
+        )
+
+    counts = np.bincount(mask.pixels.ravel())
+    ids = np.flatnonzero(counts).tolist()
+    palette = {}
+    if mask.palette is not None:
+        palette = {value: tuple(mask.palette[value, :3].tolist()) for value in ids}
+    return Values("ids", {value: int(counts[value]) for value in ids}, palette)
 
 
 @dataclass
@@ -107,15 +130,14 @@ def _tally(masks: Sequence[str], progress: Progress) -> Tally:
     """Content of the masks: ids or colors. Colors with three equal channels count as ids if there are no others."""
     examples: dict[str, str] = {}
     tally = Tally("")
-    found = threaded(lambda path: values_of(read_mask(path)), masks, progress)
+    found = threaded(_values, masks, progress)
     for path, mask in zip(masks, found, strict=True):
         examples.setdefault(mask.kind, path)
-        tally.richest = max(tally.richest, (len(mask.rows), path))
-        for number, count, *rgba in mask.rows:
-            value, color = mask.value(number), tuple(rgba[:3])
-            tally.pixels[value] += count
-            tally.files[value] += 1
-            if color and tally.palette.setdefault(value, color) != color:
+        tally.richest = max(tally.richest, (len(mask.pixels), path))
+        tally.pixels.update(mask.pixels)
+        tally.files.update(mask.pixels.keys())
+        for value, color in mask.palette.items():
+            if tally.palette.setdefault(value, color) != color:
                 raise DataError(
                     f"index {value} of the palette of {path} has the color {color}, but {tally.palette[value]} in "
                     "earlier masks: a tool has reordered palettes. Write classes.yaml by hand, with `masks: colors` "
