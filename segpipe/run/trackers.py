@@ -1,7 +1,13 @@
 """Trackers, which show a run elsewhere: Weights & Biases, TensorBoard, MLflow, Prometheus, or your own class.
 
-`track.name=package.module:Class` names your own; it implements `Callback`. Packages are imported when a run starts to
-use them.
+`track.name=package.module:Class` names your own. Packages are imported when a run starts to use them. A tracker has
+some of these methods, which a separate thread calls in order, and which may raise:
+
+    on_start(config, step): before the first update; `step` is above 0 if the run is resumed
+    on_metrics(step, metrics): figures of one step by name, such as `train/loss`
+    on_validation(step, scores, pictures): after each validation: miou, iou by class, `confusion` int64 (C, C), `names`
+        and `palette` of the classes; pictures are the first image of the split, the same each time, and the worst ones
+    on_end(result): at the end: `exit_code`, and for a finished run also result.json and the list `files`
 """
 
 import contextlib
@@ -10,7 +16,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,7 +34,7 @@ from segpipe.settings.setting import Values
 Figures = dict[str, float]
 Pictures = Sequence[Picture]
 
-_METHODS = ("on_start", "on_metrics", "on_validation", "on_end")  # of `Callback`
+_METHODS = ("on_start", "on_metrics", "on_validation", "on_end")
 _PROJECT = "segpipe"
 # Values of WANDB_MODE: run and dryrun are older names of online and offline.
 _WANDB_MODES = ("online", "offline", "disabled", "shared", "run", "dryrun")
@@ -37,26 +43,7 @@ _MLFLOW_TAG, _MLFLOW_GROUP = "segpipe.id", "segpipe.group"
 _MLFLOW_VALUE = 500  # characters of a parameter
 
 
-Tracked = Callable[[], "Callback"]
-
-
-class Callback:
-    """Shows a run elsewhere. Methods are optional and may raise; a separate thread calls them in order."""
-
-    def on_start(self, config: Config, step: int) -> None:
-        """Before the first update; `step` is above 0 if the run is resumed."""
-
-    def on_metrics(self, step: int, metrics: Figures) -> None:
-        """Figures of one step by name, such as `train/loss`."""
-
-    def on_validation(self, step: int, scores: Values, pictures: Pictures) -> None:
-        """After each validation: miou, iou by class, `confusion` int64 (C, C), `names` and `palette` of the classes.
-
-        The pictures are the first image of the split, the same each time, and then the worst ones.
-        """
-
-    def on_end(self, result: Values) -> None:
-        """At the end: `exit_code`, and for a finished run also result.json and the list `files`."""
+Tracked = Callable[[], Any]  # a class as the module's docstring describes
 
 
 def tracker_classes(config: Config) -> dict[str, Tracked]:
@@ -72,10 +59,7 @@ def tracker_classes(config: Config) -> dict[str, Tracked]:
 def check_tracking(config: Config) -> None:
     """Raise ConfigError if a tracker's package is not installed, wandb has no login, or nothing would be called."""
     for name, kind in tracker_classes(config).items():
-        if isinstance(kind, type) and not any(
-            getattr(kind, one, None) not in (None, getattr(Callback, one))
-            for one in _METHODS
-        ):
+        if isinstance(kind, type) and not any(hasattr(kind, one) for one in _METHODS):
             raise ConfigError(
                 f"track.name = {name}, but the class has none of the methods {', '.join(_METHODS)}. See docs/sweeps.md."
             )
@@ -131,7 +115,7 @@ def run_id(config: Config, run_dir: Path) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-class Wandb(Callback):
+class Wandb:
     """The wandb run with the id of this recipe and folder, or WANDB_RUN_ID."""
 
     def on_start(self, config: Config, step: int) -> None:
@@ -206,9 +190,9 @@ class Wandb(Callback):
         data, run = self._config.data, self._run
         inputs = files.pop("inputs.json", None)
         if files:
-            scores = {"miou": result["miou"], "best_miou": result["best_miou"]}
-            paths = list(files.values())
-            run.log_artifact(self._artifact(f"{run.id}-model", "model", paths, scores))
+            scores = {key: result[key] for key in ("miou", "best_miou")}
+            name = f"{run.id}-model"
+            run.log_artifact(self._artifact(name, "model", files.values(), scores))
             run.summary.update(scores)
         if inputs:
             about = {"root": str(data.root), "split": data.split}
@@ -224,7 +208,7 @@ class Wandb(Callback):
         run.finish(exit_code=result["exit_code"])
 
     def _artifact(
-        self, name: str, kind: str, paths: Sequence[Path], about: Values
+        self, name: str, kind: str, paths: Iterable[Path], about: Values
     ) -> Any:
         artifact = self._wandb.Artifact(name, type=kind, metadata=about)
         for path in paths:
@@ -233,7 +217,7 @@ class Wandb(Callback):
         return artifact
 
 
-class Tensorboard(Callback):
+class Tensorboard:
     """Event files of the run; a resumed run continues them and hides steps that will be repeated."""
 
     def on_start(self, config: Config, step: int) -> None:
@@ -269,7 +253,7 @@ class Tensorboard(Callback):
         self._writer.close()
 
 
-class Mlflow(Callback):
+class Mlflow:
     """The MLflow run tagged with the id of this recipe and folder; a resumed run continues it."""
 
     def on_start(self, config: Config, step: int) -> None:
@@ -335,21 +319,14 @@ class Mlflow(Callback):
     def _parent(self, experiment: str, group: str) -> str:
         """Id of the parent run of a group in MLflow: the earliest one, if several jobs create it at once."""
         name = group.replace("'", "_")  # queries cannot escape quotes
-
-        def search() -> Any:
-            return self._client.search_runs(
-                [experiment],
-                f"tags.`{_MLFLOW_GROUP}` = '{name}'",
-                max_results=1,
-                order_by=["attributes.start_time ASC"],
-            )
-
-        if not search():
+        query = [experiment], f"tags.`{_MLFLOW_GROUP}` = '{name}'"
+        if not self._client.search_runs(*query):
             made = self._client.create_run(
                 experiment, run_name=group, tags={_MLFLOW_GROUP: name}
             )
             self._client.set_terminated(made.info.run_id)
-        return str(search()[0].info.run_id)
+        found = self._client.search_runs(*query, order_by=["attributes.start_time ASC"])
+        return str(found[0].info.run_id)
 
     def _register(self, folder: Path) -> None:
         """Register the exported folder, which is already logged, as a version of the model."""
@@ -409,7 +386,7 @@ def _side_by_side(scores: Values, pictures: Pictures) -> list[tuple[str, Any]]:
     ]
 
 
-class Prometheus(Callback):
+class Prometheus:
     """Gauges of this process for a Prometheus server: over HTTP on this machine, or in a text file.
 
     `step` and `time` are those of the last figures, so they reveal a stalled rank, also in a text file.

@@ -35,7 +35,6 @@ from segpipe.run.report import (
     write_report,
 )
 from segpipe.run.trackers import (
-    Callback,
     Figures,
     Tracked,
     tracker_classes,
@@ -239,7 +238,7 @@ def _scalars(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, floa
             yield f"{prefix}{name}", value
 
 
-class LivePage(Callback):
+class LivePage:
     """report.html of a running training, rewritten after each validation and every minute in between."""
 
     def on_start(self, config: Config, step: int) -> None:
