@@ -150,24 +150,19 @@ class Wandb:
         self._run.log(metrics, step=step)
 
     def on_validation(self, step: int, scores: Values, pictures: Pictures) -> None:
-        """Log the confusion matrix, the pictures with their masks, and a table of the worst images."""
+        """Log the confusion matrix, and the pictures with their masks."""
         names = scores["names"]
-        images = [self._image(picture, names) for picture in pictures]
-        pairs = zip(pictures[1:], images[1:], strict=True)
-        worst = [[picture.name, picture.miou, image] for picture, image in pairs]
-        table = self._wandb.Table
         cells = [
             [names[row], names[column], int(count)]
             for (row, column), count in np.ndenumerate(scores["confusion"])
         ]
-        matrix = table(columns=["Actual", "Predicted", "nPredictions"], data=cells)
+        columns = ["Actual", "Predicted", "nPredictions"]
+        matrix = self._wandb.Table(columns=columns, data=cells)
         shown = {
             "confusion": self._wandb.plot_table(
-                "wandb/confusion_matrix/v1", matrix, {k: k for k in matrix.columns}
+                "wandb/confusion_matrix/v1", matrix, {key: key for key in columns}
             ),
-            "classes": table(columns=["class", "IoU"], data=[*scores["iou"].items()]),
-            "pictures": images,
-            "worst images": table(columns=["image", "mIoU", "masks"], data=worst),
+            "pictures": [self._image(picture, names) for picture in pictures],
         }
         self._run.log(shown, step=step)
 
@@ -177,7 +172,6 @@ class Wandb:
         return self._wandb.Image(
             picture.image,
             caption=f"{picture.name}: mIoU {picture.miou:.3f}",
-            classes=[{"id": key, "name": name} for key, name in labels.items()],
             masks={
                 kind: {"mask_data": mask, "class_labels": labels}
                 for kind, mask in masks.items()
