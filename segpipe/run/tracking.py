@@ -15,7 +15,6 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -244,41 +243,42 @@ class LivePage:
     def on_start(self, config: Config, step: int) -> None:
         """Keep the configuration."""
         self._config = config
-        self._data: ReportData | None = None
+        self._shown: tuple[Values, Sequence[Picture]] | None = None
 
     def on_validation(
         self, step: int, scores: Values, pictures: Sequence[Picture]
     ) -> None:
         """Write the page."""
-        self._data = ReportData(
-            config=self._config,
-            result={"steps": step},
-            confusion=scores["confusion"],
-            names=scores["names"],
-            palette=scores["palette"],
-            history=read_metrics(self._config.run_dir / FILE_NAME),
-            pictures={LATEST: pictures[:1], WORST: pictures[1:]},
-            live=True,
-        )
+        self._shown = scores, pictures
         self._write()
 
     def on_metrics(self, step: int, metrics: Figures) -> None:
         """Rewrite the page if it is more than a minute old."""
-        if self._data and time.monotonic() - self._written > REWRITTEN_S:
-            history = read_metrics(self._config.run_dir / FILE_NAME)
-            self._data = replace(self._data, result={"steps": step}, history=history)
+        if self._shown and time.monotonic() - self._written > REWRITTEN_S:
             self._write()
 
     def on_end(self, result: Values) -> None:
         """Stop reloading the page of a failed run; other pages reload until the final report replaces them."""
-        if self._data and result.get("exit_code"):
-            self._data = replace(self._data, live=False)
-            self._write()
+        if self._shown and result.get("exit_code"):
+            self._write(live=False)
 
-    def _write(self) -> None:
-        assert self._data is not None
+    def _write(self, *, live: bool = True) -> None:
+        assert self._shown
+        scores, pictures = self._shown
         self._written = time.monotonic()
-        write_report(self._config.run_dir / PAGE, self._data)
+        folder = self._config.run_dir
+        history = read_metrics(folder / FILE_NAME)
+        data = ReportData(
+            config=self._config,
+            result={"steps": history[-1]["step"]},
+            confusion=scores["confusion"],
+            names=scores["names"],
+            palette=scores["palette"],
+            history=history,
+            pictures={LATEST: pictures[:1], WORST: pictures[1:]},
+            live=live,
+        )
+        write_report(folder / PAGE, data)
 
 
 def note_failure(config: Config, error: SegpipeError) -> None:
