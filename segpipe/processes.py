@@ -1,4 +1,4 @@
-"""Processes of this machine: identity, liveness and memory; and the watching threads.
+"""Processes of this machine: identity, liveness and memory; and threads that watch.
 
 /proc is read only here, except by the runtime on a robot, which is standalone.
 """
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-PERIOD_S = 0.3  # between calls by a watching thread
+PERIOD_S = 0.3  # between looks of a Watcher
 HURRY_S = 0.03  # the same while a look is in a hurry
 REMOVAL_S = (
     1.5  # time for a running look to end; a store or a disk may block it forever
@@ -61,55 +61,37 @@ def memory_mib(name: str, pid: int | str | None = "self") -> float:
     return 0.0
 
 
-class Rounds:
-    """The watching threads of this process: each calls one look (a callback) every PERIOD_S.
+class Watcher(threading.Thread):
+    """A daemon thread that calls `look` every `period_s` until it is stopped.
 
-    A look must not raise. It returns whether it is in a hurry. A look blocked by a store or a disk delays no other.
+    `look` must not raise; it returns whether it is in a hurry. Each look has its own thread, because one may be
+    blocked by a store or a disk.
     """
 
-    def __init__(self) -> None:
-        self.forget()
+    def __init__(self, look: Callable[[], bool], period_s: float = PERIOD_S) -> None:
+        super().__init__(name="watch", daemon=True)
+        self._look, self._period_s = look, period_s
+        self._wake = threading.Event()
+        self._ended = False
 
-    def forget(self) -> None:
-        """Forget all looks, as needed in a forked child, which has no threads."""
-        self._looks: dict[
-            Callable[[], bool], tuple[threading.RLock, threading.Event]
-        ] = {}
-
-    def add(self, look: Callable[[], bool]) -> None:
-        """Start a thread that calls `look` repeatedly."""
-        going, wake = self._looks[look] = threading.RLock(), threading.Event()
-        threading.Thread(
-            target=self._run, args=(look, going, wake), name="watch", daemon=True
-        ).start()
-
-    def remove(self, look: Callable[[], bool]) -> None:
-        """Stop calling `look`; waits at most REMOVAL_S for a running call."""
-        if look in self._looks:
-            going, wake = self._looks.pop(look)
-            wake.set()
-            if going.acquire(timeout=REMOVAL_S):
-                going.release()
+    def run(self) -> None:
+        """Look again and again."""
+        while not self._ended:
+            hurried = self._look()
+            self._wake.wait(HURRY_S if hurried else self._period_s)
+            self._wake.clear()
 
     def hurry(self) -> None:
-        """Make all looks run now."""
-        for _, wake in tuple(self._looks.values()):
-            wake.set()
+        """Make it look now."""
+        self._wake.set()
 
-    def _run(
-        self, look: Callable[[], bool], going: threading.RLock, wake: threading.Event
-    ) -> None:
-        while True:
-            with going:
-                if look not in self._looks:
-                    return
-                hurried = look()
-            wake.wait(HURRY_S if hurried else PERIOD_S)
-            wake.clear()
+    def stop(self) -> None:
+        """Stop looking; waits at most REMOVAL_S for a running look."""
+        self._ended = True
+        self._wake.set()
+        if self.is_alive() and self is not threading.current_thread():
+            self.join(REMOVAL_S)
 
-
-rounds = Rounds()
-os.register_at_fork(after_in_child=rounds.forget)
 
 # Cleanup actions of `end_process`.
 before_end: list[Callable[[], None]] = []

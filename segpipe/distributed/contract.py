@@ -46,7 +46,7 @@ from segpipe.errors import (
     listed,
 )
 from segpipe.files import ADVICE, sha256_of
-from segpipe.processes import end_process, rounds
+from segpipe.processes import Watcher, end_process
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -232,6 +232,7 @@ class Contract:
         hosts: Sequence[str] = (),
     ) -> None:
         self.log = CallLog()
+        self.watcher = Watcher(self.look)
         self._rank = rank
         self._world_size = world_size
         self._store = store
@@ -322,7 +323,7 @@ class Contract:
 
     def close(self) -> None:
         """Stop watching. Call it after the process group is destroyed: if that hangs, the watcher ends the process."""
-        rounds.remove(self.look)
+        self.watcher.stop()
         store, self._store = self._store, None
         if store is not None:
             self._part(store)
@@ -355,7 +356,7 @@ class Contract:
 
     def _post(self, key: str, text: str) -> None:
         self._posts[key] = text
-        rounds.hurry()
+        self.watcher.hurry()
 
     # The watcher thread's side.
 
@@ -400,7 +401,7 @@ class Contract:
             late = self._late(counts) or silent
             if late or first_difference(dict(enumerate(map(dict, last)))):
                 store.compare_set("alarm", "", "late" if late else "differ")
-                rounds.hurry()
+                self.watcher.hurry()
 
     def _late(self, counts: Sequence[int]) -> bool:
         """Whether some ranks have waited longer than the timeout for others. `counts`: calls of each rank."""
@@ -608,5 +609,5 @@ def watch(
     _limit_waits(int(os.environ.get("MASTER_PORT", "0")))
     contract = Contract(rank, world_size, own, timeout_s=timeout_s, hosts=hosts)
     contract.server = store
-    rounds.add(contract.look)
+    contract.watcher.start()
     return contract

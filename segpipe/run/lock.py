@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from segpipe.distributed import environment
 from segpipe.errors import CheckpointError, ConfigError
-from segpipe.processes import before_end, end_process, process_start, rounds, this_host
+from segpipe.processes import Watcher, before_end, end_process, process_start, this_host
 
 LOCK = "run.lock"
 BEAT_S = 15.0
@@ -55,7 +55,7 @@ def held(folder: Path) -> Iterator[str]:
         raise CheckpointError(
             f"{lock.path} could not be written: {error.strerror or error}."
         ) from error
-    rounds.add(lock.look)
+    lock.watcher.start()
     before_end.append(lock.release)
     try:
         yield taken_over
@@ -71,7 +71,7 @@ class _Lock:
         self.path = path
         self._pid = os.getpid()
         self._released = False
-        self._next_beat = time.monotonic() + BEAT_S
+        self.watcher = Watcher(self.look, BEAT_S)
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         owner = Owner(
             this_host(),
@@ -109,12 +109,10 @@ class _Lock:
                 raise
 
     def look(self) -> bool:
-        """Touch the file when it is due."""
-        if time.monotonic() >= self._next_beat:
-            self._next_beat = time.monotonic() + BEAT_S
-            # The file system may be unavailable for a while; a later touch may succeed.
-            with contextlib.suppress(OSError):
-                self._touch()
+        """Touch the file; never in a hurry."""
+        # The file system may be unavailable for a while; a later touch may succeed.
+        with contextlib.suppress(OSError):
+            self._touch()
         return False
 
     def _touch(self) -> None:
@@ -138,7 +136,7 @@ class _Lock:
         """Delete the file, unless this is a forked child or another job has taken over."""
         if os.getpid() == self._pid:
             self._released = True
-            rounds.remove(self.look)
+            self.watcher.stop()
             with contextlib.suppress(OSError):
                 if self.path.read_bytes() == self._content:
                     self.path.unlink()

@@ -33,7 +33,6 @@ from segpipe.distributed import group as meeting
 from segpipe.distributed.contract import RING, CallLog, Contract, first_difference
 from segpipe.distributed.group import Group
 from segpipe.errors import CollectiveError, DataError
-from segpipe.processes import rounds
 from segpipe.settings.config import Config
 from segpipe.train import gradients
 from segpipe.train.forward import AllHeads, Norms
@@ -282,7 +281,7 @@ def test_nobody_waits_for_a_verdict_when_the_store_is_gone(
         add = set
 
     contract = Contract(0, 2, Gone())  # type: ignore[arg-type]
-    rounds.add(contract.look)
+    contract.watcher.start()
     begun = time.monotonic()
     contract.fail(
         RuntimeError("Connection closed by peer"), lost=True
