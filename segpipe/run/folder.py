@@ -17,27 +17,16 @@ from segpipe.settings.config import Config, changed_course, recipe, saved_config
 TRACES = ("config.json", "result.json", FILE_NAME)
 
 
-def check_folder(config: Config) -> None:
-    """Raise ConfigError if a living process trains into the run's folder, or `run.exists` forbids its contents."""
-    with _usable(config):
-        dead_lock(config.run_dir / LOCK)
-        _check_earlier_run(config)
-
-
-def claim_folder(config: Config) -> None:
-    """Create the run's folder if `run.exists` allows it; does not touch an earlier run yet.
+def claim_folder(config: Config, *, create: bool = True) -> None:
+    """Create the run's folder if `run.exists` allows it; does not touch an earlier run yet. `create=False` only checks.
 
     Raises ConfigError if a living process trains into it, `run.exists` forbids its contents, or it cannot be created.
     """
-    check_folder(config)
-    with _usable(config):
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-
-
-@contextlib.contextmanager
-def _usable(config: Config) -> Iterator[None]:
     try:
-        yield
+        dead_lock(config.run_dir / LOCK)
+        _check_earlier_run(config)
+        if create:
+            config.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"run.root = {config.run.root}: {config.run_dir} cannot be created or read: {error.strerror}. Set run.root "
@@ -69,40 +58,35 @@ def _check_earlier_run(config: Config) -> None:
         )
     if config.run.exists != "resume":
         return
-    if changed := _changed_recipe(config):
+    try:
+        earlier = saved_config(folder)
+    except ConfigError:  # missing or unreadable
+        earlier = config
+    if changed := changed_course(recipe(earlier), recipe(config)):
         raise ConfigError(f"{folder} {changed}")
-    if lost := _lost_progress(config):
+    if lost := _lost_progress(folder, earlier):
         raise ConfigError(
             f"run.exists = resume, but {folder} holds no checkpoint, although {lost}. Put a copy of last.pt or of "
             f"a step_*.pt back, or start again at step 0 with run.exists=replace."
         )
 
 
-def _lost_progress(config: Config) -> str:
+def _lost_progress(folder: Path, config: Config) -> str:
     """Evidence that a checkpoint existed and is lost; empty if the run may start at step 0.
 
-    A run that was killed before its first checkpoint starts again, as the next attempt on a cluster must.
+    A run that was killed before its first checkpoint starts again, as the next attempt on a cluster must. `config`:
+    that of the earlier session.
     """
-    if _has_checkpoint(config.run_dir):
+    if _has_checkpoint(folder):
         return ""
-    if (config.run_dir / "result.json").exists():
+    if (folder / "result.json").exists():
         return "it has a result.json"
-    entries = read_metrics(config.run_dir / FILE_NAME)
-    with contextlib.suppress(ConfigError):  # settings of the earlier session
-        config = saved_config(config.run_dir)
+    entries = read_metrics(folder / FILE_NAME)
     checkpoint, train = config.checkpoint, config.train
     every = (checkpoint.every, checkpoint.keep_every, train.validate_every, train.steps)
     reached = max((entry["step"] for entry in entries), default=0)
     is_lost = reached > min(step for step in every if step)
     return f"{FILE_NAME} reaches step {reached}" if is_lost else ""
-
-
-def _changed_recipe(config: Config) -> str:
-    """How the recipe differs from config.json; empty if it does not, or the file is missing or unreadable."""
-    try:
-        return changed_course(recipe(saved_config(config.run_dir)), recipe(config))
-    except ConfigError:
-        return ""
 
 
 def clear_folder(config: Config) -> None:

@@ -60,7 +60,6 @@ from segpipe.run.console import (
     sequence_table,
 )
 from segpipe.run.folder import (
-    check_folder,
     claim_folder,
     clear_folder,
     owned,
@@ -244,7 +243,7 @@ def check_job(config: Config) -> Config:
     config, _ = with_steps(config)
     check(config, world_size=_world_size(config))
     pin_weights(config)
-    check_folder(config)
+    claim_folder(config, create=False)
     return config
 
 

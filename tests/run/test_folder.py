@@ -327,10 +327,10 @@ def test_a_resume_that_saves_more_often_misses_no_checkpoint(tmp_path: Path) -> 
     line = {"step": 7, "kind": "train", "time_s": 1.0}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     changes = ("train.steps=9999", "checkpoint.every=5", "run.exists=resume")
-    folders.check_folder(compose(settings(folder, *changes)))
+    folders.claim_folder(compose(settings(folder, *changes)), create=False)
     (folder / "metrics.jsonl").write_text(json.dumps(line | {"step": 2001}) + "\n")
     with pytest.raises(ConfigError, match="reaches step 2001"):
-        folders.check_folder(compose(settings(folder, *changes)))
+        folders.claim_folder(compose(settings(folder, *changes)), create=False)
 
 
 def test_a_group_that_may_write_may_go_on(tmp_path: Path) -> None:
