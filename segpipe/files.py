@@ -47,19 +47,14 @@ def files_below(folder: Path | str) -> list[str]:
     for start in waiting:
         for place, folders, files in os.walk(start):
             real = os.path.realpath(place)
-            folders[:] = (
-                []
-                if real in seen
-                else sorted(name for name in folders if not name.startswith("."))
-            )
-            if real not in seen:
-                found += [os.path.join(place, name) for name in files]
+            if real in seen:
+                folders.clear()
+                continue
             seen.add(real)
-            waiting += [
-                path
-                for name in folders
-                if os.path.islink(path := os.path.join(place, name))
-            ]
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            found += [os.path.join(place, name) for name in files]
+            paths = [os.path.join(place, name) for name in folders]
+            waiting += filter(os.path.islink, paths)
     return found
 
 
@@ -166,16 +161,14 @@ def git_state(root: Path) -> dict[str, Any] | None:
     """Commit of the checkout at `root`, and whether tracked files differ; None without a checkout or git."""
     if not (root / ".git").exists():
         return None
+    # The commit, or with changed files COMMIT-dirty; --exclude=* names no tag instead.
+    arguments = ["--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    command = ["git", "-C", str(root), "describe", *arguments]
     try:
-        commit = _git(root, "rev-parse", "HEAD")
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=30
+        )
     except (OSError, subprocess.SubprocessError):
         return None
-    return {"commit": commit, "dirty": bool(changed), "known_at": "export"}
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=30
-    ).stdout.strip()
+    commit, _, mark = done.stdout.strip().partition("-")
+    return {"commit": commit, "dirty": bool(mark), "known_at": "export"}
