@@ -74,7 +74,7 @@ class ReportData:
     pictures: Mapping[str, Sequence[Picture]] = field(default_factory=dict)  # by title
     live: bool = False  # the run is still training: the page reloads itself
     # As in `Validation`.
-    calibration: Float64 | None = None
+    calibration: Float64 = field(default_factory=partial(np.zeros, (0, 4)))
     detail: Values | None = None  # result of `detail`
     links: Sequence[str] = ()  # files next to the page
 
@@ -90,7 +90,8 @@ def predictor(
 
     def ids(image: Uint8) -> Uint8:
         batch = torch.from_numpy(image.copy())[None].to(device)
-        return np.asarray(answer(batch)[0].cpu().numpy(), np.uint8)
+        found: Uint8 = answer(batch)[0].numpy(force=True)
+        return found
 
     return ids
 
@@ -123,17 +124,10 @@ def run_predictor(run: Run, precision: str = "fp32") -> Predict:
     from segpipe.models.preprocess import Preprocess
     from segpipe.predict.inference import Inference, segment
 
-    device = run.group.device
+    device, how = run.group.device, Inference(precision=precision)
     preprocess = Preprocess(standardize=run.config.model.standardize).to(device)
-    return predictor(
-        partial(
-            segment,
-            run.state.ema.model,
-            preprocess,
-            how=Inference(precision=precision),
-        ),
-        device,
-    )
+    answer = partial(segment, run.state.ema.model, preprocess, how=how)
+    return predictor(answer, device)
 
 
 def latency_ms(predict: Predict, samples: Samples) -> float:
@@ -161,10 +155,9 @@ def worst_images(found: Validation, count: int = 4) -> list[int]:
     reach = min(NEIGHBORS, len(known) // 8)
     chosen: list[int] = []
     for index in sorted(known, key=scores.__getitem__):
-        is_near = any(abs(index - other) <= reach for other in chosen)
-        if len(chosen) < count and not is_near:
+        if all(abs(index - other) > reach for other in chosen):
             chosen.append(index)
-    return chosen
+    return chosen[:count]
 
 
 def _pictures(
@@ -239,20 +232,20 @@ def advice(
     """
     untried = [f"{key}={REMEDIES[key]}" for key in REMEDIES if key not in changed]
     labelled, predicted = counts.sum(1), counts.sum(0)
+    confused = counts - np.diag(counts.diagonal())
     sentences = {}
     for k, name in enumerate(names):
         hits, target, pred = counts[k, k], labelled[k], predicted[k]
         if not target or hits >= WEAK * (target + pred - hits):
             continue
-        pixels = counts[k]
+        pixels = confused[k]
         if target >= pred:
             text = "{:.0%} of its pixels are missed, {:.0%} are predicted as {}"
         else:
-            target, pixels = pred, counts[:, k]
+            target, pixels = pred, confused[:, k]
             text = (
                 "{:.0%} of the pixels predicted as this class are wrong, {:.0%} are {}"
             )
-        pixels = np.where(np.arange(len(names)) == k, 0, pixels)
         wrong, most = 1 - hits / target, pixels.max() / target
         share = labelled[k] / labelled.sum()
         remedy = (
@@ -285,8 +278,9 @@ def _charts(data: ReportData) -> dict[str, str]:
         "Learning rate": {"lr": curve("train", "lr")},
         "Validation mIoU, %": {"miou": curve("validation", "miou")},
     }
-    if data.calibration is not None and data.calibration[:, 0].any():
-        pixels, share, right, _ = data.calibration[data.calibration[:, 0] > 0].T
+    used = data.calibration[data.calibration[:, 0] > 0]
+    if len(used):
+        pixels, share, right, _ = used.T
         off = 100 * abs(share - right).sum() / pixels.sum()
         measured = zip(100 * share / pixels, 100 * right / pixels, strict=True)
         drawn[f"Accuracy by confidence, %: {off:.1f} off"] = {
@@ -336,11 +330,9 @@ def by_size(pred: Uint8, target: Uint8, num_classes: int) -> Int64:
         if k >= num_classes:
             continue
         is_target, is_pred = target == k, (pred == k) & (target != IGNORE_INDEX)
-        size = _sizes(is_target)
-        found[0, k] = np.bincount(size[is_target & is_pred], minlength=3)
-        found[1:, k] = np.bincount(size[is_target], minlength=3)
-        false = is_pred & ~is_target
-        found[1, k] += np.bincount(_sizes(pred == k)[false], minlength=3)
+        size = np.where(is_target, _sizes(is_target), _sizes(pred == k))
+        counted = is_target & is_pred, is_target | is_pred, is_target
+        found[:, k] = [np.bincount(size[pixels], minlength=3) for pixels in counted]
     return found
 
 
@@ -358,21 +350,15 @@ def by_distance(pred: Uint8, target: Uint8, num_classes: int) -> Int64:
 
     Shapes: uint8 (H, W) twice -> int64 (5, C, C).
     """
-    inside = np.ones(target.shape, np.uint8)
-    for here, there in (
-        (np.s_[:, 1:], np.s_[:, :-1]),
-        (np.s_[1:], np.s_[:-1]),
-    ):
-        a, b = target[here], target[there]
-        border = (a != b) & (a != IGNORE_INDEX) & (b != IGNORE_INDEX)
-        inside[here][border] = inside[there][border] = 0
     import cv2
 
-    far = cv2.distanceTransform(inside, cv2.DIST_L2, cv2.DIST_MASK_5) + 1
-    if inside.all():
-        far[:] = np.inf
-    band = np.digitize(far, DISTANCES)
     labelled = target != IGNORE_INDEX
+    cross = cv2.getStructuringElement(cv2.MORPH_CROSS, (3, 3))
+    highest = cv2.dilate(np.where(labelled, target, 0), cross)
+    lowest = cv2.erode(target, cross)
+    inside = ~labelled | (highest == lowest)
+    far = cv2.distanceTransform(inside.astype(np.uint8), cv2.DIST_L2, cv2.DIST_MASK_5)
+    band = np.digitize(far + 1, DISTANCES)
     cells = (band * num_classes + target) * num_classes + pred
     size = len(DISTANCE_NAMES) * num_classes**2
     counts = np.bincount(cells[labelled], minlength=size)
