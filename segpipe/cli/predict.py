@@ -44,7 +44,7 @@ def main(given: Given) -> int:
     outputs = Outputs(
         out, predictor(given), given["overlay"], given["alpha"], given["frames"]
     )
-    with progress("predict", console=ERRORS) as show:
+    with progress("predict") as show:
         job = PredictJob(
             sources,
             outputs,

@@ -62,12 +62,10 @@ VERDICTS = {
 
 
 @contextlib.contextmanager
-def progress(
-    what: str, total: int | None = None, console: Console = CONSOLE
-) -> Iterator[Callable[..., None]]:
-    """A function that shows `done`, `total` and `what` in a progress bar, if the console is a terminal."""
+def progress(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """A function that shows `done`, `total` and `what` in a progress bar, if stderr is a terminal."""
     with Progress(
-        console=console, transient=True, disable=not console.is_terminal
+        console=ERRORS, transient=True, disable=not ERRORS.is_terminal
     ) as bar:
         task = bar.add_task(what, total=total)
 
