@@ -78,7 +78,7 @@ def find_runs(root: Path, patterns: Sequence[str] = ()) -> list[Row]:
     """
     folders: dict[Path, str] = {}
     for pattern in patterns or [str(root)]:
-        tops = [Path(match) for match in sorted(glob(pattern))]
+        tops = map(Path, glob(pattern))
         found = [file.parent for top in tops for file in top.rglob("config.json")]
         if not found:
             raise ConfigError(
@@ -86,8 +86,7 @@ def find_runs(root: Path, patterns: Sequence[str] = ()) -> list[Row]:
                 f"root=FOLDER, or match run folders: 'runs=[runs/lr*]'."
             )
         for folder in sorted(found):
-            name = folder if patterns else folder.relative_to(root)
-            folders[folder] = str(name)
+            folders[folder] = str(folder if patterns else folder.relative_to(root))
     return best_first(read_row(folder, name) for folder, name in folders.items())
 
 
@@ -154,12 +153,13 @@ def differing(recipes: Sequence[Values]) -> list[str]:
 def grouped(rows: Sequence[Row], by: str = "") -> list[RecipeGroup]:
     """Groups of runs that differ only in setting `by`, best mean first; without `by`, one group for each run.
 
-    Of several runs with the same value of `by`, one finished run counts: a repeated run is not a second sample.
+    Runs are given best first. Of several with the same value of `by`, the first counts: a repeated run is not a second
+    sample.
     """
     if not by:
         return [RecipeGroup(row.settings, [row]) for row in rows]
     groups: dict[str, RecipeGroup] = {}
-    for row in sorted(rows, key=lambda row: row.miou is None):
+    for row in rows:
         if row.settings:
             rest = {key: value for key, value in row.settings.items() if key != by}
             # One data set may have several paths; what is held out decides which of its files are read.
