@@ -114,10 +114,8 @@ def _folders() -> Iterator[Path]:
 
 def _library(source: Path, command: Sequence[str], folder: Path) -> Path:
     """Path of the compiled file; several processes may compile at once. Raises OSError or SubprocessError."""
-    command = [
-        *command,
-        *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
-    ]
+    if platform.machine() == "x86_64":
+        command = [*command, "-mprefer-vector-width=512"]
     parts = [source.read_text(), *command, _processor()]
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
