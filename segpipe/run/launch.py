@@ -26,7 +26,6 @@ from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -216,9 +215,9 @@ def with_crop(config: Config, samples: DataSet | None = None) -> Config:
     from segpipe.data.samples import image_sizes, open_samples
 
     samples = samples or open_samples(config.data, "train", config.seed)
-    sides = zip(*image_sizes(samples).elements(), strict=True)
-    crop = [min(max(int(0.9 * median(side)) // 32 * 32, 32), 512) for side in sides]
-    return replace(config, augment=replace(config.augment, crop_size=crop))
+    sides = np.median(list(image_sizes(samples).elements()), axis=0)
+    crop = np.clip(0.9 * sides // 32 * 32, 32, 512).astype(int)
+    return replace(config, augment=replace(config.augment, crop_size=crop.tolist()))
 
 
 def prepare(config: Config, world_size: int, splits: Splits | None = None) -> Splits:
@@ -262,9 +261,8 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
     contracts.check_plugins(config)
     splits = splits or open_splits(config)
     train, val = splits
-    contracts.check_data(
-        config
-    )  # first: data that changes between reads has no fixed sizes and classes
+    # First: data that changes between reads has no fixed sizes and classes.
+    contracts.check_data(config)
     verify(config.data, {"train": train, config.data.split: val})
     for one in checks(config, splits):
         one()
@@ -280,23 +278,23 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
     return splits
 
 
-def checks(config: Config, splits: Splits) -> list[Callable[[], object]]:
+def checks(config: Config, splits: Splits) -> Iterator[Callable[[], object]]:
     """Checks that raise DataError or ConfigError for intact data that would spoil a run."""
     from segpipe.data.order import check_given_weights
     from segpipe.data.samples import check_labelled, check_scorable, sequences
     from segpipe.datasets.problems import check_overlap
 
     data, (train, val) = config.data, splits
-    found: list[Callable[[], object]] = [partial(check_labelled, train)]
+    yield partial(check_labelled, train)
     if data.split != "train":
-        found.append(partial(check_scorable, val, data.split))
+        yield partial(check_scorable, val, data.split)
         if not data.allow_overlap:
-            found.append(partial(check_overlap, train, val, data.split))
+            yield partial(check_overlap, train, val, data.split)
     if data.sequence:  # reported scores are grouped by it
-        found += [partial(sequences, samples, data.sequence) for samples in splits]
+        yield partial(sequences, train, data.sequence)
+        yield partial(sequences, val, data.sequence)
     if isinstance(weights := config.loss.class_weights, list):
-        found.append(partial(check_given_weights, weights, train.classes.names))
-    return found
+        yield partial(check_given_weights, weights, train.classes.names)
 
 
 def refusals(checks: Iterable[Callable[[], object]]) -> list[str]:
@@ -316,9 +314,9 @@ def check_crop(config: Config, samples: DataSet) -> None:
 
     sizes = image_sizes(samples)
     smallest, largest = config.augment.scale
-    height, width = (max(sides) for sides in zip(*sizes, strict=True))
-    crop = config.augment.crop_size
-    fitting = [min(crop[0], int(height * largest)), min(crop[1], int(width * largest))]
+    height, width = np.max(list(sizes), axis=0)
+    crop, scaled = config.augment.crop_size, [height * largest, width * largest]
+    fitting = np.minimum(crop, scaled).astype(int).tolist()
     fix = f"Set augment.crop_size=auto, or 'augment.crop_size={fitting}' or smaller."
     if min(fitting) < SETTINGS["augment.crop_size"].low:
         fix = "Use larger images, or raise the second number of augment.scale."
@@ -483,8 +481,7 @@ def work(
     # The user named them when starting the parent process.
     plugins.trust(path for _, path in config.import_paths)
     try:
-        with _disk_named(config):
-            return _work(config, prepared, splits)
+        return _work(config, prepared, splits)
     except SegpipeError as error:
         return _report(error, rank=environment.rank())
     except KeyboardInterrupt:
@@ -525,12 +522,12 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
     try:
         # Rank 0 owns the folder until it has finished its work after the training.
         with contextlib.ExitStack() as held:
-            with _failure_told(group), _disk_named(config):
+            with _failure_told(group, config, noted=False):
                 if not prepared:
                     splits = _prepare_together(config, group, splits)
                 group.together(own)
             group.contract.on_verdict = partial(note_failure, config)
-            with _failure_told(group, config), _disk_named(config):
+            with _failure_told(group, config, noted=True):
                 return _train(config, group, splits)
     finally:
         processes.leave(group)
@@ -579,25 +576,25 @@ def _disk_named(config: Config) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _failure_told(group: Group, config: Config | None = None) -> Iterator[None]:
-    """Tells the other ranks why this one ends; with `config`, also records it in the run's folder, which it owns.
+def _failure_told(group: Group, config: Config, *, noted: bool) -> Iterator[None]:
+    """Tells the other ranks why this one ends; if `noted`, also records it in the run's folder, which it owns.
 
     Raises the ranks' common verdict in place of the error, if there is one.
     """
     try:
         try:
-            yield
+            with _disk_named(config):
+                yield
         except Exception as error:
             if not (_is_common(error) or getattr(error, "told", False)):
                 group.contract.fail(error, lost=lost_another_rank(error))
             raise
-    except SegpipeError as error:
-        if config is not None and _speaks(error, group.rank):
-            note_failure(config, error)
-        raise
     except Exception as error:
-        if config is not None and not lost_another_rank(error):
-            note_failure(config, SegpipeError(plugins.located(error)))
+        told = error
+        if not isinstance(told, SegpipeError):
+            told = SegpipeError(plugins.located(error))
+        if noted and _speaks(told, group.rank) and not lost_another_rank(error):
+            note_failure(config, told)
         raise
 
 
