@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import math
 import os
 import signal
 import time
@@ -227,13 +226,13 @@ def _line(entry: Values) -> bytes:
 
 
 def _scalars(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
-    """Finite numbers by name. A list becomes one curve for each index (rank), a mapping one for each name."""
+    """Numbers of a line by name. A list becomes one curve for each index (rank), a mapping one for each name."""
     for name, value in values.items():
         if isinstance(value, list):
             value = {str(index): item for index, item in enumerate(value)}
         if isinstance(value, Mapping):
             yield from _scalars(value, f"{prefix}{name}/")
-        elif isinstance(value, bool | int | float) and math.isfinite(value):
+        elif isinstance(value, int | float):
             yield f"{prefix}{name}", value
 
 
