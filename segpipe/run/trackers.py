@@ -16,14 +16,14 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from segpipe import IGNORE_INDEX, plugins
+from segpipe import plugins
 from segpipe.distributed import environment
 from segpipe.errors import ConfigError
 from segpipe.ledger.rows import ledger_path
@@ -150,7 +150,7 @@ class Wandb:
         self._run.log(metrics, step=step)
 
     def on_validation(self, step: int, scores: Values, pictures: Pictures) -> None:
-        """Log the confusion matrix, and the pictures with their masks."""
+        """Log the confusion matrix, and each picture with its masks side by side."""
         names = scores["names"]
         cells = [
             [names[row], names[column], int(count)]
@@ -162,21 +162,12 @@ class Wandb:
             "confusion": self._wandb.plot_table(
                 "wandb/confusion_matrix/v1", matrix, {key: key for key in columns}
             ),
-            "pictures": [self._image(picture, names) for picture in pictures],
+            "pictures": [
+                self._wandb.Image(panels, caption=caption)
+                for _, caption, panels in _side_by_side(scores, pictures)
+            ],
         }
         self._run.log(shown, step=step)
-
-    def _image(self, picture: Picture, names: Sequence[str]) -> Any:
-        labels = {**dict(enumerate(names)), IGNORE_INDEX: "no label"}
-        masks = {"prediction": picture.pred, "target": picture.target}
-        return self._wandb.Image(
-            picture.image,
-            caption=f"{picture.name}: mIoU {picture.miou:.3f}",
-            masks={
-                kind: {"mask_data": mask, "class_labels": labels}
-                for kind, mask in masks.items()
-            },
-        )
 
     def on_end(self, result: Values) -> None:
         """Log the model as output artifact and the data as input artifact, and end the run."""
@@ -234,7 +225,7 @@ class Tensorboard:
 
     def on_validation(self, step: int, scores: Values, pictures: Pictures) -> None:
         """Write each picture with its masks side by side."""
-        for name, panels in _side_by_side(scores, pictures):
+        for name, _, panels in _side_by_side(scores, pictures):
             self._writer.add_image(name, panels, step, dataformats="HWC")
 
     def on_end(self, result: Values) -> None:
@@ -295,7 +286,7 @@ class Mlflow:
 
     def on_validation(self, step: int, scores: Values, pictures: Pictures) -> None:
         """Log each picture with its masks side by side."""
-        for name, panels in _side_by_side(scores, pictures):
+        for name, _, panels in _side_by_side(scores, pictures):
             self._client.log_image(self._id, panels, f"step_{step:06}/{name}.png")
 
     def on_end(self, result: Values) -> None:
@@ -368,16 +359,13 @@ def _mlmodel(manifest: Values, run: str) -> Values:
     }
 
 
-def _side_by_side(scores: Values, pictures: Pictures) -> list[tuple[str, Any]]:
-    """Names, the same at each validation, and image, target, prediction and errors side by side."""
-    palette = scores["palette"]
-    return [
-        (
-            f"worst_{place}" if place else "first_image",
-            np.hstack([*picture.panels(palette).values()]),
-        )
-        for place, picture in enumerate(pictures)
-    ]
+def _side_by_side(scores: Values, pictures: Pictures) -> Iterator[tuple[str, str, Any]]:
+    """A name, the same at each validation, a caption, and image, target, prediction and errors side by side."""
+    for place, picture in enumerate(pictures):
+        panels = picture.panels(scores["palette"])
+        name = f"worst_{place}" if place else "first_image"
+        caption = f"{picture.name}: mIoU {picture.miou:.3f}"
+        yield name, caption, np.hstack([*panels.values()])
 
 
 class Prometheus:
