@@ -66,7 +66,6 @@ from segpipe.run.folder import (
 from segpipe.run.lock import remove_dead
 from segpipe.run.report import (
     PAGE,
-    latency_ms,
     page_data,
     run_predictor,
     write_report,
@@ -644,7 +643,6 @@ def finish(run: Run, found: Validation, result: Values) -> None:
     about = {
         "device": str(run.group.device),
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "latency_ms": latency_ms(predict, run.val_samples),
     }
     exported = ["export/"] * (config.export.enabled and not config.export.dir)
     data = replace(

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from statistics import median
-from timeit import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -128,12 +126,6 @@ def run_predictor(run: Run, precision: str = "fp32") -> Predict:
     preprocess = Preprocess(standardize=run.config.model.standardize).to(device)
     answer = partial(segment, run.state.ema.model, preprocess, how=how)
     return predictor(answer, device)
-
-
-def latency_ms(predict: Predict, samples: Samples) -> float:
-    """Median time from pixels to class ids of the first image."""
-    image, _ = samples.read(0)
-    return 1000 * median(repeat(lambda: predict(image), number=1))
 
 
 def live_pictures(run: Run, found: Validation) -> list[Picture]:
