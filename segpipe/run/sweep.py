@@ -69,14 +69,6 @@ class SweepJob:
     code: int | None = None  # exit code; None: not started, or not ended
     reason: str = ""  # why it failed or did not train
 
-    def end(self, returned: Any) -> None:
-        """Record the exit code that a job returned, or the error that it raised."""
-        if isinstance(returned, Exception):
-            self.code = getattr(returned, "exit_code", 1)
-            self.reason = " ".join(str(returned).split())
-        else:
-            self.code = int(returned)
-
     def row(self) -> Row:
         """Its line in the table."""
         folder, name = self.config.run_dir, self.config.run.name
@@ -148,7 +140,11 @@ class Jobs:
                 f"same command with run.exists=resume trains the missing ones."
             ) from error
         for job, each in zip(todo, returned, strict=True):
-            job.end(each._return_value)
+            code = each._return_value
+            if isinstance(code, Exception):
+                job.reason = " ".join(str(code).split())
+                code = getattr(code, "exit_code", 1)
+            job.code = int(code)
         return list(map(self._returned, batch, job_overrides))
 
     def _check(self, job: SweepJob) -> None:
