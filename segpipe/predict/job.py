@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from glob import glob, has_magic
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -28,8 +29,9 @@ FALLBACK_FPS = 25.0
 # A header may overstate the number of frames by this much in an intact file.
 MISSING_SHARE, MISSING_FRAMES = 0.01, 2
 CODEC = "mp4v"  # MPEG-4 part 2, which every build of OpenCV can write
-# Silences FFmpeg's messages about damaged files; ours name the file.
+# Silences FFmpeg's and OpenCV's messages about damaged files; ours name the file.
 os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
+cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_ERROR)
 
 
 def find(given: str, out: Path) -> tuple[list[Input], str]:
@@ -97,28 +99,20 @@ def names(places: Sequence[str]) -> list[str]:
     return bare if len(set(bare)) == len(bare) else list(places)
 
 
+@dataclass
 class PredictJob:
     """Predicts sources into a folder, and keeps what it has done so far."""
 
-    def __init__(
-        self,
-        sources: Sequence[Input],
-        outputs: Outputs,
-        *,
-        seconds: float = 0.0,
-        replace: bool = False,
-        progress: Callable[[int], None] = lambda done: None,
-    ) -> None:
-        self._sources, self._outputs = sources, outputs
-        self._seconds = seconds or math.inf  # of live sources
-        self._replace = replace
-        self._progress = progress
-        self._digests: dict[str, str] = {}  # SHA-256 of the sources, by place
-        self.entries: dict[str, dict[str, Any]] = {}  # by place
-        self.problems: list[str] = []
-        self.kept = 0  # sources that an earlier command finished
-        self.answered = 0  # images and frames
-        self.took = 0.0  # seconds
+    sources: Sequence[Input]
+    outputs: Outputs
+    seconds: float = 0.0  # of live sources; 0: no end
+    replace: bool = False
+    progress: Callable[[int], None] = lambda done: None
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)  # by place
+    problems: list[str] = field(default_factory=list)
+    kept: int = 0  # sources that an earlier command finished
+    answered: int = 0  # images and frames
+    took: float = 0.0  # seconds
 
     @property
     def pixels(self) -> list[int]:
@@ -143,7 +137,7 @@ class PredictJob:
                         self._predict_video(source)
         except KeyboardInterrupt:
             raise Interrupted(
-                f"interrupted: {len(self.entries)} of {len(self._sources)} sources are finished. The same command "
+                f"interrupted: {len(self.entries)} of {len(self.sources)} sources are finished. The same command "
                 f"continues with the rest."
             ) from None
         finally:
@@ -160,29 +154,27 @@ class PredictJob:
 
     def _unfinished(self) -> list[Input]:
         """Sources to predict; enters those that an earlier command finished."""
-        before = {} if self._replace else self._before()
+        before = {} if self.replace else self._before()
         todo = []
-        for source in self._sources:
+        for source in self.sources:
             try:
                 digest = "" if source.live else sha256(source.path)
             except OSError as error:
-                problem = f"{source.path} cannot be read: {error.strerror}."
-                self.problems.append(problem)
+                self.problems.append(f"{source.path} cannot be read: {error.strerror}.")
                 continue
-            self._digests[source.place] = digest
             entry = before.get(source.place, {})
             paths = [entry[key] for key in ("mask", "overlay") if key in entry]
             is_same = digest and entry.get("source_sha256") == digest
-            if is_same and all((self._outputs.out / path).exists() for path in paths):
+            if is_same and all((self.outputs.out / path).exists() for path in paths):
                 self.entries[source.place] = entry
                 self.kept += 1
             else:
-                todo.append(source)
+                todo.append(source._replace(sha256=digest))
         return todo
 
     def _before(self) -> dict[str, dict[str, Any]]:
         """Entries that an earlier command with this model and these settings finished, by place."""
-        out = self._outputs.out
+        out = self.outputs.out
         try:
             content = read_json(out / SUMMARY)
             is_same = self._head().items() <= content.items()
@@ -199,9 +191,12 @@ class PredictJob:
 
     def _head(self) -> dict[str, Any]:
         """Model, format and settings, as in predictions.json: all that predictions depend on besides the sources."""
-        outputs = self._outputs
-        model, settings = plain([outputs.predictor.model, outputs.settings])
-        return {"model": model, "format": FORMAT, "settings": settings}
+        head = {
+            "model": self.outputs.predictor.model,
+            "format": FORMAT,
+            "settings": self.outputs.settings,
+        }
+        return dict(plain(head))
 
     def _predict_images(self, images: Sequence[Input]) -> None:
         """Predict images in order; threads read ahead."""
@@ -209,33 +204,33 @@ class PredictJob:
             chunk = images[start : start + AHEAD]
             for source, image in zip(chunk, threaded(_read, chunk), strict=True):
                 with self._problems():
-                    self._predict_image(source, image)
+                    if isinstance(image, DataError):
+                        raise image
+                    ids = self._ids(source, image)
+                    self.outputs.write_image(source, image, ids)
+                    self._enter(source, ids.shape, self.outputs.count(ids))
 
-    def _predict_image(self, source: Input, image: Pixels | DataError) -> None:
-        if isinstance(image, DataError):
-            raise image
-        ids = self._ids(source, image)
-        self._outputs.write_image(source, image, ids)
-        self._enter(source, ids.shape, self._outputs.count(ids))
-        self._advance()
-
-    def _ids(self, source: Input, image: Pixels) -> Any:
+    def _ids(self, source: Input, image: Pixels) -> Pixels:
         try:
-            return self._outputs.predictor.predict(image)[0]
+            ids, _ = self.outputs.predictor.predict(image)
         except DataError as error:
             raise DataError(f"{source.path}: {error}") from error
+        self.answered += 1
+        self.progress(self.answered)
+        return ids
 
     def _predict_video(self, source: Input) -> None:
         """Predict all frames of a video, or of a live source until its time is up or Ctrl-C is pressed.
 
         Raises DataError when a video is truncated.
         """
-        outputs, given = self._outputs, source.live or str(source.path)
+        outputs, given = self.outputs, source.live or str(source.path)
         fps = frames_per_second(given)
         pixels: Any = 0
         done = 0
         size: tuple[int, ...] = ()
-        end = time.monotonic() + (self._seconds if source.live else math.inf)
+        limited = source.live and self.seconds
+        end = time.monotonic() + (self.seconds if limited else math.inf)
         picture = outputs.picture(source)
         with film(picture, fps) if outputs.overlay else nullcontext() as add:
             try:
@@ -249,7 +244,6 @@ class PredictJob:
                         add(outputs.blended(image, ids))
                     pixels = pixels + outputs.count(ids)
                     done += 1
-                    self._advance()
                     if time.monotonic() > end:
                         break
             except KeyboardInterrupt:
@@ -259,18 +253,14 @@ class PredictJob:
                 raise DataError(f"{given}: no frame arrived before it was stopped.")
         self._enter(source, size, pixels, frames=done, fps=fps)
 
-    def _advance(self) -> None:
-        self.answered += 1
-        self._progress(self.answered)
-
     def _enter(
         self, source: Input, size: Sequence[int], counts: Any, **more: Any
     ) -> None:
         """Add the entry of a finished source to predictions.json. counts: array, pixels of each class."""
-        outputs, pixels = self._outputs, counts.tolist()
+        outputs, pixels = self.outputs, counts.tolist()
         entry = {
             "source": source.place,
-            "source_sha256": self._digests[source.place],
+            "source_sha256": source.sha256,
             "height": size[0],
             "width": size[1],
             "pixels": pixels,
@@ -286,7 +276,7 @@ class PredictJob:
 
     def _summarize(self) -> None:
         """Write predictions.json without times, so that equal predictions give equal bytes."""
-        predictor = self._outputs.predictor
+        predictor = self.outputs.predictor
         classes = zip(predictor.names, predictor.palette, strict=True)
         content = {
             **self._head(),
@@ -294,11 +284,11 @@ class PredictJob:
                 {"id": train, "name": name, "color": color}
                 for train, (name, color) in enumerate(classes)
             ],
-            "complete": len(self.entries) == len(self._sources),
+            "complete": len(self.entries) == len(self.sources),
             "predictions": [self.entries[place] for place in sorted(self.entries)],
             "problems": self.problems,
         }
-        put(self._outputs.out / SUMMARY, to_json(content))
+        put(self.outputs.out / SUMMARY, to_json(content))
 
 
 def _read(source: Input) -> Pixels | DataError:
@@ -344,15 +334,12 @@ def read_frames(path: str | Path) -> Iterator[Pixels]:
 @contextmanager
 def _opened(path: str | Path) -> Iterator[cv2.VideoCapture]:
     given = str(path)
-    # Silences OpenCV's warnings, which do not name the file.
-    level = cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_ERROR)
     is_camera = given.isdigit()
     capture = (
         cv2.VideoCapture(int(given))
         if is_camera
         else cv2.VideoCapture(given, cv2.CAP_FFMPEG)
     )
-    cv2.utils.logging.setLogLevel(level)
     try:
         if not capture.isOpened():
             why = "It is truncated, or not a video. Copy it again."

@@ -33,6 +33,7 @@ class Input(NamedTuple):
     place: str  # relative to the given folder, with suffix
     name: str  # of its outputs: `place` without suffix, unless two sources share it
     live: str = ""  # camera number or stream URL, used instead of `path`
+    sha256: str = ""  # of the file
 
     @property
     def is_video(self) -> bool:
