@@ -28,7 +28,7 @@ from segpipe.data.catalog import ClassTable
 from segpipe.data.data_set import Samples
 from segpipe.data.samples import open_samples
 from segpipe.errors import ConfigError
-from segpipe.export.artifact.manifest import Origin, describe
+from segpipe.export.artifact.manifest import describe
 from segpipe.export.dataset import spread
 from segpipe.export.graph.formats import FORMATS
 from segpipe.export.graph.lowprec import to_fp16, to_int8
@@ -206,7 +206,7 @@ def forms(
     size = (frames[0].shape[0], frames[0].shape[1])
     paths = {name: _path(folder, name) for name in (FP32, FP16, INT8)}
     script = folder / "model.torchscript.pt"
-    manifest = describe(trained, model, size, Origin(), {})
+    manifest = describe(trained, model, size)
     FORMATS["onnx"].write(model, manifest, paths[FP32], folder / "probe.onnx")
     FORMATS["torchscript"].write(model, manifest, script, folder / "probe.pt")
     to_fp16(paths[FP32], paths[FP16])

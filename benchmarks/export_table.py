@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.measure import interleaved, machine
 from segpipe.cli.main import main as segpipe
 from segpipe.data.samples import open_samples
-from segpipe.export.artifact.manifest import Origin, describe
+from segpipe.export.artifact.manifest import describe
 from segpipe.export.dataset import gather
 from segpipe.export.gates.comparison import (
     LIMITS,
@@ -73,7 +73,7 @@ def rows(trained: TrainedNetwork, checks: Sequence[Check]) -> list[dict[str, Any
         for folder in folders:
             folder.mkdir()
         model = DeployModel(trained)
-        result = ExportReport(folders[0], describe(trained, model, size, Origin(), {}))
+        result = ExportReport(folders[0], describe(trained, model, size))
         subjects = convert(result, model, folders, KINDS, [])
         eager = run_eager(model)
         candidates = []

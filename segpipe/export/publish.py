@@ -14,15 +14,9 @@ import numpy as np
 
 from segpipe.data.catalog import ClassTable
 from segpipe.data.data_set import DataSet
-from segpipe.errors import ConfigError, ExportMismatch, refuse
+from segpipe.errors import ConfigError
 from segpipe.export.artifact.golden import golden_figures, write_golden
-from segpipe.export.artifact.manifest import (
-    NO_ORIGIN,
-    Origin,
-    described,
-    origin_of,
-    require_schema,
-)
+from segpipe.export.artifact.manifest import described, require_schema
 from segpipe.export.artifact.place import (
     beside,
     check_place,
@@ -54,7 +48,7 @@ from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.native import one_thread
 from segpipe.runtime.artifact import MANIFEST
-from segpipe.settings.config import Config, check_critical_classes, export_problems
+from segpipe.settings.config import Config, check_critical_classes
 from segpipe.settings.groups import ExportConfig
 from segpipe.train.checkpoint import TrainedNetwork
 
@@ -72,19 +66,19 @@ def export_checkpoint(
     validation: the split to check on, or None with `export.allow_unverified`. training: images of the training split,
     for frame limits and int8. Raises what `export_run` and `gather` raise.
     """
-    export, origin = config.export, origin_of(trained)
-    inputs = gather(validation, config)
+    warning = ""
     if validation is not None:
         changed = changed_since(run, trained.config.data, config.data)
         if changed:
-            text = f"{changed}; the gates and the temperature are on the changed images"
-            origin = replace(origin, warnings=(*origin.warnings, text))
+            warning = (
+                f"{changed}; the gates and the temperature are on the changed images"
+            )
     return export_run(
         trained,
-        inputs,
-        Path(export.dir or run / "export"),
-        origin=origin,
+        gather(validation, config),
+        Path(config.export.dir or run / "export"),
         train_images=training,
+        warning=warning,
     )
 
 
@@ -93,14 +87,15 @@ def export_run(
     inputs: GateInputs,
     out_dir: Path,
     *,
-    origin: Origin = NO_ORIGIN,
     train_images: Iterable[Image] | None = None,
+    warning: str = "",
 ) -> ExportReport:
     """Writes model files, and the files that describe and check them, to `out_dir`; returns the report.
 
     inputs: images of one size, which becomes the input size of the files; real ones unless `allow_unverified` is set.
     Without labelled images, G5 and the temperature fit are skipped. train_images: any sizes; they give the frame limits
-    (without them, the check images do), and those of the input size calibrate int8.
+    (without them, the check images do), and those of the input size calibrate int8. warning: a further sentence that
+    qualifies the scores.
 
     One rename replaces an earlier export in `out_dir`. A file of reduced precision that fails a gate is left out, and
     the report says why. When another gate fails, the report goes to `out_dir` + ".rejected", no model file is left, an
@@ -122,14 +117,14 @@ def export_run(
             for folder in folders:
                 folder.mkdir(parents=True)
         with one_thread():
-            model, manifest, frames = described(
+            model = DeployModel(
                 trained,
-                inputs,
-                origin,
-                train_images,
                 profile=PROFILES[settings.profile],
                 mask_stride=settings.mask_stride,
             )
+            manifest, frames = described(trained, model, inputs, train_images)
+            if warning:
+                manifest.setdefault("warnings", []).append(warning)
             manifest["allow_unverified"] = settings.allow_unverified
             require_schema(manifest)
             result = ExportReport(out_dir, manifest)
@@ -162,7 +157,6 @@ def export_run(
 def _check_request(
     trained: TrainedNetwork, out_dir: Path, settings: ExportConfig
 ) -> None:
-    refuse(export_problems(settings))
     require_engines(settings)
     stride = trained.model.output_stride
     if settings.mask_stride not in (1, stride):
@@ -230,12 +224,12 @@ def trial_export(
     )
     images = [*np.random.default_rng(0).integers(0, 256, (2, *size, 3), np.uint8)]
     inputs = GateInputs(check_set(images, ["image_0", "image_1"]), None, settings)
-    folder = tempfile.mkdtemp(prefix="segpipe-contract-")
-    with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder)
-        try:
-            export_run(trained, inputs, Path(folder, "export"))
-        except ExportMismatch:
-            stack.pop_all()  # the message names the report in the folder
-            raise
+    folder = Path(tempfile.mkdtemp(prefix="segpipe-contract-"))
+    try:
+        export_run(trained, inputs, folder / "export")
+        shutil.rmtree(folder / "export")
+    finally:
+        # Fails when a report is in it, which the message then names.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
     return ", ".join(settings.formats)

@@ -11,7 +11,6 @@ from segpipe.export.artifact.manifest import (
     converters,
     described,
     differences,
-    origin_of,
     schema_problems,
 )
 from segpipe.export.artifact.place import sums_problems
@@ -88,14 +87,12 @@ def verify_folder(
     require_engines(inputs.settings)
     result = ExportReport(folder, manifest, files=manifest["files"])
     with one_thread(), tempfile.TemporaryDirectory() as scratch:
-        model, computed, frames = described(
+        model = DeployModel(
             trained,
-            inputs,
-            origin_of(trained),
-            train_images,
             profile=PROFILES[manifest["profile"]],
             mask_stride=manifest["io"]["outputs"][0]["stride"],
         )
+        computed, frames = described(trained, model, inputs, train_images)
         model.temperature = manifest["calibration"]["temperature"]
         problems = _false_claims(manifest, computed, len(inputs.real_images))
         files: list[ModelFile] = []

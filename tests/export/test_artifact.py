@@ -38,7 +38,6 @@ from segpipe.export import publish
 from segpipe.export.artifact.frame_statistics import frames_of
 from segpipe.export.artifact.manifest import (
     SCHEMA,
-    Origin,
     differences,
     origin_of,
     require_schema,
@@ -74,16 +73,17 @@ METRICS = {
     "absent": ["class_4"],
     "pixels": 1000,
 }
-ORIGIN = Origin(
-    git={"commit": "0123456789abcdef", "dirty": False, "known_at": "train"},
-    checkpoint={"file": "last.pt", "sha256": "0" * 64},
-    metrics=METRICS,
-)
 TRAIN = structured(6, (40, 50), seed=3)
 
 
 def export(folder: Path) -> publish.ExportReport:
-    network = tiny_network()
+    """Of the last checkpoint of a run, whose result.json has a commit and scores."""
+    run = folder.parent / "run"
+    run.mkdir()
+    (run / "last.pt").write_bytes(b"weights")
+    network = dataclasses.replace(tiny_network(), path=run / "last.pt")
+    commit = {"commit": "0123456789abcdef", "dirty": False}
+    write_result(run, git=commit, steps=network.config.train.steps)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(judge, "SECONDS", 0.0)
         train = iter(TRAIN)
@@ -93,7 +93,6 @@ def export(folder: Path) -> publish.ExportReport:
             folder,
             list(FORMATS),
             names=NAMES,
-            origin=ORIGIN,
             train_images=train,
         )
 
@@ -322,8 +321,10 @@ def test_the_manifest_says_where_the_network_comes_from(
     exported: Path, manifest: dict[str, Any]
 ) -> None:
     source = manifest["source"]
-    assert source["git"] == ORIGIN.git
-    assert source["checkpoint"] == ORIGIN.checkpoint
+    commit = {"commit": "0123456789abcdef", "dirty": False, "known_at": "train"}
+    assert source["git"] == commit
+    digest = hashlib.sha256(b"weights").hexdigest()
+    assert source["checkpoint"] == {"file": "last.pt", "sha256": digest}
     assert (source["ema_digest"], source["seed"], source["step"]) == ("4567", 0, 7)
     assert manifest["metrics"] == {**METRICS, "pixel_accuracy": None}
     mask = manifest["io"]["outputs"][0]
@@ -606,19 +607,19 @@ def test_origin_of_a_network(tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
     path.write_bytes(b"weights")
     network = dataclasses.replace(tiny_network(), path=path)
-    assert origin_of(network).metrics is None
+    assert origin_of(network)["metrics"] is None
     write_result(tmp_path)
     found = origin_of(network)
-    assert found.checkpoint == {
+    assert found["checkpoint"] == {
         "file": "last.pt",
         "sha256": hashlib.sha256(b"weights").hexdigest(),
     }
-    assert found.metrics is not None
-    assert found.metrics["miou"] == 0.25
+    assert found["metrics"] is not None
+    assert found["metrics"]["miou"] == 0.25
     best = origin_of(dataclasses.replace(network, ema_digest="89"))
-    assert best.metrics is None, "result.json speaks of other weights"
+    assert best["metrics"] is None, "result.json speaks of other weights"
     write_result(tmp_path, git={"commit": "abcdef0", "dirty": True})
-    assert origin_of(network).git == {
+    assert origin_of(network)["git"] == {
         "commit": "abcdef0",
         "dirty": True,
         "known_at": "train",
@@ -646,12 +647,12 @@ def test_an_interrupted_run_is_told(
     network = dataclasses.replace(tiny_network(), step=32, path=path)
     network.config.train.steps = 120
     wanted = (
-        ("trained for 32 of 120 steps: the run was interrupted, or goes on",)
+        ["trained for 32 of 120 steps: the run was interrupted, or goes on"]
         if told
-        else ()
+        else []
     )
-    assert origin_of(network).warnings == wanted
-    assert origin_of(dataclasses.replace(network, step=120)).warnings == ()
+    assert origin_of(network)["warnings"] == wanted
+    assert origin_of(dataclasses.replace(network, step=120))["warnings"] == []
 
 
 def test_origin_of_a_real_run(tmp_path: Path) -> None:
@@ -659,22 +660,22 @@ def test_origin_of_a_real_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "best.pt").unlink(missing_ok=True)
     found = origin_of(load_network(run, "best"))
-    assert found.checkpoint is not None
-    assert found.checkpoint["file"] == "last.pt"
+    assert found["checkpoint"] is not None
+    assert found["checkpoint"]["file"] == "last.pt"
     shutil.copy(run / "last.pt", run / "best.pt")
     best = origin_of(load_network(run, "best"))
-    assert best.checkpoint == {**found.checkpoint, "file": "best.pt"}
+    assert best["checkpoint"] == {**found["checkpoint"], "file": "best.pt"}
     assert origin_of(load_network(run, "last")) == found
     told = runs.result(run)
-    assert found.metrics is not None
-    assert found.metrics["miou"] == told["miou"]
+    assert found["metrics"] is not None
+    assert found["metrics"]["miou"] == told["miou"]
     here = git_state(ROOT)
     if here is None:
         pytest.skip("no commit is known here")
     assert told["git"]["commit"] == here["commit"]
-    assert found.git is not None
-    assert found.git["known_at"] == "train"
-    assert found.git["commit"] == here["commit"]
+    assert found["git"] is not None
+    assert found["git"]["known_at"] == "train"
+    assert found["git"]["commit"] == here["commit"]
 
 
 def test_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from onnx import numpy_helper
 
 from exports import SIZE, tiny_network
-from segpipe.export.artifact.manifest import Origin, describe
+from segpipe.export.artifact.manifest import describe
 from segpipe.export.graph import formats
 from segpipe.export.graph.formats import FORMATS, ModelFile, conversion_problem
 from segpipe.export.graph.network import DeployModel, Manifest, in_file
@@ -26,7 +26,7 @@ Plant = Callable[[Path], None]
 def manifest() -> Manifest:
     trained = tiny_network()
     entries = {"calibration": {"method": "none", "temperature": 1.0}}
-    return describe(trained, DeployModel(trained), SIZE, Origin(), entries)
+    return {**describe(trained, DeployModel(trained), SIZE), **entries}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_a_manifest_has_the_hash_of_the_settings_as_the_checkpoint_has_them(
 ) -> None:
     """Those of an earlier version may have others; a run that was never saved has its own."""
     trained = replace(tiny_network(), config_hash="0f")
-    found = describe(trained, DeployModel(trained), SIZE, Origin(), {})
+    found = describe(trained, DeployModel(trained), SIZE)
     assert (found["source"]["config_hash"], len(manifest["source"]["config_hash"])) == (
         "0f",
         32,

@@ -38,7 +38,7 @@ from segpipe.errors import (
 )
 from segpipe.export import dataset, publish
 from segpipe.export.artifact import place
-from segpipe.export.artifact.manifest import Origin, describe
+from segpipe.export.artifact.manifest import describe
 from segpipe.export.gates.comparison import (
     Candidate,
     Check,
@@ -181,7 +181,7 @@ def converted(
     """G1 findings, and messages of G2 to G4 that fail, for a new file of the format `name`."""
     model, size = DeployModel(trained), checks[0].image.shape[:2]
     manifest, shipped, probe = (
-        describe(trained, model, size, Origin(), {}),
+        describe(trained, model, size),
         folder / "a",
         folder / "b",
     )

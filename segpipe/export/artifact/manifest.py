@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,6 @@ from segpipe.export.graph.network import (
     DeployModel,
     Image,
     Manifest,
-    Profile,
     Size,
 )
 from segpipe.export.graph.onnx_format import OLDEST_ONNXRUNTIME
@@ -43,26 +41,15 @@ if TYPE_CHECKING:
 _METRICS = ("miou", "pixel_accuracy", "iou", "absent", "pixels")
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Manifest entries that do not follow from the weights; None if unknown."""
+def origin_of(trained: TrainedNetwork) -> Manifest:
+    """Manifest entries that do not follow from the weights: git, checkpoint, metrics, and warnings on the scores.
 
-    git: dict[str, Any] | None = None  # commit, dirty, known_at: train or export
-    checkpoint: dict[str, str] | None = None  # file, sha256
-    metrics: dict[str, Any] | None = None  # of the run's last validation, in fp32
-    warnings: tuple[str, ...] = ()  # sentences that qualify the scores
-
-
-NO_ORIGIN = Origin()
-
-
-def origin_of(trained: TrainedNetwork) -> Origin:
-    """Origin of a network that was read from a checkpoint.
-
-    Metrics come from result.json if it describes the same weights. Raises DataError when that file is not valid JSON.
+    All are empty for a network that was not read from a file. Metrics come from result.json if it describes the same
+    weights. Raises DataError when that file is not valid JSON.
     """
     path = trained.path
-    assert path is not None
+    if path is None:
+        return {"git": None, "checkpoint": None, "metrics": None, "warnings": []}
     result_path = path.with_name("result.json")
     try:
         result = dict(read_json(result_path))
@@ -81,12 +68,15 @@ def origin_of(trained: TrainedNetwork) -> Origin:
     done = max(trained.step, int(result.get("steps") or 0))
     warning = f"trained for {trained.step} of {planned} steps: the run was interrupted, or goes on"
     is_whole = done >= planned or result.get("stopped_early")
-    return Origin(
-        git={**git, "known_at": "train"} if isinstance(git, dict) else git_state(ROOT),
-        checkpoint={"file": path.name, "sha256": sha256(path)},
-        metrics=metrics,
-        warnings=() if is_whole else (warning,),
-    )
+    return {
+        # of the run's last validation, in fp32
+        "metrics": plain(metrics),
+        "git": {**git, "known_at": "train"}
+        if isinstance(git, dict)
+        else git_state(ROOT),
+        "checkpoint": {"file": path.name, "sha256": sha256(path)},
+        "warnings": [] if is_whole else [warning],
+    }
 
 
 SCHEMA = Path(__file__).with_name("manifest.schema.json")
@@ -109,43 +99,31 @@ _LONGEST = 200  # characters of a schema message, which may quote a whole entry
 
 def described(
     trained: TrainedNetwork,
+    model: DeployModel,
     inputs: GateInputs,
-    origin: Origin,
     train_images: Iterable[Image] | None,
-    *,
-    profile: Profile,
-    mask_stride: int,
-) -> tuple[DeployModel, Manifest, list[Image]]:
-    """The model to export, with the fitted temperature; its manifest without figures; frames to calibrate int8 on.
+) -> tuple[Manifest, list[Image]]:
+    """The manifest without figures, and frames to calibrate int8 on; sets the fitted temperature of `model`.
 
     Call inside `one_thread`.
     """
     size = inputs.size
     frame_entries, frames = frames_of(inputs.real_images, train_images, (*size, 3))
-    labelled = inputs.labelled if CONFIDENCE in profile.outputs else None
+    labelled = inputs.labelled if CONFIDENCE in model.profile.outputs else None
     calibration = calibration_entry(trained, labelled)
-    model = DeployModel(
-        trained,
-        profile=profile,
-        temperature=calibration["temperature"],
-        mask_stride=mask_stride,
-    )
+    model.temperature = calibration["temperature"]
+    manifest = describe(trained, model, size)
     golden = golden_entry(inputs.checks)
-    entries = {"calibration": calibration, "golden": golden, **frame_entries}
-    return model, describe(trained, model, size, origin, entries), frames
+    manifest |= {"calibration": calibration, "golden": golden, **frame_entries}
+    return manifest, frames
 
 
-def describe(
-    trained: TrainedNetwork,
-    model: DeployModel,
-    size: Size,
-    origin: Origin,
-    extra: Mapping[str, Any],
-) -> Manifest:
-    """The manifest without gate figures and time stamps, so that equal exports have equal files.
+def describe(trained: TrainedNetwork, model: DeployModel, size: Size) -> Manifest:
+    """The manifest's entries on the network and its files; the figures and time stamps of an export are not among them.
 
-    extra: entries calibration, frames and golden answers.
+    So equal exports have equal files.
     """
+    origin = origin_of(trained)
     named = zip(trained.classes.names, trained.classes.palette, strict=True)
     classes = [
         {"id": index, "name": name, "color": list(color)}
@@ -159,15 +137,15 @@ def describe(
         "class_table": trained.classes.name,
         "classes": classes,
         "source": {
-            "git": origin.git,
+            "git": origin["git"],
             "config_hash": trained.config_hash or config_hash(trained.config),
-            "checkpoint": origin.checkpoint,
+            "checkpoint": origin["checkpoint"],
             "ema_digest": trained.ema_digest,
             "seed": trained.config.seed,
             "step": trained.step,
         },
-        "metrics": plain(origin.metrics),
-        **({"warnings": list(origin.warnings)} if origin.warnings else {}),
+        "metrics": origin["metrics"],
+        **({"warnings": origin["warnings"]} if origin["warnings"] else {}),
         "preprocess": {
             "standardize": trained.preprocess.standardize,
             **{
@@ -180,7 +158,6 @@ def describe(
         "requires": {"onnxruntime": OLDEST_ONNXRUNTIME},
         "versions": {"python": platform.python_version(), **converters()},
         "unverified": ["tensorrt", "jetson", "isaac", "triton"],
-        **extra,
     }
 
 
