@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from segpipe import IGNORE_INDEX, plugins
 from segpipe.checks import purity, tripwire
-from segpipe.checks.elsewhere import UnansweredError, elsewhere, started
+from segpipe.checks.elsewhere import UnansweredError, elsewhere
 from segpipe.checks.tripwire import preserved, seed_globals
 from segpipe.data.augment import Augmenter
 from segpipe.data.catalog import ClassTable
@@ -67,6 +67,8 @@ def answer(ask: Question) -> str:
     """The answer to a question. An error in the user's code becomes a problem, with its file and line."""
     try:
         return ask()
+    except UnansweredError as error:
+        return f"{NOTE}not checked in another process: {error}"
     except SegpipeError as error:
         return str(error)
     except Exception as error:
@@ -163,13 +165,7 @@ class DataContract:
             "spawn",
             "fork",
         ):  # only what can be pickled has loader processes
-            try:
-                found = elsewhere(method, contents, self.samples, self.indices)
-            except UnansweredError as error:
-                return (
-                    f"{NOTE}not checked in another process ({method}): {error}. Open files and databases in read, not "
-                    "in __init__."
-                )
+            found = elsewhere(method, contents, self.samples, self.indices)
             how = (
                 "read by another process. Use no hash() of text, process id, clock, parent_process(), or order of a "
                 "set or of os.listdir."
@@ -305,11 +301,7 @@ class LossContract:
         """Whether another start of the program, as rank 1 of 2, gives the same loss and gradient."""
         if not is_path(self.name):
             return ""
-        try:
-            there = elsewhere("spawn", loss_afresh, self.config)
-        except UnansweredError as error:
-            return f"{NOTE}not checked in a spawned process: {error}"
-        if there == loss_afresh(self.config):
+        if elsewhere("spawn", loss_afresh, self.config) == loss_afresh(self.config):
             return ""
         return (
             f"{losses.KEY} = {self.name}: loss or gradient of the same logits differ in a process that was started "
@@ -452,9 +444,7 @@ class NetworkContract:
             "odd image sizes": self._odd_sizes,
             "gradients reach all parameters": self._gradients,
             "randomness only from torch's generator": self._training_randomness,
-            "the same in another start, on rank 1 of 2": lambda: self._another_start(
-                self._afresh
-            ),
+            "the same in another start, on rank 1 of 2": self._another_start,
             "no randomness in eval mode": self._eval_randomness,
             "ops that CUDA repeats": lambda: forbidden_ops(self._backward),
             "copies and state dict": self._round_trip,
@@ -476,18 +466,15 @@ class NetworkContract:
             return error
         return None
 
-    def refusal(self, afresh: Callable[[], Any]) -> str:
-        """Why a training must not start with a network that has no `failure`; empty if it may.
-
-        `afresh` returns the result of `passed_afresh` in another process.
-        """
+    def refusal(self) -> str:
+        """Why a training must not start with a network that has no `failure`; empty if it may."""
         return refusal(
             self._is_built,  # again, since forward passes changed its statistics
             self._equal_weights,
             self._training_randomness,
             self._eval_randomness,
             self._round_trip,
-            lambda: self._another_start(afresh),
+            self._another_start,
         )
 
     def passed(self) -> list[Tensor]:
@@ -617,20 +604,16 @@ class NetworkContract:
             )
         return ""
 
-    def _afresh(self) -> Any:
+    def _afresh(self) -> list[NDArray[Any]]:
         """The result of `passed` in another start of the program."""
-        sizes, mode = [self.largest], torch.get_deterministic_debug_mode()
-        return elsewhere(
-            "spawn", passed_afresh, self.config, self.num_classes, sizes, mode
-        )
+        mode = torch.get_deterministic_debug_mode()
+        given = self.config, self.num_classes, self.largest, mode
+        return elsewhere("spawn", passed_afresh, *given)  # type: ignore[no-any-return]
 
-    def _another_start(self, afresh: Callable[[], Any]) -> str:
+    def _another_start(self) -> str:
         """Whether another start of the program, as rank 1 of 2, gives the same results."""
         self._is_built()
-        try:
-            there = [torch.from_numpy(value) for value in afresh()]
-        except UnansweredError as error:
-            return f"{NOTE}not checked in a spawned process: {error}"
+        there = list(map(torch.from_numpy, self._afresh()))
         if _differ(self.passed(), there):
             return (
                 "logits or gradients of the same images differ in a process that was started again, as rank 1 of "
@@ -693,16 +676,12 @@ def loss_afresh(config: Config) -> tuple[float, bytes]:
 
 
 def passed_afresh(
-    config: Config, num_classes: int, sizes: Sequence[int], mode: int
+    config: Config, num_classes: int, largest: int, mode: int
 ) -> list[NDArray[Any]]:
-    """The result of `NetworkContract.passed` for the first image size that runs; to be called in its own process."""
+    """The result of `NetworkContract.passed`; to be called in its own process."""
     torch.set_deterministic_debug_mode(mode)
     plugins.trust([config.model.name])
-
-    for size in sizes:
-        contract = NetworkContract(config, num_classes, size)
-        if not contract.failure():
-            break
+    contract = NetworkContract(config, num_classes, largest)
     contract._is_built()
     return [value.numpy() for value in contract.passed()]
 
@@ -734,14 +713,11 @@ def check_plugin(config: Config, num_classes: int) -> None:
     Runs it on the CPU with small images, or else with images of the crop's size; one of the two must run. Only a
     training on a GPU may use a network that does not run on the CPU, unless its code has an obvious mistake.
     """
-    sizes = (QUICK, max(config.augment.crop_size))
-    mode = torch.get_deterministic_debug_mode()
-    again = started("spawn", passed_afresh, config, num_classes, sizes, mode)
-    with preserved(), again as afresh:
-        for largest in sizes:
+    with preserved():
+        for largest in (QUICK, max(config.augment.crop_size)):
             contract = NetworkContract(config, num_classes, largest)
             if not (error := contract.failure()):
-                if problem := contract.refusal(afresh):
+                if problem := contract.refusal():
                     raise ConfigError(f"{KEY} = {config.model.name}: {problem}")
                 return
 

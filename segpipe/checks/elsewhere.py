@@ -6,7 +6,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -14,6 +14,8 @@ from typing import Any
 from unittest.mock import patch
 
 import cv2
+import torch
+from torch import distributed
 
 from segpipe import plugins
 from segpipe.checks import tripwire
@@ -32,54 +34,47 @@ class UnansweredError(SegpipeError):
 
 
 def elsewhere(method: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a function in another process. Raises what it raises, and UnansweredError."""
-    with started(method, function, *arguments) as answer:
-        return answer()
-
-
-@contextmanager
-def started(
-    method: str, function: Callable[..., Any], *arguments: Any
-) -> Iterator[Callable[[], Any]]:
-    """Calls a function in another process during the block; yields a function that waits for the answer.
+    """The result of a function in another process. Raises what it raises, and UnansweredError.
 
     With `spawn`, only the code and the arguments are the same: the interpreter is new, with a different hash seed,
     sys.argv, generators and numbers in its environment, and looks like the main process of rank 1 of 2.
     """
-    import torch
-
     tripwire.set_opencv_threads(cv2.getNumThreads())
-    spawns = method == "spawn"
     context: Any = get_context(method)
     receiver, sender = context.Pipe(duplex=False)
     call = partial(function, *arguments)
-    process: Any = None
+    if method == "spawn":
+        content, threads = _pickled(call), torch.get_num_threads()
+        given = (sender, content, threads)
+        with _another_environment():
+            process = context.Process(
+                target=_send_from_another_start, args=given, daemon=True
+            )
+            process.start()
+    else:
+        process = context.Process(target=_send, args=(sender, call), daemon=True)
+        with warnings.catch_warnings():
+            # Python 3.12 and later warn about any thread; this code takes no lock that a thread could hold.
+            warnings.filterwarnings(
+                "ignore", ".*multi-threaded, use of fork", DeprecationWarning
+            )
+            process.start()
+    sender.close()
     try:
-        try:
-            target: Callable[..., None] = _send
-            given: list[Any] = [call]
-            if spawns:
-                target = _send_from_another_start
-                given = [pickle.dumps(call), torch.get_num_threads()]
-            process = context.Process(target=target, args=(sender, *given), daemon=True)
-            with (
-                warnings.catch_warnings(),
-                _another_environment() if spawns else nullcontext(),
-            ):
-                # Python 3.12 and later warn about any thread; this code takes no lock that a thread could hold.
-                warnings.filterwarnings(
-                    "ignore", ".*multi-threaded, use of fork", DeprecationWarning
-                )
-                process.start()
-        except (AttributeError, TypeError, pickle.PicklingError) as error:
-            sender.send(UnansweredError(f"cannot be sent to another process: {error}"))
-        sender.close()
-        yield partial(_received, receiver)
+        return _received(receiver)
     finally:
         receiver.close()
-        if process is not None and process.pid is not None:
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()
+
+
+def _pickled(call: Callable[[], Any]) -> bytes:
+    try:
+        return pickle.dumps(call)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise UnansweredError(
+            f"cannot be sent to another process: {error}. Open files and databases at first use, not in __init__"
+        ) from error
 
 
 def _received(receiver: Connection) -> Any:
@@ -103,14 +98,10 @@ def _send(sender: Connection, call: Callable[[], Any]) -> None:
     except Exception as error:
         text = f"your code cannot run in another process. {plugins.located(error)}"
         sender.send(ConfigError(text))
-    sender.close()
 
 
 def _send_from_another_start(sender: Connection, content: bytes, threads: int) -> None:
     """`_send` for a pickled call; imports the user's code after all looks like the main process of rank 1."""
-    import torch
-    from torch import distributed
-
     process: Any = multiprocessing.current_process()
     process.name = "MainProcess"
     process._identity = ()

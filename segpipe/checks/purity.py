@@ -9,7 +9,6 @@ calls, so that a finding names the cause.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,12 +17,7 @@ import numpy as np
 
 from segpipe import plugins
 from segpipe.checks import tripwire
-from segpipe.checks.elsewhere import (
-    UnansweredError,
-    elsewhere,
-    other_environment,
-    started,
-)
+from segpipe.checks.elsewhere import UnansweredError, elsewhere, other_environment
 from segpipe.data import Sample
 from segpipe.errors import ConfigError, ImpureAugmentError, SegpipeError
 from segpipe.keys import sample_key
@@ -153,23 +147,20 @@ def check(
     probed = _probed(augmenter, samples, largest)
     others: dict[str, list[Outputs | str]] = {}
     findings = []
-    with started("spawn", _outputs, probed) if spawns else nullcontext() as start:
-        # One after the other, since both would write into memory that a transform shares between processes.
-        try:
-            progress(0, 3, f"{len(probed)} transforms, each key twice")
-            observations = elsewhere("fork", lambda: [*map(observed, probed)])
-            progress(1, 3, "backwards, as another worker")
-            others[ANOTHER_WORKER] = elsewhere(
-                "fork", _outputs_of_another_worker, probed
-            )
-        except UnansweredError as error:
-            return [Finding(augmenter.name, REPEAT, str(error), WAITS_FOR_THREADS)]
+    # One after the other, since all would write into memory that a transform shares between processes.
+    try:
+        progress(0, 3, f"{len(probed)} transforms, each key twice")
+        observations = elsewhere("fork", lambda: [*map(observed, probed)])
+        progress(1, 3, "backwards, as another worker")
+        others[ANOTHER_WORKER] = elsewhere("fork", _outputs_of_another_worker, probed)
+    except UnansweredError as error:
+        return [Finding(augmenter.name, REPEAT, str(error), WAITS_FOR_THREADS)]
 
+    if spawns:
+        progress(2, 3, "in another start of the program")
         # A process without an answer does not prevent training; different results do.
         try:
-            if start is not None:
-                progress(2, 3, "in another start of the program")
-                others[ANOTHER_START] = start()
+            others[ANOTHER_START] = elsewhere("spawn", _outputs, probed)
         except SegpipeError as error:
             is_note = isinstance(error, UnansweredError)
             advice = NOT_IMPORTABLE if is_note else ADVICE[ANOTHER_START]

@@ -29,9 +29,7 @@ from typing import Any
 
 import cv2
 import numpy as np
-
-# torch is imported inside functions: a spawned process imports this module before it reads its arguments, while the
-# other process waits.
+import torch
 
 # Functions that a transform must not call, not even through a library: clocks and entropy.
 CLOCKS_AND_ENTROPY = {
@@ -189,8 +187,6 @@ def is_foreign(module: str | None) -> bool:
 
 def seed_globals(seed: int) -> None:
     """Seed every global generator except CUDA's."""
-    import torch
-
     random.seed(seed)
     np.random.seed(seed)
     cv2.setRNGSeed(seed)
@@ -200,8 +196,6 @@ def seed_globals(seed: int) -> None:
 @contextmanager
 def preserved() -> Iterator[None]:
     """Restores the global generators after the block; reseeds OpenCV's, which cannot be restored."""
-    import torch
-
     python, numpy = random.getstate(), np.random.get_state()
     torchs = torch.get_rng_state()
     try:
@@ -352,8 +346,6 @@ def _object(path: str, thing: Any) -> Parts:
 
 def _memory(thing: Any) -> str | None:
     """Digest of an array, a tensor, or any other object with a buffer; None for other objects."""
-    import torch
-
     if isinstance(thing, torch.Tensor):
         thing = thing.detach().cpu().double().numpy()
     if isinstance(thing, np.ndarray) and thing.dtype.hasobject:
@@ -386,8 +378,6 @@ def _attributes(thing: Any) -> dict[str, Any]:
 
 def _snapshot(thing: Any) -> str:
     """Content of an object without attributes, such as a random generator or the position of an iterator."""
-    import torch
-
     if isinstance(thing, GeneratorType):
         frame = thing.gi_frame
         return repr((frame.f_lasti, frame.f_locals)) if frame else ""

@@ -16,7 +16,6 @@ from tables import CAMVID
 
 from runs import result, run, torch_restored
 from segpipe import plugins
-from segpipe.checks import contracts
 from segpipe.checks.contracts import (
     Clause,
     DataContract,
@@ -27,7 +26,7 @@ from segpipe.checks.contracts import (
     check_network,
 )
 from segpipe.checks.contracts import check_plugin as check_network_of
-from segpipe.checks.elsewhere import UnansweredError, started
+from segpipe.checks.elsewhere import UnansweredError
 from segpipe.cli import checks
 from segpipe.cli.main import main
 from segpipe.distributed.group import Group
@@ -214,7 +213,6 @@ def code(project: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         raise UnansweredError("not asked")
 
     monkeypatch.setattr(NetworkContract, "_afresh", not_asked)
-    monkeypatch.setattr(contracts, "started", lambda *_: nullcontext(not_asked))
     project("net.py", NET)
     project("loss.py", LOSS)
     project("data.py", DATA)
@@ -372,7 +370,7 @@ def test_no_training_starts_with_a_network_of_another_start(
     """The rank in logits, an environment variable in gradients, a hash at import; alone, each repeats itself."""
     config = from_mapping({"model": {"name": "net:Net", "args": {"fault": fault}}})
     check_network_of(config, 5)
-    monkeypatch.setattr(contracts, "started", started)
+    monkeypatch.setattr(NetworkContract, "_afresh", AFRESH)
     with pytest.raises(
         ConfigError, match="differ in a process that was started again, as rank 1 of 2"
     ):
@@ -387,12 +385,11 @@ def test_a_sound_network_computes_the_same_in_another_start(
     monkeypatch.syspath_prepend(tmp_path / "outside")
     plugins.trust(["outside"])
     torch.set_deterministic_debug_mode("warn")
-    monkeypatch.setattr(contracts, "started", started)
     monkeypatch.setattr(NetworkContract, "_afresh", AFRESH)
     config = from_mapping({"model": {"name": "outside:Net", "args": {"fault": "mode"}}})
     check_network_of(config, 5)
     contract = NetworkContract(config, 5, 64)
-    assert contract._another_start(contract._afresh) == ""
+    assert contract._another_start() == ""
 
 
 @pytest.mark.parametrize(

@@ -277,14 +277,12 @@ def test_another_start_that_gives_no_answer_is_noted(monkeypatch):
 def test_no_process_is_spawned_for_transforms_of_segpipe(monkeypatch):
     """It costs seconds; those in TRANSFORMS are compared by segpipe check-augment."""
     methods = []
-    original = elsewhere.started
 
-    def started(method: str, *given: Any) -> Any:
+    def recorded(method: str, *given: Any) -> Any:
         methods.append(method)
-        return original(method, *given)
+        return elsewhere.elsewhere(method, *given)
 
-    monkeypatch.setattr(elsewhere, "started", started)
-    monkeypatch.setattr(purity, "started", started)
+    monkeypatch.setattr(purity, "elsewhere", recorded)
     assert purity.quick(Augmenter(config(extra=["noise"])), Noise()) == ""
     assert set(methods) == {"fork"}
 
