@@ -1,11 +1,11 @@
-"""Wraps the user's own network in our interface, and checks its outputs at every forward."""
+"""Wraps the user's own network in our interface, and checks its outputs and its state in every shard."""
 
 from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -85,15 +85,11 @@ class PluginNetwork(SegmentationNet):
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         """Logits per head: "main" and, with `aux`, all others. Raises ConfigError for outputs that do not fit."""
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-        checked = self.training and not traced
-        before = _buffers(self.net) if checked else {}
         heads = named_heads(self.net(image), self.name)
         if not traced:
             check_heads(heads, image, self.num_classes, self.name)
-
-        if checked:
-            self._check_names(heads)
-            self._check_buffers(before)
+            if self.training:
+                self._check_names(heads)
 
         return heads if aux else {"main": heads["main"]}
 
@@ -105,53 +101,15 @@ class PluginNetwork(SegmentationNet):
                 f"{', '.join(self._trained_heads)}. In training mode it must return the same heads every time."
             )
 
-    def _check_buffers(self, before: Mapping[str, _Buffer]) -> None:
-        """Raise ConfigError if the forward wrote into a buffer or replaced it.
-
-        BatchNorm statistics may be written to, but not replaced: shards average the original tensor.
-        Another buffer may get another shape: it is a cache for the size of the image, such as a grid of coordinates.
-        """
-        now = _buffers(self.net)
-        for name, old in before.items():
-            new = now[name].tensor if name in now else None
-            moved = new is not old.tensor
-            if old.averaged and moved:
-                raise ConfigError(
-                    f"model.name = {self.name}: its forward replaces the buffer {name} by another tensor, but shards "
-                    f"average the original one. Write into it instead: {name.rpartition('.')[2]}.copy_(...)."
-                )
-
-            replaced = moved and (new is None or new.shape == old.tensor.shape)
-            written = old.tensor._version != old.version
-            if not old.averaged and (replaced or written):
-                raise ConfigError(
-                    f"model.name = {self.name}: its forward changes the buffer {name}, which is not a BatchNorm "
-                    f"statistic: shards would no longer add up to the same bits. Keep such state out of the forward."
-                )
-
-
-class _Buffer(NamedTuple):
-    tensor: Tensor
-    version: int  # counts writes to the tensor
-    averaged: bool  # a BatchNorm statistic or counter: shards average it, or the update sets it
-
-
-def _buffers(model: nn.Module) -> dict[str, _Buffer]:
-    found = {}
-    for prefix, module in model.named_modules():
-        averages = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        for name, value in module.named_buffers(prefix, recurse=False):
-            averaged = averages and name.rpartition(".")[2] in AVERAGED
-            found[name] = _Buffer(value, value._version, averaged)
-    return found
-
 
 class ShardGuard:
     """Detects state that the user's network or loss carries from one shard to the next.
 
-    This means writes to a parameter or to a buffer other than BatchNorm's, and draws from the global generators of
-    random and numpy, in the forward and backward of every shard. Only reads counters on the host, 0.1 ms per shard.
-    Does nothing without user code.
+    This means writes to a parameter or a buffer, new tensors in their place, and draws from the global generators of
+    random and numpy, in the forward and backward of every shard. BatchNorm's statistics may be written to, but not
+    replaced: shards average the original tensors. Another buffer may get another shape: it is a cache for the size of
+    the image, such as a grid of coordinates. Only reads counters on the host, 1 ms per shard. Does nothing without
+    user code.
     """
 
     def __init__(self, config: Config, model: nn.Module) -> None:
@@ -160,20 +118,25 @@ class ShardGuard:
         self.names = ", ".join(own)
         compute = config.compute
         watches = bool(own) and compute.mode != "off" and not compute.compile
-
-        self._tensors: dict[str, Tensor] = {}
-        if watches:
-            self._tensors = dict(model.named_parameters())
-            plain = _buffers(model).items()
-            self._tensors |= {k: v.tensor for k, v in plain if not v.averaged}
+        self._model = model if watches else nn.Module()
+        self._parameters = dict(self._model.named_parameters())
+        self._averaged: set[str] = set()
+        for prefix, module in self._model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                self._averaged |= {f"{prefix}.{name}".lstrip(".") for name in AVERAGED}
 
         # A tracker's threads may draw, too.
         self._draws = watches and config.track.name == "none"
-        self._before = self._now()
+        self.start()
 
     def start(self) -> None:
         """Call it when a shard begins."""
         self._before = self._now()
+        # torch counts the writes to a tensor as its version.
+        self._buffers = {
+            name: (buffer, buffer._version)
+            for name, buffer in self._model.named_buffers()
+        }
 
     def check(self, step: int, shard: int) -> None:
         """Call it after the shard's backward. Raises ConfigError, which names the parameter, buffer or generator."""
@@ -183,19 +146,31 @@ class ShardGuard:
     def found(self) -> str:
         """What changed since the start, and what to do; empty if nothing did."""
         now = self._now()
-        changed = [name for name in now if now[name] != self._before[name]]
+        changed = [what for what in now if now[what] != self._before[what]]
+        changed += self._changed_buffers()
         if not changed:
             return ""
 
         return (
             f"its forward or backward {changed[0]}: shards would no longer add up to the same bits. Draw only from "
-            f"torch's generator, and do not write into parameters or buffers."
+            f"torch's generator, do not write into parameters or buffers, and move statistics of BatchNorm by copy_."
         )
 
+    def _changed_buffers(self) -> Iterator[str]:
+        now = dict(self._model.named_buffers())
+        for name, (old, version) in self._buffers.items():
+            new = now.get(name)
+            is_cache = new is not None and new.shape != old.shape
+            if name in self._averaged:
+                if new is not old:
+                    yield f"replaces {name} by another tensor"
+            elif not is_cache and (new is not old or old._version != version):
+                yield f"changes {name}"
+
     def _now(self) -> dict[str, Any]:
-        """Versions of the tensors, which count every write to them, and states of the generators."""
+        """Versions of the parameters, and states of the generators."""
         now: dict[str, Any] = {
-            f"changes {name}": tensor._version for name, tensor in self._tensors.items()
+            f"changes {name}": own._version for name, own in self._parameters.items()
         }
         if self._draws:
             drawn = "draws from the global generator of"
