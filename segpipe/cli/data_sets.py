@@ -4,13 +4,12 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 
 import numpy as np
 
-from segpipe.cli.commands import Given
+from segpipe.cli.commands import COMMANDS, Given
 from segpipe.data.catalog import table_path
 from segpipe.data.data_set import DataSet
 from segpipe.data.pairs import Scan, scan, scan_undivided, split_lists
@@ -23,25 +22,21 @@ from segpipe.datasets.exported import (
     IGNORED,
     INCOMPLETE,
     Export,
-    mask_path,
     write_import,
 )
 from segpipe.datasets.importers import IMPORTERS
 from segpipe.errors import ConfigError, DataError, did_you_mean, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, print_problems, progress, share_table
-from segpipe.settings.compose import compose
-from segpipe.settings.config import check
-from segpipe.settings.groups import DataConfig
-
-DIVISION = {"by": "sequence", "pattern": "", "seed": 0, "replace": True}
+from segpipe.settings.compose import complete, compose, with_settings
+from segpipe.settings.config import Config, check
 
 
 def pack(given: Given) -> int:
     """Exit code. Reads every sample once, which adds missing ones to the pack."""
     config = compose(given["overrides"])
     if config.data.pack == "off":
-        config = replace(config, data=replace(config.data, pack="auto"))
+        config.data.pack = "auto"
     check(config)
     found = [
         files
@@ -74,10 +69,9 @@ def _read(place: tuple[DataSet, int]) -> None:
 
 def split(given: Given) -> int:
     """Exit code. Divides a folder of images into training and validation, whole sequences at a time."""
-    of_data = [key for key in given if key.startswith("data.")]
-    data = DataConfig(name="folder", **{key[5:]: given[key] for key in of_data})
+    data = with_settings(Config(), {"data.name": "folder", **given}).data
     root = Path(data.root)
-    if not data.root or not root.is_dir():
+    if not root.is_dir():
         raise ConfigError(
             f"data.root = {data.root!r} is not a folder. Set data.root=FOLDER."
         )
@@ -164,7 +158,7 @@ def import_labels(given: Given) -> int:
     }
     with progress("writing masks") as show:
         try:
-            faults = write_import(
+            faults, written = write_import(
                 export,
                 names,
                 ids,
@@ -179,20 +173,26 @@ def import_labels(given: Given) -> int:
                 f"out = {out} cannot be written: {error}. Run the same command again to continue."
             ) from error
     print_problems(faults, given["lines"])
-    if not (out / "classes.yaml").is_file():
-        return _unfinished(faults, out, skip=given["skip"])
-    written = [item for item in export.items if mask_path(out, item).is_file()]
-    counts = Counter(item.split or "no split" for item in written)
-    sizes = ", ".join(f"{side}: {count}" for side, count in counts.items())
+    if not written:
+        fix = "or set skip=true to skip them"
+        if given["skip"]:
+            fix = "no image is left without them"
+        CONSOLE.print(
+            f"{len(faults)} problem{'s' * (len(faults) > 1)}: {out} has no classes.yaml yet. Fix them and repeat the "
+            f"command (remove {out} first if names or ignore change); {fix}."
+        )
+        return DataError.exit_code
+    counts = [f"{side or 'no split'}: {count}" for side, count in written.items()]
     left_out = f"; skipped: the {len(faults)} above" if faults else ""
     CONSOLE.print(
-        f"{out}: {len(names)} classes ({listed(names, 30)}); images: {sizes}{left_out}"
+        f"{out}: {len(names)} classes ({listed(names, 30)}); images: {', '.join(counts)}{left_out}"
     )
     here = shlex.quote(f"data.root={out}")
     if given["val"]:
         CONSOLE.print(f"segpipe split {here} val={given['val']}")
-        split({"data.root": str(out), "val": given["val"], **DIVISION})
-    elif "no split" in counts:
+        own = {"data.root": out, "val": given["val"], "replace": True}
+        split(complete(own, COMMANDS["split"].known))
+    elif "" in written:
         CONSOLE.print(f"Next: segpipe split {here}")
     CONSOLE.print(f"Then: segpipe doctor data=folder {here}")
     return 0
@@ -213,12 +213,3 @@ def _ignored(given: Sequence[str], export: Export) -> list[str]:
     raise ConfigError(
         f"ignore = {[red, green, blue]} is not the color of a label: {listed(known)}."
     )
-
-
-def _unfinished(faults: Sequence[str], out: Path, *, skip: bool) -> int:
-    out_of = ("or set skip=true to skip them", "no image is left without them")
-    CONSOLE.print(
-        f"{len(faults)} problem{'s' * (len(faults) > 1)}: {out} has no classes.yaml yet. Fix them and repeat the "
-        f"command (remove {out} first if names or ignore change); {out_of[skip]}."
-    )
-    return DataError.exit_code

@@ -209,44 +209,43 @@ def write_import(
     copy: bool,
     skip: bool,
     progress: Progress,
-) -> list[str]:
-    """Write masks, links to the images (or copies) and classes.yaml; returns a message per fault.
+) -> tuple[list[str], Counter[str]]:
+    """Write masks, links to the images (or copies) and classes.yaml; returns faults, and images written per split.
 
-    With faults, classes.yaml is written only if `skip` is set and a mask was written. `origin` identifies the import:
-    raises ConfigError for a folder `out` that holds another import or anything else.
+    With faults, and unless `skip` is set, the import is not finished: without classes.yaml and with empty counts.
+    `origin` identifies the import: raises ConfigError for a folder `out` that holds another import or anything else.
     """
     _claim(out, json.dumps(origin, sort_keys=True).encode())
     (out / "classes.yaml").unlink(missing_ok=True)
     counts = Counter((item.split, item.name) for item in export.items)
-    written = threaded(
+    found = threaded(
         lambda item: _put(item, ids, out, copy, counts[item.split, item.name]),
         export.items,
         progress,
     )
-    faults = export.faults + list(dict.fromkeys(filter(None, written)))
+    faults = export.faults + list(dict.fromkeys(filter(None, found)))
     if not export.items and not faults:
         faults.append("no image with labels was found.")
-    left = any(mask_path(out, item).is_file() for item in export.items)
-    if not faults or (skip and left):
+    if faults and not skip:
+        return faults, Counter()
+    results = zip(export.items, found, strict=True)
+    written = Counter(item.split for item, fault in results if not fault)
+    if written:
         table = {
             "name": out.resolve().name,
             "names": list(names),
             "palette": distinct_colors(len(names)),
             "masks": "ids",
             "ignore": [IGNORE_INDEX],
-            **({"exif": export.exif} if export.exif else {}),
         }
+        if export.exif:
+            table["exif"] = export.exif
         rows = [
             f"{key}: {json.dumps(value, ensure_ascii=False)}\n"
             for key, value in table.items()
         ]
         files.put(out / "classes.yaml", "".join(rows).encode())
-    return faults
-
-
-def mask_path(out: Path, item: Item) -> Path:
-    """Path of an image's mask."""
-    return out / "masks" / item.split / f"{item.name}.png"
+    return faults, written
 
 
 def _claim(out: Path, origin: bytes) -> None:
@@ -266,7 +265,7 @@ def _put(item: Item, ids: Mapping[str, int], out: Path, copy: bool, times: int) 
     """Write the files of an image whose name occurs `times` times; returns its fault, or an empty text."""
     suffix = item.image.suffix.lower()
     image = out / "images" / item.split / f"{item.name}{suffix}"
-    mask = mask_path(out, item)
+    mask = out / "masks" / item.split / f"{item.name}.png"
     for earlier in (mask, image):
         earlier.unlink(missing_ok=True)
     if times > 1:  # the mask could belong to either image

@@ -65,21 +65,17 @@ def polygon(points: ArrayLike, size: Size) -> Area:
     x, y = np.where(downward, corners, following).T
     next_x, next_y = np.where(downward, following, corners).T
     height, width = size
-    # Rows that the polygon touches; only edges that cross the middle of a row count.
-    first = int(np.clip(np.floor(y.min() - 0.5), 0, height))
-    last = int(np.clip(np.ceil(next_y.max() + 0.5), first, height))
-    middles = np.arange(first, last)[:, None] + 0.5
-    crosses = (y <= middles) != (next_y <= middles)
+    # Only edges that cross the middle of a row count.
+    middles = np.arange(height) + 0.5
+    crosses = (y <= middles[:, None]) != (next_y <= middles[:, None])
     rows, edges = np.nonzero(crosses)
     # At a crossing, inside and outside swap from this column on.
     slope = (next_x - x)[edges] / (next_y - y)[edges]
-    below = middles[rows, 0] - y[edges]
-    at = x[edges] + below * slope
+    at = x[edges] + (middles[rows] - y[edges]) * slope
     columns = np.clip(np.ceil(at - 0.5), 0, width).astype(np.int64)
-    flips = np.zeros((height, width + 1), np.uint8)
-    np.bitwise_xor.at(flips, (rows + first, columns), 1)
-    inside = np.bitwise_xor.accumulate(flips[:, :width], axis=1)
-    return inside.astype(np.bool_)
+    flips = np.zeros((height, width + 1), np.bool_)
+    np.logical_xor.at(flips, (rows, columns), True)
+    return np.logical_xor.accumulate(flips[:, :width], axis=1)
 
 
 def rectangle(left: float, top: float, right: float, bottom: float) -> Corners:
@@ -287,12 +283,11 @@ def _labelme_shape(shape: dict[str, Any]) -> tuple[str, Shape | str]:
     if kind == "polygon":
         return label, partial(polygon, points)
     if kind == "rectangle" and len(points) > 1:
-        xs, ys = zip(*points, strict=True)
-        corners = rectangle(min(xs), min(ys), max(xs), max(ys))
+        corners = rectangle(*np.min(points, axis=0), *np.max(points, axis=0))
         return label, partial(polygon, corners)
 
     if kind == "mask" and points:
-        left, top = map(min, zip(*points, strict=True))
+        left, top = np.min(points, axis=0)
         return label, partial(_png, str(shape.get("mask")), round(left), round(top))
 
     return label, f"is a {kind} of {len(points)} points, which is not supported"
@@ -360,26 +355,22 @@ def _cvat_shape(element: ElementTree.Element) -> tuple[str, Shape | str]:
         return [float(element.attrib[key]) for key in keys]
 
     if float(element.get("rotation", 0)):
-        return (
-            label,
-            f"is a rotated {kind}, which is not supported. Convert it to a polygon in CVAT",
-        )
-
-    if kind == "polygon":
-        points = [point.split(",") for point in element.attrib["points"].split(";")]
-        corners = [(float(x), float(y)) for x, y in points]
-        return label, partial(polygon, corners)
-
-    if kind == "box":
-        corners = rectangle(*numbers("xtl", "ytl", "xbr", "ybr"))
-        return label, partial(polygon, corners)
+        unfit = f"is a rotated {kind}, which is not supported. Convert it to a polygon in CVAT"
+        return label, unfit
     if kind == "mask":
         height, width, left, top = map(int, numbers("height", "width", "left", "top"))
         counts = list(map(int, element.attrib["rle"].split(",")))
         part = height, width
         return label, partial(_pasted, partial(runs, counts), part, left, top)
 
-    return "", f"a {kind} of {label} is not supported. Draw a polygon"
+    if kind == "polygon":
+        points = [point.split(",") for point in element.attrib["points"].split(";")]
+        corners = [(float(x), float(y)) for x, y in points]
+    elif kind == "box":
+        corners = rectangle(*numbers("xtl", "ytl", "xbr", "ybr"))
+    else:
+        return "", f"a {kind} of {label} is not supported. Draw a polygon"
+    return label, partial(polygon, corners)
 
 
 def voc(source: Path, names: Sequence[str]) -> Export:
