@@ -39,9 +39,10 @@ from segpipe.settings.setting import (
     Setting,
     Settings,
     Values,
+    converted,
     nearest,
+    problems_of,
     shown,
-    valid_values,
 )
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -184,7 +185,8 @@ def _check_value(key: str, text: str) -> None:
     if key not in SETTINGS:
         _parsed(key, text, "{name: value}")
     elif "${" not in text and text != "???":
-        valid_values(SETTINGS, {key: _value(SETTINGS[key], text)})
+        entry = SETTINGS[key]
+        refuse([entry.problem(entry.convert(_value(entry, text)))])
 
 
 def _parsed(key: str, text: str, example: str) -> Override:
@@ -250,14 +252,15 @@ def parse(
 def complete(values: Values, keys: Sequence[Setting]) -> Values:
     """The values, converted to their types, with defaults for missing keys. Raises as `parse` does."""
     known = {key.key: key for key in keys}
-    refuse(_unknown(name, known) for name in values if name not in known)
+    found = converted(known, values, lambda name: _unknown(name, known))
     missing = [
         f"{key.key} is missing ({key.doc}). Set {key.key}={key.default}."
         for key in keys
         if key.required and not values.get(key.key)
     ]
+    refuse([*problems_of(known, found).values(), *missing])
     defaults = {key.key: key.default for key in keys if "." not in key.key}
-    return defaults | valid_values(known, values, missing)
+    return defaults | found
 
 
 def _unknown(argument: str, known: Settings) -> str:

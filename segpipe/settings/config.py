@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -93,17 +93,7 @@ MAPPINGS = tuple(
 )
 
 # Keys of an entry of data.mix.
-MIX = {
-    entry.key: entry
-    for entry in (
-        Setting("root", "", "folder"),
-        replace(SETTINGS["data.name"], key="name"),
-        Setting("weight", 1.0, "share of the samples", low=1e-9),
-        Setting("map", {}, "{class of this set: class of the shared table}"),
-        Setting("classes", "", "class table"),
-        Setting("split", "", "split that validation reads"),
-    )
-}
+MIX = ("root", "name", "weight", "map", "classes", "split")
 
 
 def from_mapping(values: Values) -> Config:
@@ -114,17 +104,14 @@ def from_mapping(values: Values) -> Config:
     config = Config()
     given: Values = {}
     for name, value in values.items():
-        is_group = is_dataclass(getattr(config, str(name), None))
-        if is_group and isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value and name not in SETTINGS:
             given |= {f"{name}.{key}": each for key, each in value.items()}
         else:
             given[str(name)] = value
 
     if given.get("augment.color_on") == "worker":  # today's only behavior
         del given["augment.color_on"]
-    unknown = [no_setting(key) for key in given if key not in SETTINGS]
-    known = {key: value for key, value in given.items() if key in SETTINGS}
-    for key, value in converted(SETTINGS, known, unknown).items():
+    for key, value in converted(SETTINGS, given, no_setting).items():
         group, _, name = key.rpartition(".")
         setattr(getattr(config, group) if group else config, name, value)
     return config
@@ -221,7 +208,7 @@ def check(config: Config, *, world_size: int = 1) -> None:
     wrong = problems_of(SETTINGS, values)
     # The checks below need valid values, so invalid ones become defaults and are not reported twice.
     defaults = {key: SETTINGS[key].default for key in wrong}
-    config = from_mapping(values | defaults) if wrong else config
+    config = from_mapping(values | defaults)
     found = chain(
         _mixture(config.data),
         _data(config),
@@ -260,19 +247,17 @@ def _data(config: Config) -> Iterator[str]:
         yield f"data.sequence = {data.sequence!r} is not a regular expression: {error}."
     if data.balance_by == "sequence" and data.balance:
         yield f"data.balance = {data.balance} counts classes, but data.balance_by = sequence. Set data.balance=0."
-    if data.train_split != "train" and (data.mix or not in_files):
-        yield (
-            f"data.train_split = {data.train_split}, but only a single data set in files uses it; an entry of data.mix "
-            f"has its own `split`. Set data.train_split=train."
-        )
+    for key in ("train_split", "hold_out"):
+        name, value = f"data.{key}", getattr(data, key)
+        default = SETTINGS[name].default
+        if value != default and (data.mix or not in_files):
+            yield (
+                f"{name} = {value}, but only a single data set in files, such as data=folder, uses it; an entry of "
+                f"data.mix has its own `split`. Set {name}={default}."
+            )
     splits = data.train_split.split("+")
     if len(set(splits)) < len(splits):
         yield f"data.train_split = {data.train_split} names a split twice. Remove one of them."
-    if data.hold_out and (data.mix or not in_files):
-        yield (
-            f"data.hold_out = {data.hold_out}, but only data=folder and other data sets in files can hold out a "
-            f"sequence; a mixture cannot. Leave it empty."
-        )
 
 
 def _augment(augment: AugmentConfig) -> Iterator[str]:
@@ -287,11 +272,7 @@ def _mixture(data: DataConfig) -> Iterator[str]:
     for number, entry in enumerate(data.mix):
         key = f"data.mix[{number}]"
         for name, value in entry.items():
-            place = f"{key}.{name}"
-            if name in MIX:
-                yield _entry_problem(replace(MIX[name], key=place), value)
-            else:
-                yield f"{place} is not one of {', '.join(MIX)}.{nearest(name, MIX)}"
+            yield _entry_problem(f"{key}.{name}", name, value)
         is_drawn = entry.get("name") == "synthetic"
         inherits = data.root and "name" not in entry
         if not (entry.get("root") or is_drawn or inherits):
@@ -303,15 +284,24 @@ def _mixture(data: DataConfig) -> Iterator[str]:
         )
 
 
-def _entry_problem(kind: Setting, value: Any) -> str:
-    texts = list(value.values()) if isinstance(value, dict) else [value]
+def _entry_problem(place: str, name: str, value: Any) -> str:
+    if name not in MIX:
+        return f"{place} is not one of {', '.join(MIX)}.{nearest(name, MIX)}"
+    if name == "weight":
+        kind = Setting(place, 1.0, "share of the samples", low=1e-9)
+        try:
+            return kind.problem(kind.convert(value))
+        except ConfigError as error:
+            return str(error)
+    is_map = isinstance(value, dict)
+    texts = value.values() if is_map else [value]
     is_text = all(isinstance(text, str) and text for text in texts)
-    if not is_text and not isinstance(kind.default, float):
-        return f"{kind.key} = {value!r}, but text was needed."
-    try:
-        return kind.problem(kind.convert(value))
-    except ConfigError as error:
-        return str(error)
+    if is_map != (name == "map") or not is_text:
+        needed = "{CLASS: SHARED CLASS}" if name == "map" else "text"
+        return f"{place} = {value!r}, but {needed} was needed."
+    if name == "name":
+        return replace(SETTINGS["data.name"], key=place).problem(value)
+    return ""
 
 
 def _network_and_loss(config: Config) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -173,28 +173,21 @@ def problems_of(settings: Settings, values: Values) -> dict[str, str]:
 
 
 def converted(
-    settings: Settings, values: Values, problems: Iterable[str] = ()
+    settings: Settings, values: Values, unknown: Callable[[str], str]
 ) -> Values:
     """The values by key, converted to their types.
 
-    Raises ConfigError with a line for each of the `problems` found before, and for each value of the wrong type.
+    Raises ConfigError with a line for each value of the wrong type, and for each key that is `unknown`, which says why.
     """
-    found, problems = {}, list(problems)
+    found, problems = {}, []
     for key, value in values.items():
         try:
+            if key not in settings:
+                raise ConfigError(unknown(key))
             found[key] = settings[key].convert(value)
         except ConfigError as error:
             problems.append(str(error))
     refuse(problems)
-    return found
-
-
-def valid_values(
-    settings: Settings, values: Values, problems: Iterable[str] = ()
-) -> Values:
-    """As `converted`, but also raises for invalid values."""
-    found = converted(settings, values)
-    refuse([*problems_of(settings, found).values(), *problems])
     return found
 
 
