@@ -34,17 +34,18 @@ BLOCK = 1 << 15
 THREAD_BLOCKS = 4  # least work of a thread, in blocks: 1 MiB
 _CPU = torch.device("cpu")
 _ARRAY, _NUMBER = ctypes.c_void_p, ctypes.c_int64
-# Argument types of digest.c.
-ARGUMENTS: list[Any] = [*[_ARRAY] * 3, *[_NUMBER] * 3, _ARRAY, _NUMBER, _ARRAY]
+Words = NDArray[np.uint64]
 
 
 def kernels() -> Any:
     """digest.c as a ctypes library, 15 times as fast as numpy; None if it cannot be compiled."""
     library = native.load(SOURCE)
     if library:
-        library.segpipe_digests.argtypes = ARGUMENTS
+        tables, sizes = [_ARRAY] * 3, [_NUMBER] * 3
+        rest = _ARRAY, _NUMBER, _ARRAY
+        library.segpipe_digests.argtypes = [*tables, *sizes, *rest]
         library.segpipe_digest.argtypes = [_ARRAY, _NUMBER, _NUMBER]
-        library.segpipe_digest.restype = _NUMBER
+        library.segpipe_digest.restype = ctypes.c_uint64
     return library
 
 
@@ -57,36 +58,38 @@ def gpu_kernels(device: torch.device) -> Any:
     return triton_digest
 
 
-def _mix64_(x: Tensor) -> Tensor:
-    """mix64 in place, on the CPU; by numpy, which has unsigned shifts and multiplies three times as fast as torch."""
-    words = x.numpy().view(np.uint64)
-    shifted = np.empty_like(words)
+def _mix64(words: Words) -> Words:
+    """mix64 of every word, by numpy, which has unsigned shifts and multiplies three times as fast as torch."""
     for places, factor in _ROUNDS:
-        np.right_shift(words, np.uint64(places), out=shifted)
-        np.bitwise_xor(words, shifted, out=words)
-        np.multiply(words, np.uint64(factor), out=words)
-    return x
+        words = (words ^ (words >> np.uint64(places))) * np.uint64(factor)
+    return words
 
 
-def digest(tensor: Tensor) -> Tensor:
-    """H of a tensor's elements in row-major order, 0-d int64 on the CPU."""
+def _mixed_indices(num: int) -> Words:
+    """mix64(i * phi) for `num` indices i."""
+    return _mix64(np.arange(num, dtype=np.uint64) * np.uint64(_PHI))
+
+
+@lru_cache(maxsize=1)
+def _block_indices() -> Words:
+    return _mixed_indices(BLOCK)
+
+
+def _sum(words: Words, indices: Words) -> np.uint64:
+    """H of the words by numpy."""
+    total: np.uint64 = _mix64(words ^ indices).sum()
+    return total
+
+
+def digest(tensor: Tensor) -> int:
+    """H of a tensor's elements in row-major order, 0 to 2^64 - 1."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     size = flat.element_size()
     bits = flat.view(_BITS[size])
     if library := kernels():
-        return torch.tensor(library.segpipe_digest(bits.data_ptr(), size, len(bits)))
-    return _mix64_(bits ^ _mixed_indices(len(bits))).sum()
-
-
-def _mixed_indices(num: int) -> Tensor:
-    """mix64(i * phi) for `num` indices i, int64."""
-    indices = np.arange(num, dtype=np.uint64) * np.uint64(_PHI)
-    return _mix64_(torch.from_numpy(indices.view(np.int64)))
-
-
-@lru_cache(maxsize=1)
-def _block_indices() -> Tensor:
-    return _mixed_indices(BLOCK)
+        return int(library.segpipe_digest(bits.data_ptr(), size, len(bits)))
+    words = bits.long().numpy().view(np.uint64)
+    return int(_sum(words, _mixed_indices(len(words))))
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -122,10 +125,10 @@ def digest_groups(groups: Sequence[Sequence[Tensor]]) -> Tensor:
 
     compiled = kernels() if device == _CPU else gpu_kernels(device)
     if compiled is None:
-        found = [int(_digest_words(_joined(group))) for group in groups]
+        found = [_by_numpy(group) for group in groups]
         return torch.tensor(found, dtype=torch.int64, device=device)
 
-    parts = _in_words(tensors, device)
+    parts = [_in_words(tensor, device) for tensor in tensors]
     lengths = tuple(-(-tensor.nbytes // 8) for tensor in tensors)
     ends = tuple(itertools.accumulate(len(group) for group in groups))
     if device == _CPU:
@@ -139,37 +142,37 @@ def as_tensors(*arrays: NDArray[Any]) -> list[Tensor]:
     return [*map(torch.from_numpy, owned)]
 
 
-def _in_words(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Each tensor, or a copy of it, whose memory holds whole words in digest order."""
-    parts = []
-    for tensor in tensors:
-        order = torch.contiguous_format
-        if tensor.ndim == 4:
-            order = torch.channels_last
-
-        whole = (
-            tensor.device == device
-            and tensor.nbytes % 8 == 0
-            and tensor.data_ptr() % 8 == 0
-            and tensor.is_contiguous(memory_format=order)
-        )
-        parts.append(tensor if whole else _words(tensor))
-    return parts
+def _in_words(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor, or a copy of it, whose memory holds whole words in digest order."""
+    order = torch.channels_last if tensor.ndim == 4 else torch.contiguous_format
+    whole = (
+        tensor.device == device
+        and tensor.nbytes % 8 == 0
+        and tensor.data_ptr() % 8 == 0
+        and tensor.is_contiguous(memory_format=order)
+    )
+    return tensor if whole else _words(tensor)
 
 
-def _joined(tensors: Iterable[Tensor]) -> Tensor:
-    """The words of all tensors, int64 (n,), on the CPU."""
-    words = [_words(each).cpu() for each in tensors]
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *words])
+def _by_numpy(tensors: Iterable[Tensor]) -> int:
+    """The digest of one group of tensors."""
+    parts = [_words(each).cpu().numpy() for each in tensors]
+    words = np.concatenate([np.zeros(0, np.int64), *parts]).view(np.uint64)
+    blocks = np.split(words, range(BLOCK, len(words), BLOCK))
+    sums = [_sum(block, _block_indices()[: len(block)]) for block in blocks]
+    total = _sum(np.array(sums), _mixed_indices(len(sums)))
+    return int(total.view(np.int64))
 
 
 def _by_c(
     parts: Sequence[Tensor], lengths: tuple[int, ...], ends: tuple[int, ...]
 ) -> Tensor:
     """Digests of groups of CPU tensors by digest.c, with at most as many threads as torch has."""
-    words, until, longest = _tables(lengths, ends)
+    words, until = np.array(lengths, np.int64), np.array(ends, np.int64)
     addresses = np.array([part.data_ptr() for part in parts], np.uint64)
 
+    before = np.append(0, words.cumsum())  # words before each tensor
+    longest = int(np.diff(before[until], prepend=0).max(initial=0))
     threads = min(native.threads(), longest // (THREAD_BLOCKS * BLOCK) + 1)
     width = -(-longest // (threads * BLOCK)) * BLOCK  # words of a thread's share
     shares = torch.empty(threads, len(ends), dtype=torch.int64)
@@ -180,22 +183,11 @@ def _by_c(
         len(ends),
         width,
         threads,
-        _block_indices().data_ptr(),
+        _block_indices().ctypes.data,
         BLOCK,
         shares.data_ptr(),
     )
     return shares.sum(0) if threads > 1 else shares[0]
-
-
-@lru_cache(maxsize=64)
-def _tables(
-    lengths: tuple[int, ...], ends: tuple[int, ...]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Both as arrays, and the number of words of the longest group."""
-    words, until = np.array(lengths, np.int64), np.array(ends, np.int64)
-    before = np.append(0, np.cumsum(words))  # words before each tensor
-    of_groups = np.diff(before[until], prepend=0)
-    return words, until, int(of_groups.max(initial=0))
 
 
 def _by_triton(
@@ -207,22 +199,13 @@ def _by_triton(
     """Digests of groups of tensors; those on the CPU are copied to the GPU together."""
     away = [index for index, part in enumerate(parts) if part.is_cpu]
     if away:
-        words = [parts[index].view(-1).view(torch.int64) for index in away]
-        moved = torch.cat(words).to(device, non_blocking=True)
-        pieces = torch.split(moved, [len(each) for each in words])
+        moved = torch.cat([parts[index] for index in away])
+        moved = moved.to(device, non_blocking=True)
+        pieces = torch.split(moved, [lengths[index] for index in away])
         for index, piece in zip(away, pieces, strict=True):
             parts[index] = piece
     found: Tensor = gpu_kernels(device).digests(parts, lengths, ends, BLOCK)
     return found
-
-
-def _digest_words(words: Tensor) -> Tensor:
-    """The digest of words (n,) on the CPU, 0-d int64, by numpy."""
-    of_blocks = [
-        _mix64_(part ^ _block_indices()[: len(part)]).sum()
-        for part in torch.split(words, BLOCK)
-    ]
-    return digest(torch.stack(of_blocks))
 
 
 def float_bits(value: float | Tensor) -> Tensor:
@@ -234,8 +217,8 @@ def state_digest(state: Mapping[str, Tensor]) -> str:
     """Hex digest of the names, dtypes, shapes and bits of a state dict, in name order."""
     lines = []
     for name, value in sorted(state.items()):
-        number = int(digest(value)) % 2**64
-        lines.append(f"{name}|{value.dtype}|{tuple(value.shape)}|{number:016x}\n")
+        shape = tuple(value.shape)
+        lines.append(f"{name}|{value.dtype}|{shape}|{digest(value):016x}\n")
 
     content = "".join(lines).encode()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
