@@ -1,7 +1,7 @@
 """Tells whether two runs have the same bits and, if not, where they diverge: step, stage, shard, sample and layer."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -140,20 +140,25 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
     Raises CheckpointError when result.json or inputs.json cannot be read.
     """
     pair = common_rows(a.rows, b.rows)
-    limits = _limits(a, b)
-    facts = _facts(a, b, pair, limits)
+    common = steps_of(pair[0])
+    spans = f"A has {_span(a)}, B has {_span(b)}"
+    # Why equal common steps do not prove equal runs.
+    limits = [spans] if _span(a) != _span(b) else []
+    limits += [f"A: {fault}" for fault in a.faults] + [
+        f"B: {fault}" for fault in b.faults
+    ]
+    facts = _facts(a, b, len(common), limits)
     if reason := _different_work(a, b):
         return not_comparable(reason, **facts)
     differs = unequal(*pair)
     if differs.any():
         step = int(pair[0]["step"][np.argmax(differs)])
         return _explain(step, pair, a, facts)
-    if not facts["steps"]:
-        spans = f"A has {_span(a)}, B has {_span(b)}"
+    if not len(common):
         return not_comparable(f"no step is in both ledgers: {spans}.", **facts)
-    last = int(steps_of(pair[0])[-1])
+    last = int(common[-1])
     facts["fields"] = _fields(_wrong(*_at(last, pair)))
-    sentence = f"identical in all {facts['steps']} common steps"
+    sentence = f"identical in all {len(common)} common steps"
     if limits:
         sentence += f", but not everything could be compared: {'; '.join(limits)}"
     if results := result_differences(a.folder, b.folder):
@@ -162,15 +167,15 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
     return Comparison("identical_up_to" if limits else "identical", sentence, **facts)
 
 
-def _facts(a: RunLedger, b: RunLedger, pair: Pair, limits: list[str]) -> dict[str, Any]:
+def _facts(a: RunLedger, b: RunLedger, steps: int, limits: list[str]) -> dict[str, Any]:
     """The entries that every verdict reports."""
     one, two = a.first, b.first
     recipes = [deciding(header.recipe) for header in (one, two)]
-    notes = [*limits, *missing_files(a.folder, b.folder)]
+    notes = [*limits, *_missing_files(a.folder, b.folder)]
     notes += [f"A: {note}" for note in a.notes] + [f"B: {note}" for note in b.notes]
     return {
         "inputs": input_differences(a.folder, b.folder),
-        "steps": len(steps_of(pair[0])),
+        "steps": steps,
         "fingerprint": flags.differences(one.fingerprint, two.fingerprint),
         "recipe": flags.mapping_differences(*recipes),
         "processes": (_processes(a), _processes(b)),
@@ -183,13 +188,6 @@ def _processes(run: RunLedger) -> int | str:
     by_session = {each.session: each.world_size for each in run.headers}
     sizes = list(by_session.values())
     return sizes[0] if len(set(sizes)) == 1 else ", then ".join(map(str, sizes))
-
-
-def _limits(a: RunLedger, b: RunLedger) -> list[str]:
-    """Why equal common steps do not prove equal runs; empty when they do."""
-    spans = [f"A has {_span(a)}, B has {_span(b)}"] if _span(a) != _span(b) else []
-    faults = [f"A: {fault}" for fault in a.faults]
-    return [*spans, *faults, *(f"B: {fault}" for fault in b.faults)]
 
 
 def _span(run: RunLedger) -> str:
@@ -206,11 +204,11 @@ def _different_work(a: RunLedger, b: RunLedger) -> str:
             reasons.append(f"{name} is {here} in A and {there} in B")
     one, two = a.sample_names, b.sample_names
     if one and two and one != two:
-        pairs = enumerate(zip(one, two, strict=False))
-        other = [(index, *pair) for index, pair in pairs if pair[0] != pair[1]]
         reason = f"A has {len(one)} samples and B has {len(two)}"
-        if other:
-            reason = "sample {} is {} in A and {} in B".format(*other[0])
+        for index, (here, there) in enumerate(zip(one, two, strict=False)):
+            if here != there:
+                reason = f"sample {index} is {here} in A and {there} in B"
+                break
         reasons.append(reason)
     return "; ".join(reasons)
 
@@ -330,9 +328,10 @@ def result_differences(a: Path, b: Path) -> list[str]:
 
     Raises CheckpointError for a file that cannot be read.
     """
-    if not _both_have(RESULT_FILE, a, b):
+    paths = a / RESULT_FILE, b / RESULT_FILE
+    if not all(path.is_file() for path in paths):
         return []
-    one, two = (read_object(folder / RESULT_FILE) for folder in (a, b))
+    one, two = map(read_object, paths)
     if one.get("steps") != two.get("steps"):
         return []
     same_release = one.get("segpipe") == two.get("segpipe")
@@ -352,9 +351,10 @@ def input_differences(a: Path, b: Path) -> str:
 
     Raises CheckpointError for a file that cannot be read.
     """
-    if not _both_have(INPUTS, a, b):
+    paths = a / INPUTS, b / INPUTS
+    if not all(path.is_file() for path in paths):
         return ""
-    one, two = (read_inputs(folder / INPUTS) for folder in (a, b))
+    one, two = map(read_inputs, paths)
     return "; ".join(
         f"{part} of B: {listed(changed)}"
         for part in ("data", "code")
@@ -362,18 +362,12 @@ def input_differences(a: Path, b: Path) -> str:
     )
 
 
-def missing_files(a: Path, b: Path) -> list[str]:
+def _missing_files(a: Path, b: Path) -> Iterator[str]:
     """Phrases on result.json and inputs.json if only one of two runs has the file."""
-    return [
-        f"{name} is in {run} only"
-        for name in (RESULT_FILE, INPUTS)
-        for run, folder, other in (("A", a, b), ("B", b, a))
-        if (folder / name).is_file() and not (other / name).is_file()
-    ]
-
-
-def _both_have(name: str, a: Path, b: Path) -> bool:
-    return (a / name).is_file() and (b / name).is_file()
+    for name in (RESULT_FILE, INPUTS):
+        there = [(folder / name).is_file() for folder in (a, b)]
+        if there[0] != there[1]:
+            yield f"{name} is in {'A' if there[0] else 'B'} only"
 
 
 def _brief(content: Mapping[str, Any], name: str) -> str:

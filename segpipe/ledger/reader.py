@@ -88,28 +88,27 @@ def read_run(run_folder: Path) -> RunLedger:
         valid.append(session.rows[counts])
         void.append(session.rows[~counts])
 
-    rows, first, place = _first_of_each(np.concatenate(valid))
+    rows = _first_of_each(np.concatenate(valid))
     partial = _partial(rows, headers[0].shards)
     faults = [
         *_missing_ranks(sessions),
-        *_resume_faults(rows, _first_of_each(np.concatenate(void))[0]),
-        *_rank_faults(headers, valid, first, place),
+        *_resume_faults(rows, _first_of_each(np.concatenate(void))),
+        *_rank_faults(headers, valid, rows),
         *_gaps(rows, partial, _ended(run_folder, rows)),
     ]
     notes += _environment_changes(headers)
     return RunLedger(run_folder, headers, rows, tuple(faults), tuple(notes), partial)
 
 
-def _first_of_each(rows: Rows) -> tuple[Rows, NDArray[np.intp], NDArray[np.intp]]:
-    """The first row of each key, in key order; the indices of these rows; and for every row, its key's position."""
-    keys = row_keys(rows)
-    _, first, place = np.unique(keys, return_index=True, return_inverse=True)
-    return rows[first], first, place
+def _first_of_each(rows: Rows) -> Rows:
+    """The first row of each key, in key order."""
+    _, first = np.unique(row_keys(rows), return_index=True)
+    return rows[first]
 
 
-def steps_of(rows: Rows) -> NDArray[np.int64]:
-    """Completed updates, int64 (n,): after a crash, one may have shard rows but no step row."""
-    steps: NDArray[np.int64] = rows["step"][rows["kind"] == STEP]
+def steps_of(rows: Rows, kind: int = STEP) -> NDArray[np.int64]:
+    """Updates with a step row, int64 (n,), or with rows of shards: after a crash, one may have only those."""
+    steps: NDArray[np.int64] = rows["step"][rows["kind"] == kind]
     return steps[steps >= 0]
 
 
@@ -158,8 +157,8 @@ def _resume_faults(rows: Rows, void: Rows) -> list[str]:
     if not len(wrong):
         return []
 
-    first = slice(wrong[0], wrong[0] + 1)
-    step, shard = now["step"][first][0], now["shard"][first][0]
+    first = wrong[:1]
+    step, shard = now["step"][wrong[0]], now["shard"][wrong[0]]
     place = f"step {step}" + (f", shard {shard}" if shard >= 0 else "")
     one, two = recorded(now[first]), recorded(before[first])
     names = [
@@ -175,25 +174,20 @@ def _environment_changes(headers: Sequence[SessionHeader]) -> list[str]:
     """Notes on sessions whose environment differs from the first one."""
     found = []
     for header in headers:
-        changed = flags.differences(headers[0].fingerprint, header.fingerprint).items()
-        text = ", ".join(f"{name} {here} -> {there}" for name, (here, there) in changed)
-        if text:
+        changed = flags.differences(headers[0].fingerprint, header.fingerprint)
+        pairs = [f"{name} {here} -> {there}" for name, (here, there) in changed.items()]
+        if pairs:
             found.append(
-                f"session {header.session} on rank {header.rank} had another environment: {text}"
+                f"session {header.session} on rank {header.rank} had another environment: {', '.join(pairs)}"
             )
     return found[:MOST_CHANGES]
 
 
 def _partial(rows: Rows, shards: int) -> NDArray[np.int64]:
     """Steps of which shards are in no file."""
-    steps, counts = np.unique(_of_shards(rows), return_counts=True)
+    steps, counts = np.unique(steps_of(rows, SHARD), return_counts=True)
     partial: NDArray[np.int64] = steps[counts < shards]
     return partial
-
-
-def _of_shards(rows: Rows) -> NDArray[np.int64]:
-    steps: NDArray[np.int64] = rows["step"][rows["kind"] == SHARD]
-    return steps
 
 
 def _ended(run_folder: Path, rows: Rows) -> bool:
@@ -210,7 +204,7 @@ def _gaps(rows: Rows, partial: NDArray[np.int64], ended: bool) -> list[str]:
     Of a run that has not `ended`, a killed process did not write its shards of the last steps. Whether a checkpoint
     follows them, the audit sees.
     """
-    steps = np.unique(_of_shards(rows))
+    steps = np.unique(steps_of(rows, SHARD))
     whole = np.setdiff1d(steps, partial)
     found = []
     last = NO_STEP if ended else whole.max(initial=0)
@@ -225,27 +219,23 @@ def _gaps(rows: Rows, partial: NDArray[np.int64], ended: bool) -> list[str]:
 
 
 def _rank_faults(
-    headers: Sequence[SessionHeader],
-    valid: Sequence[Rows],
-    first: NDArray[np.intp],
-    place: NDArray[np.intp],
+    headers: Sequence[SessionHeader], valid: Sequence[Rows], rows: Rows
 ) -> list[str]:
     """Fault for the first row that two processes recorded differently; `valid`: the rows of each header.
 
     Training itself stops at such a row, unless it was resumed from another state than it had saved.
     """
-    rows = np.concatenate(valid)
-    usual = first[place]
-    wrong = np.flatnonzero(unequal(rows, rows[usual]))
-    if not len(wrong):
-        return []
-
-    odd = wrong[place[wrong].argmin()]
-    number = np.repeat(np.arange(len(valid)), [len(own) for own in valid])
-    one, two = headers[number[odd]], headers[number[usual[odd]]]
+    found = []
+    for one, own in zip(headers, valid, strict=True):
+        own, usual = common_rows(own, rows)
+        wrong = own[unequal(own, usual)][:1]
+        if len(wrong):
+            sources = zip(headers, valid, strict=True)
+            two = next(each for each, its in sources if len(common_rows(its, wrong)[0]))
+            found.append((wrong["step"][0], one, two))
     return [
-        f"step {rows['step'][odd]}: rank {one.rank} in session {one.session} differs from rank {two.rank} in session "
-        f"{two.session}"
+        f"step {step}: rank {one.rank} in session {one.session} differs from rank {two.rank} in session {two.session}"
+        for step, one, two in sorted(found, key=lambda fault: fault[0])[:1]
     ]
 
 
