@@ -53,24 +53,16 @@ def record(
     found = inputs_of(sets)
     # Hashes from the checks of this start, or of an earlier one, if the files have not changed since.
     known = _known(sets) if config.data.hash and ledger else None
-    if not path.is_file():
-        write_atomically(path, to_json(_content(config, found, known)))
+    if path.is_file():
+        if changed := changed_inputs(read_inputs(path)["data"], found, known):
+            raise DataError(
+                f"data.root = {config.data.root}: {changed[0]} since the run {config.run_dir} was started "
+                f"({len(changed)} changes). Restore the data, or start another run with another run.name."
+            )
         return
-    changed = changed_inputs(read_inputs(path)["data"], found, known)
-    if changed:
-        raise DataError(
-            f"data.root = {config.data.root}: {changed[0]} since the run {config.run_dir} was started "
-            f"({len(changed)} changes). Restore the data, or start another run with another run.name."
-        )
-
-
-def _content(
-    config: Config, found: Mapping[str, Input], known: Hashes | None
-) -> dict[str, Any]:
-    """Content of inputs.json; without hashes of the data if `known` is None."""
     files = {} if known is None else hashes_of(found, known)
     sources = source_hashes()
-    return {
+    content = {
         "data": {
             "name": config.data.name,
             "hashed": known is not None,
@@ -84,6 +76,7 @@ def _content(
             "files": sources,
         },
     }
+    write_atomically(path, to_json(content))
 
 
 def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
@@ -93,7 +86,7 @@ def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
     data set, only the files that it happened to record are compared.
     """
     recorded = _recorded(run)
-    hashes, sizes = recorded["files"], recorded.get("sizes") or {}
+    hashes, sizes = recorded["files"], recorded["sizes"]
     if not (names := hashes.keys() | sizes.keys()):
         return ""
     now = inputs_of([open_samples(data, data.split, 0, packed=False)])
@@ -114,17 +107,15 @@ def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
 
 def were_read(run: Path, samples: DataSet) -> bool:
     """Whether the run (a folder, or a checkpoint in it) read files with these names and sizes."""
-    found = sizes_of(samples.inputs())
-    return found.items() <= (_recorded(run).get("sizes") or {}).items()
+    sizes: Sizes = _recorded(run)["sizes"]
+    return sizes_of(samples.inputs()).items() <= sizes.items()
 
 
 def _recorded(run: Path) -> dict[str, Any]:
     """The data entry of a run's inputs.json; `run` is a folder, or a checkpoint in it."""
     path = (run if run.is_dir() else run.parent) / INPUTS
-    found: dict[str, Any] = (
-        read_inputs(path)["data"] if path.is_file() else {"files": {}}
-    )
-    return found
+    found: dict[str, Any] = {"files": {}, "sizes": {}}
+    return read_inputs(path)["data"] if path.is_file() else found
 
 
 def changed_inputs(
@@ -136,17 +127,17 @@ def changed_inputs(
 
     `known`: as for `hashes_of`; None: contents are not compared.
     """
-    before, hashes = recorded.get("sizes") or {}, recorded["files"]
-    changed: list[str] = []
+    before, hashes = recorded["sizes"], recorded["files"]
     if before:
         now = sizes_of(found)
         for name in before.keys() & now.keys():
-            if before[name] is None or now[name] is None:
+            if None in (before[name], now[name]):
                 now[name] = before[name]
-        changed = changes(before, now)
-    if not changed and hashes and known is not None:
-        changed = changes(hashes, hashes_of(found, known))
-    return changed
+        if changed := changes(before, now):
+            return changed
+    if not hashes or known is None:
+        return []
+    return changes(hashes, hashes_of(found, known))
 
 
 def _only(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

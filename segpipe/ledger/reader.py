@@ -274,6 +274,7 @@ def read_inputs(path: Path) -> dict[str, Any]:
     try:
         for part in ("data", "code"):
             content[part]["files"].items()
+        content["data"].setdefault("sizes", {})  # older releases recorded none
     except (KeyError, TypeError, AttributeError) as error:
         text = f"{path} does not describe the inputs of a run. Restore it."
         raise CheckpointError(text) from error
