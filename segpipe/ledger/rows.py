@@ -308,12 +308,10 @@ def _rows(
 
 def _holds_row(raw: bytes, start: int, size: int) -> bool:
     """Whether a sound row starts at any byte from `start` on, even if lost bytes have shifted it."""
-    last = max(len(raw) - size + 1, start)
-    kinds = np.frombuffer(raw, np.uint8)[start:last]
-    candidates = np.flatnonzero((kinds >= SHARD) & (kinds <= PART)) + start
     return any(
         _checksums(raw, place, 1, size) == [*_CRC.unpack_from(raw, place + size - 4)]
-        for place in candidates.tolist()
+        for place in range(start, len(raw) - size + 1)
+        if SHARD <= raw[place] <= PART
     )
 
 
