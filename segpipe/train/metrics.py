@@ -141,17 +141,14 @@ def rates(
 
     None for a class without target pixels; the precision is also None if the class was never predicted.
     """
-    found: dict[str, dict[str, float | None]] = {
-        "precision": {},
-        "recall": {},
-        "f1": {},
-    }
+    precision: dict[str, float | None] = dict.fromkeys(names)
+    recall, f1 = precision.copy(), precision.copy()
     for name, (both, target, predicted) in zip(names, _pixels(confusion), strict=True):
-        known = target > 0
-        found["precision"][name] = both / predicted if known and predicted else None
-        found["recall"][name] = both / target if known else None
-        found["f1"][name] = 2 * both / (target + predicted) if known else None
-    return found
+        if target:
+            precision[name] = both / predicted if predicted else None
+            recall[name] = both / target
+            f1[name] = 2 * both / (target + predicted)
+    return {"precision": precision, "recall": recall, "f1": f1}
 
 
 def scores(

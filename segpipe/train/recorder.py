@@ -110,10 +110,8 @@ class Recorder(Watch):
             del self._statistics[name]
 
         session = next_session(config.run_dir) if group.is_main else 0
-        names = [samples.name(index) for index in range(len(samples))]
-        kinds = {"gradient": self._trained, **self._kinds()}
-        parts = {kind: list(named) for kind, named in kinds.items()}
-
+        kinds = {"gradient": self._trained, **self._kinds()} if self.audits else {}
+        indices = range(len(samples)) if group.is_main else ()
         header = SessionHeader(
             session=group.gather(session)[0],
             first_step=state.step,
@@ -123,8 +121,8 @@ class Recorder(Watch):
             config_hash=config_hash(config),
             fingerprint=fingerprint,
             level=int(self.audits),
-            parts=parts if self.audits else {},
-            sample_names=names if group.is_main else [],
+            parts={kind: list(tensors) for kind, tensors in kinds.items()},
+            sample_names=[samples.name(index) for index in indices],
         )
 
         path = ledger_path(config.run_dir, group.rank)

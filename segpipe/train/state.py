@@ -251,7 +251,12 @@ def build_state(
     record, notes = _load(model, config, classes, start) if start else (None, [])
     model = model.to(device)
     if config.model.norm == "sync":
-        model = _with_sync_batchnorm(model, device)
+        if device.type != "cuda":
+            raise ConfigError(
+                "model.norm = sync, but torch's SyncBatchNorm needs a GPU. Set model.norm=batch."
+            )
+        # Parameter names stay, so checkpoints fit both.
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     if config.train.channels_last:
         model = model.to(memory_format=torch.channels_last)
     random = [*record["adapted"], *record["fresh"]] if record else []
@@ -294,14 +299,3 @@ def _load(
             f"first layers get inputs on another scale than they learned from"
         )
     return found.record(start), notes
-
-
-def _with_sync_batchnorm(
-    model: SegmentationNet, device: torch.device
-) -> SegmentationNet:
-    """The network with BatchNorm statistics over all ranks. Parameter names stay, so checkpoints fit both."""
-    if device.type != "cuda":
-        raise ConfigError(
-            "model.norm = sync, but torch's SyncBatchNorm needs a GPU. Set model.norm=batch."
-        )
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call, no-any-return]

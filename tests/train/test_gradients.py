@@ -37,7 +37,6 @@ from segpipe.train.recorder import Watch
 from segpipe.train.state import (
     Ema,
     TrainState,
-    _with_sync_batchnorm,
     build_optimizer,
     build_state,
 )
@@ -546,8 +545,8 @@ def test_a_compiled_network_is_refused_where_it_breaks_a_promise(mode: str) -> N
 
 def test_with_sync_batchnorm_norms_keep_the_names_of_the_weights() -> None:
     plain = build_state(from_mapping({}), CAMVID, CPU).model
-    synchronised = _with_sync_batchnorm(
-        build_state(from_mapping({}), CAMVID, CPU).model, torch.device("cuda")
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(
+        build_state(from_mapping({}), CAMVID, CPU).model
     )
     assert list(synchronised.state_dict()) == list(plain.state_dict())
     converted = sum(
