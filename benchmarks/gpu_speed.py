@@ -450,7 +450,7 @@ def _graphed(bench: Bench, model: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _recorded_by_nobody() -> Iterator[None]:
-    from segpipe.train import gradients
+    from segpipe.train import step
     from segpipe.train.forward import AllHeads, GraphedHeads
 
     def heads(model: Any, config: Any, device: torch.device) -> Any:
@@ -461,7 +461,7 @@ def _recorded_by_nobody() -> Iterator[None]:
         return callables
 
     with (
-        mock.patch.object(gradients, "training_heads", heads),
+        mock.patch.object(step, "training_heads", heads),
         mock.patch.object(torch.cuda, "make_graphed_callables", record),
     ):
         yield

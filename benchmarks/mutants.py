@@ -99,12 +99,9 @@ MODULES: dict[
         "tests/train/test_optim.py",
         "tests/train/test_state.py",
     ),
-    "segpipe/train/gradients.py": (
-        "tests/train/test_gradients.py",
-        "tests/train/test_loopback.py",
-    ),
     "segpipe/train/step.py": (
         "tests/train/test_step.py",
+        "tests/train/test_gradients.py",
         "tests/train/test_loopback.py",
     ),
     "segpipe/export/gates/comparison.py": GATES,

@@ -35,7 +35,7 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.run import launch
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
-from segpipe.train import gradients, opening, step
+from segpipe.train import opening, step
 from segpipe.train import state as optim
 from segpipe.train.state import TrainState
 
@@ -112,7 +112,7 @@ def watch_place(enter: Enter) -> None:
         Here.step, Here.shard = loss.state.step, batch.shard
         return call(loss, network, batch, valid)
 
-    _wrap(enter, gradients.BatchLoss, "__call__", around)
+    _wrap(enter, step.BatchLoss, "__call__", around)
 
 
 def scale_low(enter: Enter) -> None:
@@ -219,16 +219,14 @@ def _with_model(enter: Enter, use: Callable[[nn.Module], Any]) -> None:
 def reduced_on_one_rank(enter: Enter, rank: int) -> None:
     """The reduced gradient of one weight, on one rank alone."""
 
-    def around(
-        unpack: Any, own: gradients.ElasticGradients, *given: Any
-    ) -> gradients.Reduced:
-        reduced: gradients.Reduced = unpack(own, *given)
+    def around(unpack: Any, own: step.ElasticGradients, *given: Any) -> step.Reduced:
+        reduced: step.Reduced = unpack(own, *given)
         grad = own.state.model.get_parameter(LAYER).grad
         if own.state.step == STEP and rank == RANK and grad is not None:
             nudge(grad, ulps=1 << 12)  # 1 may be lost in the rounding of the momentum
         return reduced
 
-    _wrap(enter, gradients.ElasticGradients, "_unpack", around)
+    _wrap(enter, step.ElasticGradients, "_unpack", around)
 
 
 def rate(enter: Enter, rank: int) -> None:

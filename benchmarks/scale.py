@@ -23,7 +23,7 @@ from segpipe.distributed.group import local_store
 from segpipe.distributed.reduce import FlatLayout
 from segpipe.models import build_model
 from segpipe.train.forward import statistics
-from segpipe.train.gradients import BUCKET_SIZE
+from segpipe.train.step import BUCKET_SIZE
 
 NETWORK, RANKS, LOCAL, ROUNDS = "pidnet_s", (1, 2, 4, 8, 16, 64, 256, 1024), 8, 2000
 SMOKE = {"NETWORK": "fast_scnn", "RANKS": (1, 16), "ROUNDS": 20}

@@ -34,7 +34,7 @@ from segpipe.distributed.contract import RING, CallLog, Contract, first_differen
 from segpipe.distributed.group import Group
 from segpipe.errors import CollectiveError, DataError
 from segpipe.settings.config import Config
-from segpipe.train import gradients
+from segpipe.train import step as gradients
 from segpipe.train.forward import AllHeads, Norms
 from segpipe.train.recorder import Watch
 

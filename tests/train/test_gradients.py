@@ -31,7 +31,8 @@ from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, check, from_mapping
-from segpipe.train import forward, gradients
+from segpipe.train import forward
+from segpipe.train import step as gradients
 from segpipe.train.forward import AllHeads
 from segpipe.train.recorder import Watch
 from segpipe.train.state import (

@@ -35,7 +35,7 @@ from segpipe.ledger.digest import state_digest
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
-from segpipe.train import gradients
+from segpipe.train import step as gradients
 from segpipe.train.forward import AllHeads, statistics
 from segpipe.train.recorder import Watch
 from segpipe.train.state import (

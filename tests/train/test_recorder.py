@@ -23,8 +23,8 @@ from segpipe.ledger.reader import read_run
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config
-from segpipe.train import gradients
 from segpipe.train import state as optim
+from segpipe.train import step as gradients
 from segpipe.train.recorder import PARTS, Recorder, _moments, _numbers
 from segpipe.train.state import build_state
 from segpipe.train.step import StepResult, TrainStep

@@ -27,10 +27,9 @@ from segpipe.losses.total import shard_loss, valid_pixels
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, from_mapping
-from segpipe.train import gradients
+from segpipe.train import step as gradients
 from segpipe.train.batches import counted
 from segpipe.train.forward import AllHeads, GraphedHeads, statistics, training_heads
-from segpipe.train.gradients import BatchLoss, ElasticGradients
 from segpipe.train.recorder import Watch
 from segpipe.train.state import (
     Ema,
@@ -39,7 +38,14 @@ from segpipe.train.state import (
     build_state,
     learning_rate,
 )
-from segpipe.train.step import NEVER, StepResult, TrainStep, train_step
+from segpipe.train.step import (
+    NEVER,
+    BatchLoss,
+    ElasticGradients,
+    StepResult,
+    TrainStep,
+    train_step,
+)
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 ALONE = Group(0, 0, 1, torch.device("cpu"))
