@@ -1,7 +1,7 @@
 """Proposes a class table for masks without one, from the ids or colors that they hold."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,8 +25,8 @@ class Values(NamedTuple):
     """What a mask holds."""
 
     kind: str  # ids or colors
-    pixels: dict[Value, int]
-    palette: dict[Value, tuple[int, ...]]  # color of each id, in a palette file
+    pixels: Mapping[Value, int]
+    palette: Mapping[Value, tuple[int, ...]]  # color of each id, in a palette file
 
 
 def _values(path: str) -> Values:
@@ -40,12 +40,12 @@ def _values(path: str) -> Values:
             "colors", dict(zip(map(tuple, colors), counts.tolist(), strict=True)), {}
         )
 
-    counts = np.bincount(mask.pixels.ravel())
-    ids = np.flatnonzero(counts).tolist()
-    palette = {}
+    pixels = np.bincount(mask.pixels.ravel())
+    counts = {int(value): int(pixels[value]) for value in np.flatnonzero(pixels)}
+    palette: dict[Value, tuple[int, ...]] = {}
     if mask.palette is not None:
-        palette = {value: tuple(mask.palette[value, :3].tolist()) for value in ids}
-    return Values("ids", {value: int(counts[value]) for value in ids}, palette)
+        palette = {value: tuple(mask.palette[value, :3].tolist()) for value in counts}
+    return Values("ids", counts, palette)
 
 
 @dataclass
@@ -105,37 +105,49 @@ def _table(tally: Tally, classes: Sequence[Value]) -> list[str]:
         lines.append(f"  - {name}  # {tally.kind[:-1]} {value}: {share}")
 
     lines.append(f"masks: {tally.kind}")
-    colors: list[Any] = list(classes)
+    colors: Sequence[Any] = classes
     if not colored:
         colors = [tally.palette.get(value) for value in classes]
     if None not in colors and len(set(colors)) == len(classes):
         lines.append("palette:")
-        lines += [f"  - {[*color]}" for color in colors]
+        lines += [f"  - {list(color)}" for color in colors]
     if not colored and list(classes) != list(range(len(classes))):
         lines.append("ids:")
         for value, name in zip(classes, names, strict=True):
             lines.append(f"  {value}: {name}")
 
-    note = ""
-    if colored:
-        note = "  # move the color of unlabelled pixels here, as in [[0, 0, 0]], with its name"
+    ignored = f"ignore: [{IGNORE_INDEX}]"
+    if IGNORE_INDEX in classes:
+        ignored = "ignore: []"
+    elif colored:
+        ignored += "  # move the color of unlabelled pixels here, as in [[0, 0, 0]], with its name"
     elif IGNORE_INDEX in tally.pixels:
-        note = f"  # {tally.share(IGNORE_INDEX)}; if this is not 0, maybe a class"
-
-    ignored = [] if IGNORE_INDEX in classes else [IGNORE_INDEX]
-    return [*lines, f"ignore: {ignored}{note if ignored else ''}"]
+        ignored += f"  # {tally.share(IGNORE_INDEX)}; if this is not 0, maybe a class"
+    return [*lines, ignored]
 
 
 def _tally(masks: Sequence[str], progress: Progress) -> Tally:
     """Content of the masks: ids or colors. Colors with three equal channels count as ids if there are no others."""
-    examples: dict[str, str] = {}
-    tally = Tally("")
     found = threaded(_values, masks, progress)
+    examples = {mask.kind: path for path, mask in zip(masks, found, strict=True)}
+    values = {value for mask in found for value in mask.pixels}
+    if all(isinstance(value, int) or len(set(value)) == 1 for value in values):
+        examples = {"ids": ""}
+    if len(examples) != 1:
+        kinds = [f"{kind} ({path})" for kind, path in sorted(examples.items())]
+        raise DataError(
+            f"the masks hold {' and '.join(kinds)}, but one kind was needed. Convert the others."
+        )
+
+    (kind,) = examples
+    tally = Tally(kind)
     for path, mask in zip(masks, found, strict=True):
-        examples.setdefault(mask.kind, path)
         tally.richest = max(tally.richest, (len(mask.pixels), path))
-        tally.pixels.update(mask.pixels)
-        tally.files.update(mask.pixels.keys())
+        for value, count in mask.pixels.items():
+            if kind == "ids" and isinstance(value, tuple):
+                value = value[0]
+            tally.pixels[value] += count
+            tally.files[value] += 1
         for value, color in mask.palette.items():
             if tally.palette.setdefault(value, color) != color:
                 raise DataError(
@@ -144,24 +156,4 @@ def _tally(masks: Sequence[str], progress: Progress) -> Tally:
                     "and a palette if the colors are right, or `masks: ids` if the indices are."
                 )
 
-    if all(isinstance(value, int) or len(set(value)) == 1 for value in tally.pixels):
-        examples = {"ids": ""}
-        tally.pixels, tally.files = _greys(tally.pixels), _greys(tally.files)
-    if len(examples) != 1:
-        kinds = [f"{kind} ({path})" for kind, path in sorted(examples.items())]
-        raise DataError(
-            f"the masks hold {' and '.join(kinds)}, but one kind was needed. Convert the others."
-        )
-
-    (tally.kind,) = examples
     return tally
-
-
-def _greys(counts: Counter[Value]) -> Counter[Value]:
-    """The same counts, with each gray color replaced by the id of its value."""
-    ids: Counter[Value] = Counter()
-    for value, count in counts.items():
-        if isinstance(value, tuple):
-            value = value[0]
-        ids[value] += count
-    return ids
