@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -34,9 +33,9 @@ from segpipe.errors import DataError
 PNG = (b"\x89PNG\r\n\x1a\n", b"\x00\x00\x00\x00IEND\xaeB`\x82")
 JPEG = (b"\xff\xd8", b"\xff\xd9")
 PART_BYTES, TAIL_BYTES = 2**16, 4096
-FORMATS = ("JPEG", "BMP", "TIFF", "WEBP", "PPM")
-SIGNATURES = (JPEG[0], b"BM", b"II*\0", b"MM\0*", b"RIFF")
-PNG_LAYOUTS = {0: "grey", 2: "color", 3: "palette", 4: "grey", 6: "color"}
+BY_OPENCV = ("PNG", "JPEG", "MPO")  # MPO: a JPEG with previews
+FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP", "PPM")
+SIGNATURES = (PNG[0], JPEG[0], b"BM", b"II*\0", b"MM\0*", b"RIFF")
 LAYOUTS = {
     **dict.fromkeys(("1", "L", "LA", "I", "I;16", "I;16B"), "grey"),
     **dict.fromkeys(("P", "PA"), "palette"),
@@ -181,9 +180,9 @@ def image_of(
         image, header = _opened(content)
         check(header)
         turn = is_turned(header, size, exif, path)
-        if image is None:
-            _check_checksums(content)
-        if image is None or content.startswith(JPEG[0]):
+        if image.format == "PNG":
+            _check_checksums(image)
+        if image.format in BY_OPENCV:
             stored = 0 if turn else cv2.IMREAD_IGNORE_ORIENTATION
             return header, _decode(content, cv2.IMREAD_COLOR_RGB | stored)
         if turn:
@@ -223,9 +222,9 @@ def mask_of(content: bytes, path: str, check: Check = anything) -> RawMask:
         image, header = _opened(content)
         check(header)
         check_mask(header, path)
-        if image is None:
-            _check_checksums(content)
-            if header.layout == "grey" and header.bits >= 8 and content[25] == 0:
+        if image.format == "PNG":
+            _check_checksums(image)
+            if image.mode in ("L", "I;16") and header.bits >= 8:
                 ids = _decode(content, cv2.IMREAD_UNCHANGED)
                 if ids.ndim == 2:  # not if one value is transparent
                     return RawMask(header, ids)
@@ -280,8 +279,8 @@ def _named(path: str) -> Iterator[None]:
         raise DataError(f"{path} {error}") from None
 
 
-def _opened(content: bytes) -> tuple[Image.Image | None, Header]:
-    """Header of a complete image file, and the image unless it is a PNG. A JPEG is not decoded yet."""
+def _opened(content: bytes) -> tuple[Image.Image, Header]:
+    """Image and header of a complete file. PNG and JPEG are not decoded yet."""
     if not content:
         raise ValueError("is empty. Copy it again, or convert it.")
 
@@ -290,15 +289,12 @@ def _opened(content: bytes) -> tuple[Image.Image | None, Header]:
         if is_torn and not (signature == JPEG[0] and _jpeg_ends(content)):
             raise ValueError(TRUNCATED)
 
-    if content.startswith(PNG[0]):
-        return None, _png_header(content)
-
-    is_jpeg = content.startswith(JPEG[0])
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
-        pages = getattr(image, "n_frames", 1)
+        pages = 1
         scaled = image.format == "PPM" and image.tile[0][0] != "raw"
-        if not is_jpeg:
+        if image.format not in BY_OPENCV:
+            pages = getattr(image, "n_frames", 1)
             image.load()
     except Exception as error:  # whatever Pillow raises for damaged data
         if content.startswith(SIGNATURES):
@@ -313,9 +309,9 @@ def _opened(content: bytes) -> tuple[Image.Image | None, Header]:
         raise ValueError(
             f"is a PNM in text form, with 16 bits per color or with a maximum other than 255 or 65535. {WRITE_PNG}"
         )
-    if pages > 1 and not is_jpeg:  # cameras append previews to a JPEG
+    if pages > 1:
         raise ValueError("has several pages. Write each to its own file.")
-    return image, _header(image)
+    return image, _header(image, content)
 
 
 def _jpeg_ends(content: bytes) -> bool:
@@ -326,61 +322,21 @@ def _jpeg_ends(content: bytes) -> bool:
     return JPEG[1] in content[at:]
 
 
-def _chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Kind, start and end of the body of each PNG chunk. Raises ValueError if the file ends too early."""
-    start = len(PNG[0])
-    while start < len(content):
-        end = start + 8 + int.from_bytes(content[start : start + 4])
-        kind = content[start + 4 : start + 8]
-        yield kind, start + 8, end
-        if kind == b"IEND":
-            return
-        start = end + 4
-
-    raise ValueError(TRUNCATED)
+def _check_checksums(image: Image.Image) -> None:
+    """Raise ValueError for a PNG with a wrong checksum; decoders check only some. Pillow then closes it."""
+    try:
+        image.verify()
+    except Exception as error:  # whatever Pillow raises for damaged data
+        raise ValueError(f"is damaged ({error}). Copy it again.") from None
 
 
-def _png_header(content: bytes) -> Header:
-    width = int.from_bytes(content[16:20])
-    height = int.from_bytes(content[20:24])
-    bits = content[24]
-    layout = PNG_LAYOUTS.get(content[25])
-    if content[12:16] != b"IHDR" or not layout or not width * height:
-        raise ValueError("is damaged: its header is not valid. Copy it again.")
-
-    orientation = 1
-    for kind, start, end in _chunks(content):
-        if kind == b"eXIf":
-            orientation = _exif_orientation(content[start:end])
-        if kind == b"IDAT":
-            break
-
-    fault = ""
-    if content[25] in (2, 4, 6) and bits != 8:  # Pillow keeps the upper 8
-        fault = f"{bits} bits per channel of color or alpha are not supported. Write it with 8."
-
-    return Header(height, width, layout, bits, orientation, fault)
-
-
-def _check_checksums(content: bytes) -> None:
-    """Raise ValueError for a PNG with a wrong checksum; decoders check only some. Other formats have none."""
-    view = memoryview(content)
-    for kind, start, end in _chunks(content):
-        expected = int.from_bytes(view[end : end + 4])
-        if zlib.crc32(view[start - 4 : end]) != expected:
-            raise ValueError(
-                f"is damaged (wrong checksum of chunk {kind!r}). Copy it again."
-            )
-
-
-def _header(image: Image.Image) -> Header:
-    """Header of an image in a format other than PNG."""
+def _header(image: Image.Image, content: bytes) -> Header:
+    """Header of an image file."""
     orientation = _exif_orientation(image.info.get("exif", b""))
+    layout = LAYOUTS.get(image.mode)
     if image.format in ("JPEG", "MPO"):
         fault = LOSSY.format("JPEG")
         return Header(image.height, image.width, "color", 8, orientation, fault)
-
-    layout = LAYOUTS.get(image.mode)
     if layout is None or (image.mode == "I" and image.format != "PPM"):
         raise ValueError(
             f"has pixels of mode {image.mode}, but gray or RGB with 8 or 16 bits was needed."
@@ -392,6 +348,8 @@ def _header(image: Image.Image) -> Header:
         )
 
     bits = 16 if image.mode in WIDE else 8
+    if image.format == "PNG":
+        bits = content[24]  # per channel
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         bits = image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))[0]
         if image.tag_v2.get(ORIENTATION_TAG, 1) != 1:
@@ -414,12 +372,10 @@ def _mask_fault(image: Image.Image, layout: str, bits: int) -> str:
         if image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
             return f"its gray values are inverted. {WRITE_PNG}"
 
-    if bits not in (8, 16) or (layout == "color" and bits != 8):
-        return (
-            f"{image.format} with {bits} bits per pixel is not supported. {WRITE_PNG}"
-        )
-
-    return ""
+    supported = (8,) if layout == "color" else (8, 16)
+    if bits in supported or (image.format == "PNG" and bits < 8):
+        return ""
+    return f"{bits} bits per channel of {layout} are not supported. Write it as PNG with 8."
 
 
 def _exif_orientation(block: bytes) -> int:

@@ -197,7 +197,7 @@ CASES: dict[str, Case] = {
     "png grey of 16 bits with alpha": (
         grey_of_16_bits_with_alpha,
         IDS,
-        ("cannot be a mask: 16 bits per channel of color or alpha",),
+        ("cannot be a mask: 16 bits per channel of color",),
     ),
     "png palette, indices are ids": (
         lambda: palette_file("PNG", PAINTED, RAW),
