@@ -4,7 +4,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from segpipe.audit.evidence import (
     Line,
     Verify,
 )
-from segpipe.audit.replay import first_difference, read_config, replay
+from segpipe.audit.replay import first_difference, replay
 from segpipe.data.samples import absent_root
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import own_fingerprint
@@ -31,7 +31,7 @@ from segpipe.ledger.reader import RunLedger
 from segpipe.ledger.rows import FOLDER, ledger_files
 from segpipe.losses.total import backend
 from segpipe.settings.compose import with_settings
-from segpipe.settings.config import Config
+from segpipe.settings.config import Config, check, saved_config
 
 EXIT_CODES = {
     "passed": 0,
@@ -41,19 +41,6 @@ EXIT_CODES = {
 }
 # Called with the current activity, updates done, and updates in total.
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class AuditRequest:
-    """What the auditor requests."""
-
-    run: Path
-    seed: int  # chooses the spans
-    spans: int = 3
-    span_steps: int = 100  # longest replay of a span; 0: up to the next checkpoint
-    any_environment: bool = False  # replay even if versions or hardware differ
-    # By dotted name; only those that do not affect the numbers. Keys without a dot are ignored.
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 class Span(NamedTuple):
@@ -144,61 +131,98 @@ def choose_spans(
 
 
 def examine(
-    request: AuditRequest, progress: Progress, *, verify: Verify | None = None
+    run: Path,
+    progress: Progress,
+    *,
+    seed: int,
+    spans: int,
+    span_steps: int,
+    any_environment: bool = False,
+    settings: dict[str, Any],
+    verify: Verify | None = None,
 ) -> Audit:
-    """The audit of a run. Without `verify`, the exported files are not checked.
+    """The audit of a run, which replays `spans` spans chosen by `seed`.
+
+    span_steps: longest replay of a span; 0: up to the next checkpoint. any_environment: replay even if versions or
+    hardware differ. settings: by dotted name; only those that do not affect the numbers; keys without a dot are
+    ignored. Without `verify`, the exported files are not checked.
 
     Raises CheckpointError when there is no run at all, and ConfigError for a request that cannot be met.
     """
-    run, started = request.run, time.monotonic()
+    started = time.monotonic()
     recorded = ledger_files(run)
     if not (run / "config.json").exists() and not recorded:
         text = f"{run} holds no run: it has neither config.json nor {FOLDER}."
         raise CheckpointError(f"{text} Set run=runs/NAME.")
     progress("checking the files", 0, 0)
     lines: list[Line] = []
-    spans: list[Span] = []
+    chosen: list[Span] = []
     updates = 0
     obstacle = f"{run} has no readable ledger and config.json"
     ledger, ledger_lines = evidence.check_ledger(run) if recorded else (None, [])
     try:
-        original = read_config(run)
-        config = with_settings(original, request.settings)
-        lines += evidence.check_inputs(run, config)
-        lines += evidence.check_weights(config)
-    except CheckpointError as error:
+        original = saved_config(run)
+        check(original, world_size=1)
+    except ConfigError as error:
         ledger = None
         lines.append(Line("config", FAILED, str(error)))
+    else:
+        config = with_settings(original, settings)
+        lines += evidence.check_inputs(run, config)
+        lines += evidence.check_weights(config)
     lines += ledger_lines
     if ledger:
         updates = ledger.num_updates
-        obstacle = _obstacle(config, ledger, request)
+        obstacle = _obstacle(config, ledger, any_environment=any_environment)
         line = evidence.check_config(original, ledger)
         checkpoints, checkpoint_lines = evidence.check_checkpoints(run, ledger)
         lines += [line, *checkpoint_lines]
         if line.status == FAILED:
             obstacle = obstacle or "config.json does not match the ledger"
         if not obstacle:
-            spans = _chosen(request, ledger, checkpoints, lines)
-            lines += _replay(request, config, spans, ledger, checkpoints, progress)
+            starts: dict[int, Path | None] = {
+                each.step: each.path for each in checkpoints
+            }
+            if all(line.status == PASSED for line in lines if line.part == "weights"):
+                starts[0] = None
+            chosen = choose_spans(
+                starts,
+                updates,
+                count=spans,
+                longest=span_steps,
+                seed=seed,
+                always=[
+                    each.step
+                    for each in checkpoints
+                    if each.path.stem in ("last", "best")
+                ],
+            )
+            lines += _replay(
+                config,
+                chosen,
+                ledger,
+                checkpoints,
+                progress,
+                any_environment=any_environment,
+            )
             progress("verifying the exported files", 0, 0)
         lines.append(evidence.check_result(run, ledger, checkpoints))
         lines.append(evidence.check_export(run, config, None if obstacle else verify))
-    if not spans:
+    if not chosen:
         obstacle = obstacle or "there is no checkpoint and no seed to replay from"
         lines.append(Line("replay", UNCHECKED, obstacle))
     return Audit(
         run=str(run),
         lines=tuple(lines),
-        obstacle=obstacle if not spans else "",
-        seed=request.seed,
-        replayed=sum(span.last - span.first for span in spans),
+        obstacle="" if chosen else obstacle,
+        seed=seed,
+        replayed=sum(span.last - span.first for span in chosen),
         updates=updates,
         seconds=round(time.monotonic() - started, 1),
     )
 
 
-def _obstacle(config: Config, ledger: RunLedger, request: AuditRequest) -> str:
+def _obstacle(config: Config, ledger: RunLedger, *, any_environment: bool) -> str:
     """Why nothing can be replayed; empty if it can, and then torch's switches are set as in the run."""
     if absent := absent_root(config.data):
         key = "data.mix" if config.data.mix else "data.root=FOLDER"
@@ -213,7 +237,7 @@ def _obstacle(config: Config, ledger: RunLedger, request: AuditRequest) -> str:
     on_gpu = torch.cuda.is_available() and config.compute.device != "cpu"
     try:
         now = own_fingerprint(config, backend(config.loss, "cuda" if on_gpu else "cpu"))
-        for header in [] if request.any_environment else ledger.headers:
+        for header in [] if any_environment else ledger.headers:
             if changed := flags.differences(header.fingerprint, now):
                 named = evidence.differences(changed, "the ledger", "this environment")
                 return (
@@ -227,34 +251,14 @@ def _obstacle(config: Config, ledger: RunLedger, request: AuditRequest) -> str:
     return ""
 
 
-def _chosen(
-    request: AuditRequest,
-    ledger: RunLedger,
-    checkpoints: Sequence[CheckedCheckpoint],
-    lines: Sequence[Line],
-) -> list[Span]:
-    starts: dict[int, Path | None] = {each.step: each.path for each in checkpoints}
-    if all(line.status == PASSED for line in lines if line.part == "weights"):
-        starts[0] = None
-    return choose_spans(
-        starts,
-        ledger.num_updates,
-        count=request.spans,
-        longest=request.span_steps,
-        seed=request.seed,
-        always=[
-            each.step for each in checkpoints if each.path.stem in ("last", "best")
-        ],
-    )
-
-
 def _replay(
-    request: AuditRequest,
     config: Config,
     spans: Sequence[Span],
     ledger: RunLedger,
     checkpoints: Sequence[CheckedCheckpoint],
     progress: Progress,
+    *,
+    any_environment: bool,
 ) -> Iterator[Line]:
     """Compares the ledger of each replayed span with the run's, and its final state with the checkpoints."""
     total = sum(span.last - span.first for span in spans)
@@ -275,7 +279,7 @@ def _replay(
                 span.start,
                 range(span.first, span.last),
                 report,
-                any_environment=request.any_environment,
+                any_environment=any_environment,
             )
             found = compare(ledger, again)
             if not found.no_difference:

@@ -11,26 +11,15 @@ from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group, choose_device
 from segpipe.distributed.health import out_of_memory_named
-from segpipe.errors import CheckpointError, ConfigError
 from segpipe.ledger.digest import tensor_digests
 from segpipe.ledger.reader import RunLedger, read_run
-from segpipe.settings.config import Config, check, saved_config
+from segpipe.settings.config import Config
 from segpipe.train import checkpoint, opening
 from segpipe.train.batches import counted
 from segpipe.train.recorder import Recorder
 from segpipe.train.step import TrainStep, train_step
 
 PARTS = ("model", "ema", "optimizer")  # of a checkpoint; their tensors are compared
-
-
-def read_config(run: Path) -> Config:
-    """The configuration of a run. Raises CheckpointError when config.json is missing or invalid."""
-    try:
-        config = saved_config(run)
-        check(config, world_size=1)
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from error
-    return config
 
 
 def replay(
@@ -51,34 +40,24 @@ def replay(
     with tempfile.TemporaryDirectory(prefix="segpipe-replay-") as root:
         run = replace(config.run, root=root, allow_fingerprint_change=any_environment)
         compute = replace(config.compute, ledger=True)
-        copy = replace(config, run=run, compute=compute)
-        tensors = _train(copy, start, updates, report)
-        return read_run(copy.run_dir), tensors
-
-
-def _train(
-    config: Config,
-    start: Path | None,
-    updates: range,
-    report: Callable[[int], None],
-) -> dict[str, str]:
-    """Train the updates and write their ledger; returns the digests of the state after them."""
-    group = Group(0, 0, 1, choose_device(config.compute.device, 0))
-    samples = open_samples(config.data, "train", config.seed, packed=False)
-    found = checkpoint.Found(start, checkpoint.load(start)) if start else None
-    state, fingerprint, _ = opening.state_of(config, group, samples.classes, found)
-    assert state.step == updates.start
-    sampling = counted(config, group, samples)
-    recorder = Recorder(config, group, state, samples, fingerprint)
-    stream = sampling.batches(group, updates)
-    with contextlib.closing(recorder), contextlib.closing(stream):
-        step = TrainStep(config, recorder, sampling.loss_weights())
-        with out_of_memory_named(0, group.device, lambda: state.step):
-            for _ in updates:
-                shards = [next(stream) for _ in range(config.compute.shards)]
-                train_step(step, shards)
-                report(state.step)
-    return _digests(checkpoint.snapshot(state, config, samples.classes, fingerprint))
+        config = replace(config, run=run, compute=compute)
+        group = Group(0, 0, 1, choose_device(config.compute.device, 0))
+        samples = open_samples(config.data, "train", config.seed, packed=False)
+        found = checkpoint.Found(start, checkpoint.load(start)) if start else None
+        state, fingerprint, _ = opening.state_of(config, group, samples.classes, found)
+        assert state.step == updates.start
+        sampling = counted(config, group, samples)
+        recorder = Recorder(config, group, state, samples, fingerprint)
+        stream = sampling.batches(group, updates)
+        with contextlib.closing(recorder), contextlib.closing(stream):
+            step = TrainStep(config, recorder, sampling.loss_weights())
+            with out_of_memory_named(0, group.device, lambda: state.step):
+                for _ in updates:
+                    shards = [next(stream) for _ in range(config.compute.shards)]
+                    train_step(step, shards)
+                    report(state.step)
+        saved = checkpoint.snapshot(state, config, samples.classes, fingerprint)
+        return read_run(config.run_dir), _digests(saved)
 
 
 def first_difference(path: Path, wanted: Mapping[str, str]) -> str:

@@ -3,7 +3,7 @@
 import secrets
 from pathlib import Path
 
-from segpipe.audit.examine import AuditRequest, check_folder, examine
+from segpipe.audit.examine import check_folder, examine
 from segpipe.cli.commands import Given
 from segpipe.cli.export import verify
 from segpipe.errors import SegpipeError
@@ -28,18 +28,15 @@ def main(given: Given) -> int:
         asked = {"run": given["run"], "which": which, "artifact": str(folder)}
         return verify({**flat(config), **asked}).line("ARTIFACT")
 
-    request = AuditRequest(
-        Path(given["run"]),
-        seed=secrets.randbelow(2**32) if given["seed"] < 0 else given["seed"],
-        spans=given["spans"],
-        span_steps=given["span_steps"],
-        any_environment=given["any_environment"],
-        settings=given,
-    )
     with progress("audit") as show:
         found = examine(
-            request,
+            Path(given["run"]),
             lambda what, done, total: show(done, total or None, what),
+            seed=secrets.randbelow(2**32) if given["seed"] < 0 else given["seed"],
+            spans=given["spans"],
+            span_steps=given["span_steps"],
+            any_environment=given["any_environment"],
+            settings=given,
             verify=gates if given["verify"] else None,
         )
     rows = [(line.part, verdict(line.status), line.text) for line in found.lines]

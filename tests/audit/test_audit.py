@@ -21,7 +21,7 @@ from runs import run, settings, torch_restored, write_camvid
 from segpipe.audit import evidence
 from segpipe.audit import examine as examination
 from segpipe.audit.evidence import FAILED, NOTED, PASSED, UNCHECKED, Line
-from segpipe.audit.examine import Audit, AuditRequest, Progress, examine
+from segpipe.audit.examine import Audit, Progress, examine
 from segpipe.cli import audit as command
 from segpipe.cli.main import main as segpipe
 from segpipe.data.samples import open_splits
@@ -95,8 +95,7 @@ def audited(
         "span_steps": 1,
         "settings": {"data.root": str(folder / "data")},
     }
-    request = AuditRequest(folder / "run", **{**asked, **wishes})  # type: ignore[arg-type]
-    return examine(request, progress)
+    return examine(folder / "run", progress, **{**asked, **wishes})  # type: ignore[arg-type]
 
 
 def failures(audit: Audit) -> dict[str, str]:
@@ -459,8 +458,8 @@ def test_what_cannot_be_audited_says_why(
 @pytest.mark.parametrize("mode", ["ddp", "off"])
 def test_modes_that_promise_less_cannot_be_audited(whole: Path, mode: str) -> None:
     config = compose(settings(whole / "run", f"compute.mode={mode}"))
-    request = AuditRequest(whole / "run", seed=0)
-    words = examination._obstacle(config, read_run(whole / "run"), request)
+    ledger = read_run(whole / "run")
+    words = examination._obstacle(config, ledger, any_environment=False)
     assert f"compute.mode = {mode} does not promise" in words
 
 
@@ -505,7 +504,7 @@ def test_an_export_is_compared_with_the_checkpoint_that_it_was_made_of(
         asked.append(given["which"])
         return SimpleNamespace(line=lambda _: "verified")
 
-    def export_alone(request: AuditRequest, *_: Any, verify: Any) -> Audit:
+    def export_alone(*_: Any, verify: Any, **__: Any) -> Audit:
         line = Line("export", PASSED, verify(Config(), tmp_path))
         return Audit("run", (line,), "", 0, 0, 0, 0.0)
 

@@ -12,10 +12,9 @@ import torch
 
 from runs import metrics, outcome, result, run
 from segpipe.audit.evidence import check_config
-from segpipe.audit.replay import read_config
 from segpipe.ledger.reader import read_run
 from segpipe.run.launch import with_steps
-from segpipe.settings.config import from_mapping
+from segpipe.settings.config import from_mapping, saved_config
 from segpipe.train import checkpoint, engine
 from segpipe.train.metrics import Validation
 
@@ -157,7 +156,7 @@ def test_a_run_with_a_fixed_schedule_is_made_longer_with_the_same_bits(
         "step_000004.pt",
     ]
     assert len([*(tmp_path / "whole").glob("step_*.pt")]) == 4
-    line = check_config(read_config(folder), read_run(folder))
+    line = check_config(saved_config(folder), read_run(folder))
     assert line.status == "passed", "an audit takes both sessions for one run"
     assert run(folder, *kept, "train.steps=3", "run.exists=resume") == 2, (
         "it has gone further than that"
