@@ -192,18 +192,6 @@ class Picture:
             "errors": errors(image, small, pred, palette),
         }
 
-    def taken(self, names: Sequence[str]) -> str:
-        """The two most frequent confusions: `fence predicted as building 4.2%`; empty if nothing is wrong."""
-        labelled = self.target != IGNORE_INDEX
-        wrong = labelled & (self.target != self.pred)
-        pairs = np.bincount(256 * self.target[wrong].astype(int) + self.pred[wrong])
-        most = [place for place in np.argsort(-pairs)[:2].tolist() if pairs[place]]
-        return ", ".join(
-            f"{names[place // 256]} predicted as {names[place % 256]} "
-            f"{pairs[place] / labelled.sum():.1%}"
-            for place in most
-        )
-
 
 def overlay(
     image: Uint8,
