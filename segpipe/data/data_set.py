@@ -299,7 +299,10 @@ class MixedSamples(DataSet):
 
 
 class PerProcess:
-    """A user's object. A forked process uses a copy of it: all that share an open file have one position in it."""
+    """A user's object. A forked process uses a copy of it: all that share an open file have one position in it.
+
+    Arrays are not copied: they have no position, and may be the whole data set.
+    """
 
     def __init__(self, value: Any) -> None:
         self._value, self._pid = value, os.getpid()
@@ -311,7 +314,9 @@ class PerProcess:
     def value(self) -> Any:
         """The object of this process. Raises whatever it raises when it is pickled."""
         if self._pid != os.getpid():
-            self.__init__(pickle.loads(pickle.dumps(self._value)))  # type: ignore[misc]
+            arrays = list[pickle.PickleBuffer]()
+            content = pickle.dumps(self._value, 5, buffer_callback=arrays.append)
+            self.__init__(pickle.loads(content, buffers=arrays))  # type: ignore[misc]
         return self._value
 
 

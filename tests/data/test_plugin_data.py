@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from segpipe import plugins
-from segpipe.checks.elsewhere import started
+from segpipe.checks.elsewhere import elsewhere, started
 from segpipe.data.augment import Augmenter
 from segpipe.data.data_set import PerProcess
 from segpipe.data.samples import class_pixels, image_sizes, open_samples
@@ -348,3 +348,13 @@ def test_loader_processes_do_not_share_the_position_in_an_open_file(
         found = [answer() for answer in asked]
     samples.source.file.close()  # type: ignore[attr-defined]
     assert all(map(all, found)) != shared
+
+
+def test_forked_processes_do_not_copy_arrays() -> None:
+    """A data set that lies in memory is there once, not once for each loader process."""
+    own = PerProcess({"images": np.zeros(1 << 20, np.uint8)})
+
+    def address() -> int:
+        return int(own.value["images"].ctypes.data)
+
+    assert elsewhere("fork", address) == address()
