@@ -14,7 +14,6 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache
 from importlib import import_module, invalidate_caches, metadata
 from importlib.util import find_spec
 from itertools import chain
@@ -54,7 +53,13 @@ def load(key: str, path: str) -> Any:
     Raises ConfigError if it cannot be found or imported, is not callable, or may not be imported.
     """
     module, name = split(key, path)
-    check_place(key, path)
+    top, place = _top(path), _place(key, path)
+    if not is_trusted(path) and (fault := _fault_of_place(top, place)):
+        raise ConfigError(
+            f"{key} = {path} is named by a run, but {top} {fault}. Code that a run "
+            f"names must be a module or package of the project, here {Path.cwd()}, "
+            f"outside of runs. If you trust it, add trust=[{top}]."
+        )
     try:
         value = getattr(import_module(module), name)
     except (Exception, SystemExit) as error:
@@ -104,17 +109,6 @@ def split(key: str, path: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
-def check_place(key: str, path: str) -> None:
-    """Raise ConfigError unless the module exists and is named by the user or lies in the project. Imports nothing."""
-    top, place = _top(path), _place(key, path)
-    if not is_trusted(path) and (fault := _fault_of_place(top, place)):
-        raise ConfigError(
-            f"{key} = {path} is named by a run, but {top} {fault}. Code that a run "
-            f"names must be a module or package of the project, here {Path.cwd()}, "
-            f"outside of runs. If you trust it, add trust=[{top}]."
-        )
-
-
 def _top(path: str) -> str:
     """The top-level package or module of an import path."""
     return path.partition(":")[0].partition(".")[0]
@@ -125,7 +119,6 @@ def _place(key: str, path: str) -> Path:
 
     A relative path means built into Python. Raises ConfigError if the module does not exist.
     """
-    split(key, path)
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -257,8 +250,8 @@ def sources(named: Iterable[tuple[str, str]]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for key, path in named:
-        root = _place(key, path).parent
-        found |= _closure(split(key, path)[0], root)
+        module, _ = split(key, path)
+        found |= _closure(module, _place(key, path).parent)
     return dict(sorted(found.items()))
 
 
@@ -283,10 +276,11 @@ def _closure(module: str, root: Path) -> dict[str, str]:
                 found[key] = hashlib.sha256(text).hexdigest()
                 waiting += _imports(text, package)
         is_here = (root / f"{top}.py").is_file() or (root / top).is_dir()
-        if files or is_here or top in RECORDED:
+        if files or is_here or top in RECORDED or top in found:
             continue
-        if version := _version(top):
-            found[top] = version
+        # Only of packages whose distribution has the same name.
+        with suppress(metadata.PackageNotFoundError):
+            found[top] = metadata.version(top)
     return found
 
 
@@ -318,15 +312,6 @@ def _imports(text: bytes, package: str) -> list[str]:
             )
             names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
     return [name for name in names if _top(name) not in sys.stdlib_module_names]
-
-
-@cache
-def _version(package: str) -> str | None:
-    """Version of an installed package; None unless its distribution has the same name."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def check_unchanged(
