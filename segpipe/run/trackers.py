@@ -254,10 +254,10 @@ class Mlflow:
         store = os.environ.get("MLFLOW_TRACKING_URI") or files
         self._client: Any = mlflow.MlflowClient(store)
         project, own = config.track.project or _PROJECT, run_id(config, config.run_dir)
-        if known := self._client.get_experiment_by_name(project):
-            experiment = known.experiment_id
-        else:
-            experiment = self._client.create_experiment(project)
+        known = self._client.get_experiment_by_name(project)
+        experiment = (
+            known.experiment_id if known else self._client.create_experiment(project)
+        )
         query = f"tags.`{_MLFLOW_TAG}` = '{own}'"
         if step and (earlier := self._client.search_runs([experiment], query)):
             self._id = earlier[0].info.run_id
@@ -403,18 +403,21 @@ class Prometheus:
         self._set("world_size", environment.world_size() or 1)
         self._set("restarts", sum(environment.job_attempt()[1]))
         self._set("resumed_step", step)
-        self._set("step", step)
-        self._publish()
+        self.on_metrics(step, {})
 
     def on_metrics(self, step: int, metrics: Figures) -> None:
         """Show the figures; where there is one per rank, only this rank's."""
+        import torch
+
         for name, value in metrics.items():
             kind, figure, *rest = name.split("/")
-            if kind != "memory" or rest == [str(self._rank)]:
-                label = "" if kind == "memory" else "/".join(rest)
-                self._set(f"{kind}_{figure}", value, label)
-        for name, value in _gpu_figures().items():
-            self._set(f"gpu_{name}", value)
+            if kind != "memory":
+                self._set(f"{kind}_{figure}", value, "/".join(rest))
+            elif rest == [str(self._rank)]:
+                self._set(f"memory_{figure}", value)
+        if torch.cuda.is_available() and find_spec("pynvml"):
+            self._set("gpu_utilization_percent", torch.cuda.utilization())
+            self._set("gpu_power_watts", torch.cuda.power_draw() / 1000)
         self._set("step", step)
         self._publish()
 
@@ -447,18 +450,6 @@ class Prometheus:
                 self._set("file_time", found.st_mtime, name)
         if self._text:
             self._package.write_to_textfile(str(self._text), self._registry)
-
-
-def _gpu_figures() -> dict[str, float]:
-    """NVML figures of this process's GPU; empty if its package is not installed."""
-    import torch
-
-    if not (torch.cuda.is_available() and find_spec("pynvml")):
-        return {}
-    return {
-        "utilization_percent": torch.cuda.utilization(),
-        "power_watts": torch.cuda.power_draw() / 1000,
-    }
 
 
 # track.name -> name of its package for pip, and its class
