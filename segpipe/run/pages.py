@@ -183,8 +183,8 @@ class Picture:
     def panels(self, palette: Palette) -> dict[str, Uint8]:
         """Image, target, prediction and errors as RGB, at most 480 pixels wide."""
         image, target = overlay(self.image, self.target, palette, PANEL_WIDTH)
-        pred = shrink(self.pred, PANEL_WIDTH, smooth=False)
-        small = shrink(self.target, PANEL_WIDTH, smooth=False)
+        pred = shrink(self.pred, PANEL_WIDTH)
+        small = shrink(self.target, PANEL_WIDTH)
         return {
             "image": image,
             "target": target,
@@ -200,8 +200,8 @@ def overlay(
     width: int,
 ) -> list[Uint8]:
     """The image, and the image blended with its target, both at most `width` pixels wide."""
-    small = shrink(image, width, smooth=True)
-    return [small, blend(small, shrink(target, width, smooth=False), palette)]
+    small = shrink(image, width)
+    return [small, blend(small, shrink(target, width), palette)]
 
 
 def errors(
@@ -223,13 +223,13 @@ def errors(
     return np.where(right[..., None], gray, colored)
 
 
-def shrink(image: Uint8, width: int, *, smooth: bool) -> Uint8:
-    """`image` at most `width` pixels wide, same aspect ratio. smooth=False for class ids, which must not be mixed."""
+def shrink(image: Uint8, width: int) -> Uint8:
+    """`image` at most `width` pixels wide, same aspect ratio. Class ids (H, W) are not mixed, colors (H, W, 3) are."""
     import cv2
 
     if image.shape[1] <= width:
         return image
     height = max(1, round(image.shape[0] * width / image.shape[1]))
-    interpolation = cv2.INTER_AREA if smooth else cv2.INTER_NEAREST
+    interpolation = cv2.INTER_AREA if image.ndim == 3 else cv2.INTER_NEAREST
     shrunk = cv2.resize(image, (width, height), interpolation=interpolation)
     return np.asarray(shrunk, np.uint8)
