@@ -290,8 +290,8 @@ def checks(config: Config, splits: Splits) -> Iterator[Callable[[], object]]:
         if not data.allow_overlap:
             yield partial(check_overlap, train, val, data.split)
     if data.sequence:  # reported scores are grouped by it
-        yield partial(sequences, train, data.sequence)
-        yield partial(sequences, val, data.sequence)
+        for samples in splits:
+            yield partial(sequences, samples, data.sequence)
     if isinstance(weights := config.loss.class_weights, list):
         yield partial(check_given_weights, weights, train.classes.names)
 
@@ -618,14 +618,6 @@ def _train(config: Config, group: Group, splits: Splits | None) -> int:
     return 0
 
 
-def _is_stale(run: Run, result: Values) -> bool:
-    """Whether the run's folder has an export of other weights, as after a resume without export."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        exported = read_json(run.folder / "export" / "manifest.json")
-        return bool(exported["source"]["ema_digest"] != result["ema_digest"])
-    return False
-
-
 def finish(run: Run, found: Validation, result: Values) -> None:
     """Print the results and write the report, then export. Raises ExportMismatch if an exported file differs.
 
@@ -661,9 +653,15 @@ def finish(run: Run, found: Validation, result: Values) -> None:
     )
     if config.export.enabled:
         _export(run)
-    elif _is_stale(run, result):
-        stale = f"{run.folder / 'export'} holds other weights, of an earlier export"
-        CONSOLE.print(f"{stale}: segpipe export {shlex.quote(f'run={run.folder}')}")
+        return
+    folder = run.folder / "export"  # perhaps of an earlier session
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        source = read_json(folder / "manifest.json")["source"]
+        if source["ema_digest"] != result["ema_digest"]:
+            again = f"segpipe export {shlex.quote(f'run={run.folder}')}"
+            CONSOLE.print(
+                f"{folder} holds other weights, of an earlier export: {again}"
+            )
 
 
 def _export(run: Run) -> None:
