@@ -96,12 +96,14 @@ def put(path: Path, content: bytes, *, durable: bool = False) -> None:
         # A rename would replace /dev/null by a file, for all processes of the machine.
         path.write_bytes(content)
         return
-    writer = f".{this_host()}.{os.getpid()}" if durable else ""
-    aside = path.with_name(f".{path.name}{writer}.tmp")
+    aside = path.with_name(f".{path.name}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     if durable:
-        for left in path.parent.glob(f".{escape(path.name)}.*.tmp"):
-            if _writer_was_killed(left, path.name):
+        own = f".{path.name}.{this_host()}."
+        aside = path.with_name(f"{own}{os.getpid()}.tmp")
+        for left in path.parent.glob(f"{escape(own)}*.tmp"):
+            pid = left.name.split(".")[-2]
+            if pid.isdecimal() and process_start(int(pid)) is None:
                 left.unlink(missing_ok=True)
     try:
         aside.write_bytes(content)
@@ -123,12 +125,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _writer_was_killed(aside: Path, name: str) -> bool:
-    """Whether a temporary file of `put` was left by a dead process of this host."""
-    host, _, pid = aside.name[len(name) + 2 : -len(".tmp")].rpartition(".")
-    return host == this_host() and pid.isdecimal() and process_start(int(pid)) is None
 
 
 def read_json(path: Path) -> Any:
