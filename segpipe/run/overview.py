@@ -221,13 +221,6 @@ def run_table(groups: Sequence[RecipeGroup]) -> Table:
     return made
 
 
-def _link(row: Row, page: Path) -> str:
-    """Link from the page to the run's report; empty if there is none."""
-    report = row.folder / "report.html"
-    here = page.resolve().parent
-    return quote(os.path.relpath(report.resolve(), here)) if report.exists() else ""
-
-
 def write_overview(path: Path, groups: Sequence[RecipeGroup]) -> Path:
     """Write the page for runs, or for groups of runs that differ in only one setting: a table and their curves."""
     rows = [row for group in groups for row in group.rows]
@@ -255,11 +248,17 @@ def write_overview(path: Path, groups: Sequence[RecipeGroup]) -> Path:
         )
     ]
     classes = dict.fromkeys(name for row in rows for name in row.iou)
+    links = {}
+    for row in rows:
+        report = row.folder / "report.html"
+        if report.exists():
+            link = os.path.relpath(report.resolve(), path.resolve().parent)
+            links[row.folder] = quote(link)
     return write_page(
         "overview.html.j2",
         path,
         classes=list(classes),
-        links={row.folder: _link(row, path) for row in rows},
+        links=links,
         number=len(rows),
         by=groups[0].by if groups else "",
         keys=keys,
