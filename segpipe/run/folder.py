@@ -64,29 +64,25 @@ def _check_earlier_run(config: Config) -> None:
         earlier = config
     if changed := changed_course(recipe(earlier), recipe(config)):
         raise ConfigError(f"{folder} {changed}")
-    if lost := _lost_progress(folder, earlier):
+    if lost := _lost_progress(folder):
         raise ConfigError(
             f"run.exists = resume, but {folder} holds no checkpoint, although {lost}. Put a copy of last.pt or of "
             f"a step_*.pt back, or start again at step 0 with run.exists=replace."
         )
 
 
-def _lost_progress(folder: Path, config: Config) -> str:
+def _lost_progress(folder: Path) -> str:
     """Evidence that a checkpoint existed and is lost; empty if the run may start at step 0.
 
-    A run that was killed before its first checkpoint starts again, as the next attempt on a cluster must. `config`:
-    that of the earlier session.
+    A run that was killed before its first checkpoint starts again, as the next attempt on a cluster must.
     """
     if _has_checkpoint(folder):
         return ""
     if (folder / "result.json").exists():
         return "it has a result.json"
     entries = read_metrics(folder / FILE_NAME)
-    checkpoint, train = config.checkpoint, config.train
-    every = (checkpoint.every, checkpoint.keep_every, train.validate_every, train.steps)
-    reached = max((entry["step"] for entry in entries), default=0)
-    is_lost = reached > min(step for step in every if step)
-    return f"{FILE_NAME} reaches step {reached}" if is_lost else ""
+    saved = max((entry.get("saved_step", 0) for entry in entries), default=0)
+    return f"step {saved} was saved, says {FILE_NAME}" if saved else ""
 
 
 def clear_folder(config: Config) -> None:

@@ -324,12 +324,13 @@ def test_a_resume_that_saves_more_often_misses_no_checkpoint(tmp_path: Path) -> 
     folder.mkdir()
     before = compose(settings(folder, "train.steps=9999", "checkpoint.every=2000"))
     (folder / "config.json").write_text(json.dumps(to_mapping(before)))
-    line = {"step": 7, "kind": "train", "time_s": 1.0}
+    line = {"step": 7, "kind": "train", "time_s": 1.0, "saved_step": 0}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     changes = ("train.steps=9999", "checkpoint.every=5", "run.exists=resume")
     folders.claim_folder(compose(settings(folder, *changes)), create=False)
-    (folder / "metrics.jsonl").write_text(json.dumps(line | {"step": 2001}) + "\n")
-    with pytest.raises(ConfigError, match="reaches step 2001"):
+    line |= {"step": 2001, "saved_step": 2000}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(ConfigError, match="step 2000 was saved"):
         folders.claim_folder(compose(settings(folder, *changes)), create=False)
 
 
