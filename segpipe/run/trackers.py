@@ -142,8 +142,7 @@ class Wandb:
             # Do not capture our output, and never prompt.
             settings=wandb.Settings(silent=True, console="off"),
         )
-        for name in ("validation/miou", "validation/iou/*"):
-            self._run.define_metric(name, summary="max")
+        self._run.define_metric("validation/miou", summary="max")
 
     def on_metrics(self, step: int, metrics: Figures) -> None:
         """Log the figures."""
