@@ -631,18 +631,11 @@ def finish(run: Run, found: Validation, result: Values) -> None:
     if note := flattering(result["sequences"]):
         CONSOLE.print(note)
     config = run.config
-    predict = run_predictor(run)
-    about = {
-        "device": str(run.group.device),
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-    }
-    exported = ["export/"] * (config.export.enabled and not config.export.dir)
-    data = replace(
-        page_data(config, run.val_samples, found, result | about, predict),
-        history=read_metrics(run.folder / FILE_NAME),
-        links=["config.json", "result.json", FILE_NAME, *exported],
-    )
-    write_report(run.folder / PAGE, data)
+    date = time.strftime("%Y-%m-%d %H:%M")
+    shown = {**result, "device": str(run.group.device), "date": date}
+    data = page_data(config, run.val_samples, found, shown, run_predictor(run))
+    history = read_metrics(run.folder / FILE_NAME)
+    write_report(run.folder / PAGE, replace(data, history=history))
     images = f"{config.data.split} images"
     if config.data.hold_out:
         images = f"images of {config.data.hold_out}, held out"

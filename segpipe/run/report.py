@@ -74,7 +74,6 @@ class ReportData:
     # As in `Validation`.
     calibration: Float64 = field(default_factory=partial(np.zeros, (0, 4)))
     detail: Values | None = None  # result of `detail`
-    links: Sequence[str] = ()  # files next to the page
 
 
 def predictor(
