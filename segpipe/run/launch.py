@@ -374,6 +374,8 @@ def _spawn(config: Config, world_size: int) -> int:
     They are forks of a server that has only imported torch: a start costs one import (4 s of CPU time) instead of
     `world_size`, and they share its memory.
     """
+    from unittest.mock import patch
+
     from torch.multiprocessing import (  # type: ignore[attr-defined]
         ProcessExitedException,
         start_processes,
@@ -382,7 +384,6 @@ def _spawn(config: Config, world_size: int) -> int:
     from segpipe.distributed.group import local_store
 
     before = failure(config.run_dir)  # of an earlier session
-    variables = dict(os.environ)
     others = set(multiprocessing.active_children())
     logging.disable(
         logging.CRITICAL
@@ -390,10 +391,10 @@ def _spawn(config: Config, world_size: int) -> int:
     try:
         store = local_store()
         multiprocessing.set_forkserver_preload(["segpipe.train.engine"])
-        # Environment that the children need before their own code runs.
-        threads = world_size * config.compute.threads
-        flags.set_environment(threads, config.compute.mode)
-        with stops_raised():
+        # The children need it before their own code runs; the next job of a sweep sets its own.
+        with patch.dict(os.environ), stops_raised():
+            threads = world_size * config.compute.threads
+            flags.set_environment(threads, config.compute.mode)
             try:
                 with signals_deferred_by_children():
                     children = start_processes(  # type: ignore[no-untyped-call]
@@ -416,9 +417,6 @@ def _spawn(config: Config, world_size: int) -> int:
     except Stopped:  # a second Ctrl-C
         return Interrupted.exit_code
     finally:
-        # The next job of a sweep sets its own.
-        os.environ.clear()
-        os.environ.update(variables)
         for child in set(multiprocessing.active_children()) - others:
             child.kill()
         logging.disable(logging.NOTSET)
