@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -77,7 +77,7 @@ def find_runs(root: Path, patterns: Sequence[str] = ()) -> list[Row]:
     Raises ConfigError if there are none.
     """
     folders: dict[Path, str] = {}
-    for pattern in patterns or [str(root)]:
+    for pattern in patterns or [escape(str(root))]:
         tops = map(Path, glob(pattern))
         found = [file.parent for top in tops for file in top.rglob("config.json")]
         if not found:

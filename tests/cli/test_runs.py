@@ -68,6 +68,11 @@ def listed(
     return list(json.loads(capsys.readouterr().out))
 
 
+def test_a_root_is_a_folder_and_no_pattern(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs[1]", "a", model="pidnet_s", seconds=10**9, miou=0.5)
+    assert [row.name for row in find_runs(tmp_path / "runs[1]")] == ["a"]
+
+
 def test_the_best_run_comes_first(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
