@@ -385,9 +385,9 @@ def _spawn(config: Config, world_size: int) -> int:
 
     before = failure(config.run_dir)  # of an earlier session
     others = set(multiprocessing.active_children())
-    logging.disable(
-        logging.CRITICAL
-    )  # the ranks report errors; torch would repeat them
+    disabled = logging.root.manager.disable
+    # The ranks report errors; torch would repeat them.
+    logging.disable(logging.CRITICAL)
     try:
         store = local_store()
         multiprocessing.set_forkserver_preload(["segpipe.train.engine"])
@@ -419,7 +419,7 @@ def _spawn(config: Config, world_size: int) -> int:
     finally:
         for child in set(multiprocessing.active_children()) - others:
             child.kill()
-        logging.disable(logging.NOTSET)
+        logging.disable(disabled)
         # The next run of this process may have other variables and outputs. Other children may also be forks of the
         # server, and stopping it would wait for them.
         if not others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import re
@@ -228,8 +229,12 @@ class Spawned:
 def test_children_find_their_environment_and_nothing_of_it_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have imported torch before they could set a variable; the next job of a sweep may need another one."""
+    """They have imported torch before they could set a variable; the next job of a sweep may need another one.
+
+    What a caller logs stays as it was, too.
+    """
     found: list[dict[str, str]] = []
+    monkeypatch.setattr(logging.root.manager, "disable", logging.INFO)
 
     def join() -> bool:
         found.append(dict(os.environ))
@@ -257,6 +262,7 @@ def test_children_find_their_environment_and_nothing_of_it_stays(
     assert four["OMP_WAIT_POLICY"] == "PASSIVE"
     assert "OMP_WAIT_POLICY" not in one  # the control: one thread on two cores
     assert "OMP_WAIT_POLICY" not in os.environ
+    assert logging.root.manager.disable == logging.INFO
 
 
 @pytest.mark.parametrize("spoke", [True, False])
