@@ -4,9 +4,10 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -194,9 +195,7 @@ def converted(
 def setting(default: Any, doc: str, **properties: Any) -> Any:
     """Dataclass field of a setting; `properties` are fields of Setting."""
     metadata = {"doc": doc, **properties}
-    if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default_factory=partial(copy, default), metadata=metadata)
 
 
 def group(kind: type, **properties: Any) -> Any:

@@ -12,7 +12,7 @@ from runs import run, write_camvid
 from segpipe.data.pairs import scan
 from segpipe.data.samples import open_samples
 from segpipe.datasets.problems import problems
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, DataError
 from segpipe.settings.config import check, from_mapping
 from segpipe.settings.groups import DataConfig
 
@@ -79,10 +79,11 @@ def test_other_data_has_no_splits_to_join(values: dict[str, object]) -> None:
         check(config, world_size=1)
 
 
-def test_no_split_is_joined_with_itself() -> None:
-    data = {"name": "camvid", "root": "x", "train_split": "train+train"}
-    with pytest.raises(ConfigError, match="names a split twice"):
-        check(from_mapping({"data": data}), world_size=1)
+def test_no_split_is_joined_with_itself(tmp_path: Path) -> None:
+    root = write_camvid(tmp_path / "data", num_train=4)
+    data = DataConfig(name="camvid", root=str(root), train_split="train+train")
+    with pytest.raises(DataError, match="4 images are in two of these splits"):
+        open_samples(data, "train", 0)
 
 
 def test_an_image_of_two_joined_lists_is_refused(tmp_path: Path) -> None:
