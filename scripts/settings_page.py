@@ -7,7 +7,7 @@ import sys
 from itertools import groupby
 
 from segpipe.cli.commands import COMMANDS
-from segpipe.cli.help import overview, page
+from segpipe.cli.main import overview, page
 from segpipe.settings.config import SETTINGS
 from segpipe.settings.setting import shown
 
