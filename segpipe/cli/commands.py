@@ -40,7 +40,7 @@ class Command:
     settings: tuple[str, ...] = ()  # settings of the run that can be replaced
     positional: tuple[str, ...] = ()  # keys that may be given without their name
     overrides: tuple[str, ...] = ()  # groups of settings that --help lists
-    starts: str = ""  # module.function of segpipe.cli; empty: NAME.main
+    starts: str = ""  # module:function of segpipe.cli; empty: NAME:main
 
     @property
     def known(self) -> list[Setting]:
@@ -55,7 +55,7 @@ COMMANDS = {
         "-m: one run per combination of key=1,2,3; --cfg job: print the configuration; --config-dir FOLDER: your own\n"
         "files as in conf/.",
         overrides=ALL,
-        starts="api.train_main",
+        starts="api:train_main",
     ),
     "evaluate": Command(
         "evaluate a run on a split",
@@ -148,7 +148,7 @@ COMMANDS = {
         "validation samples, and checks existing ones. Training reads them with data.pack=auto. Run an interrupted\n"
         "command again to continue it. See docs/data.md.",
         overrides=("data",),
-        starts="data_sets.pack",
+        starts="data_sets:pack",
     ),
     "split": Command(
         "divide a folder of images into training and validation",
@@ -173,7 +173,7 @@ COMMANDS = {
             Setting("replace", False, "replace train.txt and val.txt"),
         ),
         ("data.root", "data.classes", "data.images", "data.masks"),
-        starts="data_sets.split",
+        starts="data_sets:split",
     ),
     "import": Command(
         "turn labels of another format into a data set",
@@ -222,7 +222,7 @@ COMMANDS = {
             LINES,
         ),
         positional=("format",),
-        starts="data_sets.import_labels",
+        starts="data_sets:import_labels",
     ),
     "export": Command(
         "export a run to model files",
@@ -247,7 +247,7 @@ COMMANDS = {
             "export.engines",
             "export.allow_unverified",
         ),
-        starts="export.verify_main",
+        starts="export:verify_main",
     ),
     "weights": Command(
         "write the weights of a run to a .safetensors file",
@@ -270,7 +270,7 @@ COMMANDS = {
             ),
             TRUST,
         ),
-        starts="export.weights_main",
+        starts="export:weights_main",
     ),
     "compare": Command(
         "find the first difference between two runs",
@@ -283,7 +283,7 @@ COMMANDS = {
             TRUST,
         ),
         positional=("a", "b"),
-        starts="runs.compare_main",
+        starts="runs:compare_main",
     ),
     "audit": Command(
         "audit a run that someone else made",
@@ -319,14 +319,14 @@ COMMANDS = {
         "check that augmentation is a pure function of sample and key",
         "Checks every transform, and all of them together, in two processes and in a second start of the program.",
         overrides=("data", "augment"),
-        starts="checks.check_augment",
+        starts="checks:check_augment",
     ),
     "check-plugin": Command(
         "check your own network, loss, data set or transform",
         "segpipe check-plugin model.name=package.module:Class loss.name=... data.name=... augment.extra=[...]\n"
         "reports what would fail in training, validation or export, see docs/plugins.md.",
         overrides=("model", "loss", "data", "augment"),
-        starts="checks.check_plugin",
+        starts="checks:check_plugin",
     ),
     "describe": Command(
         "parameters, operations and latency of a network",
@@ -343,14 +343,14 @@ COMMANDS = {
             JSON,
         ),
         overrides=("model",),
-        starts="speed.describe",
+        starts="speed:describe",
     ),
     "profile": Command(
         "show where an update spends its time",
         "segpipe profile experiment=... runs a few updates of a new network in this process or those of torchrun,\n"
         "prints the time of each part, and writes a trace to runs/NAME_profile. See docs/performance.md.",
         overrides=ALL,
-        starts="speed.profile",
+        starts="speed:profile",
     ),
     "gpu-check": Command(
         "check this machine's GPU",
@@ -368,7 +368,7 @@ COMMANDS = {
             Setting("updates", 20, "updates per measurement", low=1),
             Setting("folder", "runs", "folder for the runs of the checks"),
         ),
-        starts="speed.gpu_check",
+        starts="speed:gpu_check",
     ),
     "runs": Command(
         "compare runs in a table",

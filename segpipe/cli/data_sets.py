@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
@@ -50,10 +50,10 @@ def pack(given: Given) -> int:
     work = [(samples, index) for samples in found for index in range(len(samples))]
     with progress("packing", len(work)) as show:
         threaded(_read, work, show)
-    use: dict[str, Counter[str]] = {}
+    use: dict[str, Counter[str]] = defaultdict(Counter)
     for samples in found:
         if samples.pack is not None:
-            use.setdefault(samples.pack.folder, Counter()).update(samples.pack.use())
+            use[samples.pack.folder] += samples.pack.use()
     for folder, counts in use.items():
         CONSOLE.print(
             f"{folder}: {counts['intact']} samples intact, "

@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from segpipe import __version__, plugins
@@ -18,14 +18,7 @@ from segpipe.settings.compose import choices, parse
 from segpipe.settings.config import GROUPS, SETTINGS
 from segpipe.settings.setting import Setting, nearest, shown
 
-HELP = ("-h", "--help")
-USAGE = """usage: segpipe COMMAND [key=value ...]
-
-{commands}
-
-segpipe COMMAND --help lists the keys of a command, segpipe --version prints the version.
-Exit codes: docs/exit-codes.md."""
-
+HELP = {"-h", "--help"}
 Rows = list[tuple[str, str]]
 
 
@@ -36,17 +29,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # with the default, 700, garbage collection takes a seventh of the start
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        if name in HELP or name == "--version":
-            print(f"segpipe {__version__}" if name == "--version" else overview())
-            return 0
-        if name not in COMMANDS:
+        if name == "--version":
+            print(f"segpipe {__version__}")
+        elif name in HELP:
+            print(overview())
+        elif name not in COMMANDS:
             raise ConfigError(
-                f"{name} is not a command of segpipe.{nearest(name, list(COMMANDS))} See segpipe --help."
+                f"{name} is not a command of segpipe.{nearest(name, COMMANDS)} See segpipe --help."
             )
-        if any(argument in HELP for argument in rest):
+        elif HELP & {*rest}:
             print(page(name))
-            return 0
-        return _run(name, rest)
+        else:
+            return _run(name, rest)
+        return 0
     except SegpipeError as error:
         if not error.told:
             print(error, file=sys.stderr)
@@ -71,16 +66,23 @@ def _run(name: str, rest: list[str]) -> int:
     plugins.trust(given.get("trust", []))
     # OpenMP reads this once; a training sets its own number of threads later.
     flags.set_environment(SETTINGS["compute.threads"].default, "off")
-    module, _, function = (
-        command.starts or f"{name.replace('-', '_')}.main"
-    ).partition(".")
-    return int(getattr(import_module(f"segpipe.cli.{module}"), function)(given))
+    start = resolve_name(f"segpipe.cli.{command.starts or f'{name}:main'}")
+    return int(start(given))
 
 
 def overview() -> str:
     """All commands, one line each."""
     lines = (f"  {name:14} {command.summary}" for name, command in COMMANDS.items())
-    return USAGE.format(commands="\n".join(lines))
+    return "\n".join(
+        [
+            "usage: segpipe COMMAND [key=value ...]",
+            "",
+            *lines,
+            "",
+            "segpipe COMMAND --help lists the keys of a command, segpipe --version prints the version.",
+            "Exit codes: docs/exit-codes.md.",
+        ]
+    )
 
 
 def page(name: str) -> str:

@@ -113,5 +113,4 @@ def shared_sequences(
         Counter(sequence(name.partition(COPY)[0], pattern) for name in names)
         for names in (train, val)
     )
-    both = sorted(first.keys() & second.keys())
-    return {name: (first[name], second[name]) for name in both}
+    return {name: (first[name], second[name]) for name in sorted(first & second)}

@@ -88,8 +88,8 @@ def test_help_of_train_shows_meaning_default_and_choices_of_all_settings(
 
 def test_commands_declare_what_exists() -> None:
     for name, command in COMMANDS.items():
-        starts = command.starts or f"{name.replace('-', '_')}.main"
-        module, _, function = starts.partition(".")
+        starts = command.starts or f"{name}:main"
+        module, _, function = starts.partition(":")
         assert hasattr(import_module(f"segpipe.cli.{module}"), function)
         assert SETTINGS.keys() >= set(command.settings)
         assert {entry.key for entry in command.keys} >= set(command.positional)
