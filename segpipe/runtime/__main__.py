@@ -108,7 +108,8 @@ def _selftest(given: argparse.Namespace) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    masks = [picture_path(given.out / f"{path.stem}_mask") for path in given.sources]
+    suffix = ".png" if Image else ARRAY
+    masks = [given.out / f"{path.stem}_mask{suffix}" for path in given.sources]
     taken = {mask for mask in masks if mask.exists() or masks.count(mask) > 1}
     if taken:
         raise ValueError(
@@ -131,7 +132,10 @@ def _answer(segmenter: Segmenter, path: Path, mask: Path) -> bool:
         result = segmenter.refuse(Status.ERROR)
         why = str(error)
     print(f"{path} {result.status} {result.latency_ms:.1f} ms")
-    write_picture(mask, result.mask)
+    if mask.suffix == ARRAY:
+        np.save(mask, result.mask)
+    else:
+        Image.fromarray(result.mask).save(mask)
     if result.status is not Status.OK:
         print(why, file=sys.stderr)
     return result.status is Status.OK
@@ -168,35 +172,20 @@ def read_image(path: Path) -> Pixels:
     try:
         if path.suffix.lower() == ARRAY:
             return np.asarray(np.load(path, allow_pickle=False))
-        return _decoded(path)
+        if Image is None:
+            raise ValueError(f"without Pillow, only {ARRAY} is supported")
+        with Image.open(path) as picture:
+            # convert() would clip them to white
+            if picture.mode.startswith(("I", "F")):
+                raise ValueError(
+                    f"mode {picture.mode}, but 8 bits per channel were needed"
+                )
+            return np.asarray(picture.convert("RGB"))
     # Decoders raise SyntaxError, struct.error and types of their own for damaged files.
     except Exception as error:
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}: {error})."
         ) from None
-
-
-def _decoded(path: Path) -> Pixels:
-    if Image is None:
-        raise ValueError(f"without Pillow, only {ARRAY} is supported")
-    with Image.open(path) as picture:
-        if picture.mode.startswith(("I", "F")):  # convert() would clip them to white
-            raise ValueError(f"mode {picture.mode}, but 8 bits per channel were needed")
-        return np.asarray(picture.convert("RGB"))
-
-
-def picture_path(stem: Path) -> Path:
-    """Path of a PNG if Pillow is installed, else of an .npy."""
-    suffix = ".png" if Image else ARRAY
-    return stem.with_name(f"{stem.name}{suffix}")
-
-
-def write_picture(path: Path, picture: Pixels) -> None:
-    """Write a picture to a path from `picture_path`."""
-    if path.suffix == ARRAY:
-        np.save(path, picture)
-    else:
-        Image.fromarray(picture).save(path)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
-"""The result for a frame, and the checks before inference: plausible content, fresh and changing frames."""
+"""The result for a frame, and the checks of its content before inference: plausible, and changing."""
 
-import math
 from collections import deque
 from collections.abc import Mapping
 from enum import Enum
@@ -167,26 +166,6 @@ class RepeatCounter:
         # Drivers reuse their buffers, so a reference would always compare equal.
         self._kept.append(image.copy())
         return 0
-
-
-class StampCheck:
-    """Checks that a frame is recent and not older than its predecessors; frames may overtake each other in a queue."""
-
-    def __init__(self) -> None:
-        self._newest = self._now = -math.inf
-
-    def is_fresh(self, stamp: float, now: float, max_age_s: float) -> bool:
-        """Whether `stamp` is within `max_age_s` of `now`, and not before the newest fresh stamp.
-
-        After the clock was set back, earlier stamps do not count. NaN is not fresh.
-        """
-        if now < self._now:
-            self._newest = -math.inf
-        self._now = now
-        fresh = abs(now - stamp) <= max_age_s and stamp >= self._newest
-        if fresh:
-            self._newest = stamp
-        return fresh
 
 
 def enlarged(

@@ -21,7 +21,6 @@ from .frames import (
     Refused,
     RepeatCounter,
     Result,
-    StampCheck,
     Status,
 )
 from .session import Session
@@ -46,7 +45,7 @@ class Segmenter:
 
     def __post_init__(self) -> None:
         self._repeats = RepeatCounter()
-        self._stamps = StampCheck()
+        self._newest = self._now = -math.inf  # stamp, and time of the last check
         self._lock = threading.Lock()
         self._process = os.getpid()
 
@@ -176,15 +175,27 @@ class Segmenter:
             why = f"{image.dtype}, but uint8 was needed: 0 to 255"
             raise Refused(Status.BAD_DTYPE, why)
         repeated = self._repeats.count(image) if self.frozen_after else 0
-        if stamp is not None and not self._stamps.is_fresh(
-            stamp, now := self.clock(), self.max_age_s
-        ):
+        if stamp is not None:
+            self._check_stamp(stamp)
+        self.artifact.limits.check(image)
+        if self.frozen_after and repeated >= self.frozen_after:
+            why = f"{repeated} frames in a row equal one of the last different ones"
+            raise Refused(Status.FROZEN, why)
+
+    def _check_stamp(self, stamp: float) -> None:
+        """Raises Refused unless the frame is recent, and not older than its predecessors.
+
+        Frames may overtake each other in a queue. After the clock was set back, earlier stamps do not count. NaN is not
+        fresh.
+        """
+        now = self.clock()
+        if now < self._now:
+            self._newest = -math.inf
+        self._now = now
+        if not (abs(now - stamp) <= self.max_age_s and stamp >= self._newest):
             why = (
                 f"stamp = {stamp} and the clock says {now}, but it must be within {self.max_age_s} s of the clock and "
                 "not before that of an earlier frame"
             )
             raise Refused(Status.STALE, why)
-        self.artifact.limits.check(image)
-        if self.frozen_after and repeated >= self.frozen_after:
-            why = f"{repeated} frames in a row equal one of the last different ones"
-            raise Refused(Status.FROZEN, why)
+        self._newest = stamp
