@@ -738,7 +738,7 @@ def test_profiles_answer_alike(name: str) -> None:
     assert expected.logits is not None
     assert found.logits is not None
     np.testing.assert_allclose(expected.logits, found.logits, atol=1e-5)
-    outputs = other(PROFILES[name].example((64, 96)))
+    outputs = other(torch.from_numpy(PROFILES[name].encode(IMAGES[0])))
     shapes = {
         "robot": [(1, 64, 96), (1, 16, 24)],
         "isaac": [(1, 64, 96)],

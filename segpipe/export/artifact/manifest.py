@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jsonschema import Draft202012Validator
 
@@ -217,7 +218,8 @@ def _io(model: DeployModel, size: Size) -> dict[str, Any]:
         MASK: {"meaning": "class id", "invalid": NO_ANSWER},
         CONFIDENCE: {"meaning": "largest probability * 255"},
     }
-    example, stride = profile.example(size), model.network.output_stride
+    example = torch.from_numpy(profile.encode(np.zeros((*size, 3), np.uint8)))
+    stride = model.network.output_stride
     with torch.no_grad():
         outputs = zip(profile.outputs, model(example), strict=True)
     image = {

@@ -72,10 +72,6 @@ class Profile:
         """Outputs of the probe: those of the file, then the tensors that the gates compare."""
         return (*self.outputs, *PROBES)
 
-    def example(self, size: Size) -> torch.Tensor:
-        """Input of zeros for one image."""
-        return torch.from_numpy(self.encode(np.zeros((*size, 3), np.uint8)))
-
     def encode(self, image: Image) -> Array:
         """Input batch of one image, in new memory."""
         if self.planar:
