@@ -35,14 +35,13 @@ from segpipe.export.graph.network import (
     torch_run,
 )
 from segpipe.export.graph.onnx_format import (
-    IR_VERSION,
     open_onnx,
     problems_of_onnx,
     to_onnx,
-    write_probe,
+    write_both,
 )
 from segpipe.export.verify_report import ExportReport, one_line
-from segpipe.runtime.artifact import MANIFEST, MANIFEST_KEY
+from segpipe.runtime.artifact import MANIFEST
 from segpipe.runtime.engines import BF16
 
 jit: Any = torch.jit  # has no annotations
@@ -283,12 +282,7 @@ def convert(
                 reason = f"{source.name} could not be converted ({type(error).__name__}: {error})"
                 result.dropped[file_name] = one_line(reason)
                 continue
-            reduced = onnx.load(shipped)
-            reduced.ir_version = IR_VERSION  # the quantizer raises it
-            text = manifest_text(manifest)
-            onnx.helper.set_model_props(reduced, {MANIFEST_KEY: text})
-            onnx.save(reduced, shipped)
-            write_probe(shipped, probe)
+            write_both(onnx.load(shipped), manifest, shipped, probe)
 
         entry |= {"bytes": shipped.stat().st_size, "sha256": sha256(shipped)}
         result.files[file_name] = entry
@@ -304,7 +298,7 @@ def conversion_problem(shipped: Path, converted: ModelFile) -> str:
     problem = ""
     if converted.format == "onnx":
         try:
-            problem = _onnx_difference(shipped, converted.path, converted.precision)
+            problem = _onnx_difference(shipped, converted)
         except Exception as error:  # parsers of an altered file raise many types
             problem = f"it cannot be compared ({type(error).__name__}: {error})"
     # An archive of code, which `write_archive` makes byte-identical
@@ -314,16 +308,16 @@ def conversion_problem(shipped: Path, converted: ModelFile) -> str:
     return told if problem else ""
 
 
-def _onnx_difference(shipped: Path, converted: Path, precision: str) -> str:
+def _onnx_difference(shipped: Path, converted: ModelFile) -> str:
     """First difference between two ONNX files; empty when they differ only in rounding and manifest."""
     model = onnx.load(shipped, load_external_data=False)
-    other = onnx.load(converted)
+    other = onnx.load(converted.path)
     values, expected = _take_values(model), _take_values(other)
 
     if model != other:
         return f"{_other_fields(model.graph, other.graph) or _other_fields(model, other)} differ"
     for name, array in values.items():
-        if not _is_rounding(name, array, expected[name], precision):
+        if not _is_rounding(name, array, expected[name], converted.precision):
             return f"tensor {name} has different values"
     return ""
 

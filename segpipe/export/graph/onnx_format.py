@@ -48,11 +48,18 @@ def to_onnx(model: DeployModel, manifest: Manifest, shipped: Path, probe: Path) 
             verbose=False,
         )
     graph_file = onnx.load(probe)
-    graph_file.ir_version = IR_VERSION
     _drop_debug_info(graph_file)
-    onnx.helper.set_model_props(graph_file, {MANIFEST_KEY: manifest_text(manifest)})
     del graph_file.graph.output[len(model.profile.outputs) :]
-    onnx.save(graph_file, shipped)
+    write_both(graph_file, manifest, shipped, probe)
+
+
+def write_both(
+    model: onnx.ModelProto, manifest: Manifest, shipped: Path, probe: Path
+) -> None:
+    """Writes the model with the lowest IR version and the manifest, and its probe."""
+    model.ir_version = IR_VERSION
+    onnx.helper.set_model_props(model, {MANIFEST_KEY: manifest_text(manifest)})
+    onnx.save(model, shipped)
     write_probe(shipped, probe)
 
 
