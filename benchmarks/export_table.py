@@ -69,12 +69,9 @@ def rows(trained: TrainedNetwork, checks: Sequence[Check]) -> list[dict[str, Any
     """One row per file."""
     size = (checks[0].image.shape[0], checks[0].image.shape[1])
     with one_thread(), tempfile.TemporaryDirectory() as scratch:
-        folders = (Path(scratch) / "files", Path(scratch) / "probes")
-        for folder in folders:
-            folder.mkdir()
         model = DeployModel(trained)
-        result = ExportReport(folders[0], describe(trained, model, size))
-        subjects = convert(result, model, folders, KINDS, [])
+        result = ExportReport(Path(scratch), describe(trained, model, size))
+        subjects = convert(result, model, Path(scratch), KINDS, [])
         eager = run_eager(model)
         candidates = []
         for subject in subjects:

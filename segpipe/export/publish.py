@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -26,7 +25,7 @@ from segpipe.export.artifact.place import (
 from segpipe.export.dataset import GateInputs, check_set, gather
 from segpipe.export.gates.comparison import Check
 from segpipe.export.gates.judge import judge, load_as_robot, require_engines
-from segpipe.export.graph.formats import convert
+from segpipe.export.graph.formats import FILES, convert
 from segpipe.export.graph.network import (
     PROFILES,
     DeployModel,
@@ -105,15 +104,10 @@ def export_run(
         out_dir = out_dir.resolve()
     _check_request(trained, out_dir, settings)
     partial = beside(out_dir, "partial")
-    files, probes, report = folders = [
-        partial / name for name in ("files", "probes", "report")
-    ]
     try:
         with writing(out_dir):
             recover(out_dir)
             shutil.rmtree(partial, ignore_errors=True)  # what a crash left
-            for folder in folders:
-                folder.mkdir(parents=True)
         with one_thread():
             model = DeployModel(
                 trained,
@@ -131,22 +125,22 @@ def export_run(
             reduced = [name for name in ("fp16", "int8") if name in settings.precision]
             kinds += [("onnx", name) for name in reduced]
             with writing(out_dir):
-                converted = convert(result, model, (files, probes), kinds, frames)
+                converted = convert(result, model, partial, kinds, frames)
             comparisons = judge(result, model, trained.preprocess, converted, inputs)
         for name, entry in result.files.items():
             if entry["precision"] != "fp32" and comparisons.get(name):
                 entry |= golden_figures(checks, comparisons[name], entry["precision"])
         with writing(out_dir):
+            files = partial / FILES
             _complete(result, model, checks, files)
             rejected = beside(out_dir, "rejected")
+            shutil.rmtree(rejected, ignore_errors=True)
             if not result.passed:
+                rejected.mkdir()
                 result.folder = rejected
-                result.write(report)
-                shutil.rmtree(rejected, ignore_errors=True)
-                os.rename(report, rejected)
+                result.write(rejected)
                 raise refusal(NOT_EXPORTED, result.failed, str(rejected / MARKDOWN))
             put_in_place(files, out_dir)
-            shutil.rmtree(rejected, ignore_errors=True)
         return result
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -150,13 +150,10 @@ def _model_files(
     if any(precision != "fp32" for _, precision in kinds):
         kinds.add(("onnx", "fp32"))  # the source of the reduced ones
     ordered = sorted(kinds, key=lambda kind: (kind[1] != "fp32", kind))
-    folders = scratch / "again", scratch / "probes"
-    for folder in folders:
-        folder.mkdir()
     again = ExportReport(scratch, result.manifest)
     made = {
         converted.path.name: converted
-        for converted in convert(again, model, folders, ordered, frames)
+        for converted in convert(again, model, scratch, ordered, frames)
     }
     others = [
         f"{name} {versions.get(name)}, here {version}"

@@ -82,16 +82,18 @@ def converted_before(all_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def copies(
         _result: Any,
         _model: Any,
-        folders: tuple[Path, Path],
+        folder: Path,
         kinds: Sequence[tuple[str, str]],
         *_: Any,
     ) -> list[ModelFile]:
         files = []
         for name, precision in kinds:
             path = Path(
-                shutil.copy(all_files / FORMATS[name].file_name(precision), folders[0])
+                shutil.copy(all_files / FORMATS[name].file_name(precision), folder)
             )
-            files.append(ModelFile(name, precision, path, folders[1] / path.name, {}))
+            files.append(
+                ModelFile(name, precision, path, folder / "probes" / path.name, {})
+            )
         return files
 
     monkeypatch.setattr(verification, "convert", copies)

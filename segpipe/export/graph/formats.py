@@ -44,6 +44,7 @@ from segpipe.export.verify_report import ExportReport, one_line
 from segpipe.runtime.artifact import MANIFEST
 from segpipe.runtime.engines import BF16
 
+FILES = "files"
 jit: Any = torch.jit  # has no annotations
 _C: Any = torch._C
 
@@ -250,20 +251,23 @@ class ModelFile:
 def convert(
     result: ExportReport,
     model: DeployModel,
-    folders: tuple[Path, Path],
+    folder: Path,
     kinds: Sequence[tuple[str, str]],
     frames: Sequence[Image],
 ) -> list[ModelFile]:
     """Converts the model; returns the files for the gates and describes them in `result.files`.
 
-    folders: for the shipped files and for the probes. kinds: (format, precision) of each file, fp32 before the files
-    made from it. frames: (H, W, 3), to calibrate int8. A reduced precision that cannot be converted is recorded in
-    `result.dropped`. Raises ExportError when torch cannot convert the network.
+    folder: gets a folder of the shipped files, FILES, and one of the probes. kinds: (format, precision) of each file,
+    fp32 before the files made from it. frames: (H, W, 3), to calibrate int8. A reduced precision that cannot be
+    converted is recorded in `result.dropped`. Raises ExportError when torch cannot convert the network.
     """
     files = []
+    folders = folder / FILES, folder / "probes"
+    for each in folders:
+        each.mkdir(parents=True)
     for name, precision in kinds:
         file_name = FORMATS[name].file_name(precision)
-        shipped, probe = (folder / file_name for folder in folders)
+        shipped, probe = (each / file_name for each in folders)
         manifest = in_file(result.manifest, precision)
 
         entry: dict[str, Any] = {"format": name, "precision": precision}
