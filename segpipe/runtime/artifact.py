@@ -116,12 +116,9 @@ def read_artifact(folder: Path | str, *, precision: str = "fp32") -> Artifact:
     path = folder / MANIFEST
     try:
         manifest = parse_manifest(read_file(folder, MANIFEST, sums))
-    except (ValueError, RecursionError) as error:
-        raise _altered(f"{path} is not JSON ({error}).") from None
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
-        raise _altered(f"{path} has format {found!r}, but {FORMAT!r} was needed.")
-    try:
+        found = manifest["format"]
+        if found != FORMAT:
+            raise _altered(f"{path} has format {found!r}, but {FORMAT!r} was needed.")
         return _artifact(folder, manifest, precision, sums)
     except ArtifactError:
         raise

@@ -695,7 +695,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
             folder,
             frame_limits={**toy_manifest()["frame_limits"], "mean": [math.nan, 200]},
         ),
-        "is not JSON .NaN is not a JSON number",
+        "does not follow .*NaN is not a JSON number",
     ),
     "an infinite limit": (
         lambda folder: change_manifest(
@@ -716,7 +716,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "deep": (
         lambda folder: (folder / "manifest.json").write_text("[" * 100_000),
-        "is not JSON",
+        "manifest.json does not follow",
     ),
     "an archive for an array": (
         lambda folder: (folder / "golden" / "mask.npy").write_bytes(
@@ -730,7 +730,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no json": (
         lambda folder: (folder / "manifest.json").write_text("{"),
-        "is not JSON",
+        "manifest.json does not follow",
     ),
     "no model": (
         lambda folder: change_manifest(folder, files={}),
