@@ -108,8 +108,18 @@ class Segmenter:
         start = time.perf_counter()
         due = math.inf if self.deadline_ms is None else start + self.deadline_ms / 1e3
         try:
-            masks = self._answer(image, stamp, due)
-            result = Result(Status.OK, *masks, 0.0, self.artifact.model_id)
+            with self._turn(due):
+                self._check(image, stamp)
+                mask, confidence = self.session.run(image, due)
+            highest = int(mask.max())
+            if highest >= self.artifact.num_classes:
+                raise ValueError(
+                    f"mask holds id {highest}, but there are {self.artifact.num_classes} classes"
+                )
+            if time.perf_counter() > due:
+                why = f"the answer came after deadline_ms = {self.deadline_ms}"
+                raise Refused(Status.DEADLINE, why)
+            result = Result(Status.OK, mask, confidence, 0.0, self.artifact.model_id)
         except Refused as refused:
             self.last_error = str(refused)
             result = self.refuse(refused.status)
@@ -125,23 +135,6 @@ class Segmenter:
         mask = np.full(shape, NO_ANSWER, np.uint8)
         confidence = np.zeros(coarse, np.uint8)
         return Result(status, mask, confidence, 0.0, self.artifact.model_id)
-
-    def _answer(
-        self, image: Pixels, stamp: float | None, due: float
-    ) -> tuple[Pixels, Pixels]:
-        """Mask and confidence. Raises Refused, or whatever the engine raises."""
-        with self._turn(due):
-            self._check(image, stamp)
-            mask, confidence = self.session.run(image, due)
-        highest = int(mask.max())
-        if highest >= self.artifact.num_classes:
-            raise ValueError(
-                f"mask holds id {highest}, but there are {self.artifact.num_classes} classes"
-            )
-        if time.perf_counter() > due:
-            why = f"the answer came after deadline_ms = {self.deadline_ms}"
-            raise Refused(Status.DEADLINE, why)
-        return mask, confidence
 
     @contextlib.contextmanager
     def _turn(self, due: float) -> Iterator[None]:

@@ -50,10 +50,9 @@ def measure(runs: Mapping[str, Run], image: Image) -> dict[str, dict[str, float]
     The runs alternate, so a change in the machine's load affects all of them alike.
     """
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    begin = time.perf_counter()
+    end = time.perf_counter() + SECONDS * len(runs)
     for rounds in range(_WARMUP + _MAX_RUNS):
-        is_late = time.perf_counter() - begin >= SECONDS * len(runs)
-        if is_late and rounds >= _WARMUP + _MIN_RUNS:
+        if rounds >= _WARMUP + _MIN_RUNS and time.perf_counter() >= end:
             break
         for name, run in runs.items():
             start, start_cpu = time.perf_counter(), time.process_time()
