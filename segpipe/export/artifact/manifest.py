@@ -109,21 +109,19 @@ def described(
     Call inside `one_thread`.
     """
     size = inputs.size
+    manifest = describe(trained, model, size)
     frame_entries, frames = frames_of(inputs.real_images, train_images, (*size, 3))
     labelled = inputs.labelled if CONFIDENCE in model.profile.outputs else None
     calibration = calibration_entry(trained, labelled)
     model.temperature = calibration["temperature"]
-    manifest = describe(trained, model, size)
     golden = golden_entry(inputs.checks)
     manifest |= {"calibration": calibration, "golden": golden, **frame_entries}
     return manifest, frames
 
 
 def describe(trained: TrainedNetwork, model: DeployModel, size: Size) -> Manifest:
-    """The manifest's entries on the network and its files; the figures and time stamps of an export are not among them.
-
-    So equal exports have equal files.
-    """
+    """The manifest's entries on the network and its files, without figures and time stamps: equal exports have equal
+    files."""
     origin = origin_of(trained)
     named = zip(trained.classes.names, trained.classes.palette, strict=True)
     classes = [
