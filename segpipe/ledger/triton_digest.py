@@ -2,6 +2,7 @@
 """digest.c in Triton: digests of the words of many tensors on a GPU, in two launches for any number of tensors."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 
 import numpy as np
@@ -112,5 +113,10 @@ def _pieces(
 
 
 def _uploaded(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on the device; the host only waits until the driver has taken the array, not for the device."""
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    """A copy on the device, from page-locked memory, so that the host need not wait."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor
+    with suppress(RuntimeError):  # if pages cannot be locked, the host waits
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
