@@ -1,7 +1,7 @@
 """Tells whether two runs have the same bits and, if not, where they diverge: step, stage, shard, sample and layer."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -144,10 +144,24 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
     spans = f"A has {_span(a)}, B has {_span(b)}"
     # Why equal common steps do not prove equal runs.
     limits = [spans] if _span(a) != _span(b) else []
-    limits += [f"A: {fault}" for fault in a.faults] + [
-        f"B: {fault}" for fault in b.faults
-    ]
-    facts = _facts(a, b, len(common), limits)
+    notes = []
+    for name, run, other in (("A", a, b), ("B", b, a)):
+        limits += [f"{name}: {fault}" for fault in run.faults]
+        notes += [
+            f"{file} is in {name} only"
+            for file in (RESULT_FILE, INPUTS)
+            if (run.folder / file).is_file() and not (other.folder / file).is_file()
+        ]
+        notes += [f"{name}: {note}" for note in run.notes]
+    recipes = [deciding(run.first.recipe) for run in (a, b)]
+    facts: dict[str, Any] = {  # that every verdict reports
+        "inputs": input_differences(a.folder, b.folder),
+        "steps": len(common),
+        "fingerprint": flags.differences(a.first.fingerprint, b.first.fingerprint),
+        "recipe": flags.mapping_differences(*recipes),
+        "processes": (_processes(a), _processes(b)),
+        "notes": (*limits, *notes),
+    }
     if reason := _different_work(a, b):
         return not_comparable(reason, **facts)
     differs = unequal(*pair)
@@ -165,22 +179,6 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
         sentence += f", but {results[0]}"
         return Comparison("diverged", sentence, step=last, stage=RESULT, **facts)
     return Comparison("identical_up_to" if limits else "identical", sentence, **facts)
-
-
-def _facts(a: RunLedger, b: RunLedger, steps: int, limits: list[str]) -> dict[str, Any]:
-    """The entries that every verdict reports."""
-    one, two = a.first, b.first
-    recipes = [deciding(header.recipe) for header in (one, two)]
-    notes = [*limits, *_missing_files(a.folder, b.folder)]
-    notes += [f"A: {note}" for note in a.notes] + [f"B: {note}" for note in b.notes]
-    return {
-        "inputs": input_differences(a.folder, b.folder),
-        "steps": steps,
-        "fingerprint": flags.differences(one.fingerprint, two.fingerprint),
-        "recipe": flags.mapping_differences(*recipes),
-        "processes": (_processes(a), _processes(b)),
-        "notes": tuple(notes),
-    }
 
 
 def _processes(run: RunLedger) -> int | str:
@@ -252,11 +250,9 @@ def _explain(
     places = ((entry, _shards(entry, wrong)) for entry in FIELDS)
     first, shards = next((entry, found) for entry, found in places if found)
     shard = shards[0]
-    key, parts = (
-        (first.kind, name, shard) for name in (first.name, first.name + PARTS)
-    )
+    key = first.kind, first.name, shard
     own = wrong.get(key)
-    place = (own or wrong[parts])[0]
+    place = (own or wrong[first.kind, first.name + PARTS, shard])[0]
     words = [f"step {step}" if step >= 0 else "before step 0"]
     words += [f"shard {shard}"] if shard >= 0 else []
     sample, file = None, None
@@ -360,14 +356,6 @@ def input_differences(a: Path, b: Path) -> str:
         for part in ("data", "code")
         if (changed := changes(one[part]["files"], two[part]["files"]))
     )
-
-
-def _missing_files(a: Path, b: Path) -> Iterator[str]:
-    """Phrases on result.json and inputs.json if only one of two runs has the file."""
-    for name in (RESULT_FILE, INPUTS):
-        there = [(folder / name).is_file() for folder in (a, b)]
-        if there[0] != there[1]:
-            yield f"{name} is in {'A' if there[0] else 'B'} only"
 
 
 def _brief(content: Mapping[str, Any], name: str) -> str:

@@ -8,6 +8,7 @@ network. A run without a ledger does not need it. In both cases only sizes are r
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -52,7 +53,10 @@ def record(
             left.unlink(missing_ok=True)
     found = inputs_of(sets)
     # Hashes from the checks of this start, or of an earlier one, if the files have not changed since.
-    known = _known(sets) if config.data.hash and ledger else None
+    known: Hashes | None = {} if config.data.hash and ledger else None
+    if known is not None:
+        for part in chain.from_iterable(one.file_sets() for one in sets):
+            known |= part.facts.hashes(map(str, part.inputs().values()))
     if path.is_file():
         if changed := changed_inputs(read_inputs(path)["data"], found, known):
             raise DataError(
@@ -150,15 +154,6 @@ def inputs_of(sets: Iterable[DataSet]) -> dict[str, Input]:
     for one in sets:
         found |= one.inputs()
     return dict(sorted(found.items()))
-
-
-def _known(sets: Iterable[DataSet]) -> Hashes:
-    """SHA-256, by full path, of the files that were read completely and have not changed since."""
-    found: Hashes = {}
-    for one in sets:
-        for files in one.file_sets():
-            found |= files.facts.hashes(map(str, files.inputs().values()))
-    return found
 
 
 def sizes_of(found: Mapping[str, Input]) -> Sizes:

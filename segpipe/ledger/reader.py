@@ -76,7 +76,6 @@ def read_run(run_folder: Path) -> RunLedger:
             f"{run_folder} {missing}. Give the folder of a run that wrote {FOLDER}/rank00.bin."
         )
     sessions, notes = _load(paths)
-    _check_one_run(run_folder, sessions)
     headers = tuple(found.header for found in sessions)
 
     valid, void = [], []
@@ -89,14 +88,23 @@ def read_run(run_folder: Path) -> RunLedger:
         void.append(session.rows[~counts])
 
     rows = _first_of_each(np.concatenate(valid))
-    partial = _partial(rows, headers[0].shards)
+    steps, found = np.unique(steps_of(rows, SHARD), return_counts=True)
+    partial = steps[found < headers[0].shards]
     faults = [
         *_missing_ranks(sessions),
         *_resume_faults(rows, _first_of_each(np.concatenate(void))),
         *_rank_faults(headers, valid, rows),
-        *_gaps(rows, partial, _ended(run_folder, rows)),
+        *_gaps(run_folder, rows, partial),
     ]
-    notes += _environment_changes(headers)
+    environments = []
+    for header in headers:
+        changed = flags.differences(headers[0].fingerprint, header.fingerprint)
+        pairs = [f"{name} {here} -> {there}" for name, (here, there) in changed.items()]
+        if pairs:
+            environments.append(
+                f"session {header.session} on rank {header.rank} had another environment: {', '.join(pairs)}"
+            )
+    notes += environments[:MOST_CHANGES]
     return RunLedger(run_folder, headers, rows, tuple(faults), tuple(notes), partial)
 
 
@@ -113,7 +121,7 @@ def steps_of(rows: Rows, kind: int = STEP) -> NDArray[np.int64]:
 
 
 def _load(paths: Sequence[Path]) -> tuple[list[LedgerSession], list[str]]:
-    """Sessions of all files by (session, rank), and notes on torn tails."""
+    """Sessions of all files by (session, rank), and notes on torn tails. Raises CheckpointError for several runs."""
     sessions: list[LedgerSession] = []
     notes = []
     for path in paths:
@@ -125,18 +133,15 @@ def _load(paths: Sequence[Path]) -> tuple[list[LedgerSession], list[str]]:
         raise CheckpointError(
             f"{paths[0].parent} holds no complete header: the run ended before its first step."
         )
-    sessions.sort(key=lambda found: (found.header.session, found.header.rank))
-    return sessions, notes
-
-
-def _check_one_run(run_folder: Path, sessions: Sequence[LedgerSession]) -> None:
     for name in ("seed", "compute.shards", "compute.samples_per_shard"):
         values = {found.header.recipe[name] for found in sessions}
         if len(values) > 1:
             listed = " and ".join(map(str, sorted(values)))
             raise CheckpointError(
-                f"{run_folder / FOLDER} mixes runs: {name} is {listed}. Keep only the files of one run there."
+                f"{paths[0].parent} mixes runs: {name} is {listed}. Keep only the files of one run there."
             )
+    sessions.sort(key=lambda found: (found.header.session, found.header.rank))
+    return sessions, notes
 
 
 def _missing_ranks(sessions: Sequence[LedgerSession]) -> Iterator[str]:
@@ -170,40 +175,17 @@ def _resume_faults(rows: Rows, void: Rows) -> list[str]:
     ]
 
 
-def _environment_changes(headers: Sequence[SessionHeader]) -> list[str]:
-    """Notes on sessions whose environment differs from the first one."""
-    found = []
-    for header in headers:
-        changed = flags.differences(headers[0].fingerprint, header.fingerprint)
-        pairs = [f"{name} {here} -> {there}" for name, (here, there) in changed.items()]
-        if pairs:
-            found.append(
-                f"session {header.session} on rank {header.rank} had another environment: {', '.join(pairs)}"
-            )
-    return found[:MOST_CHANGES]
-
-
-def _partial(rows: Rows, shards: int) -> NDArray[np.int64]:
-    """Steps of which shards are in no file."""
-    steps, counts = np.unique(steps_of(rows, SHARD), return_counts=True)
-    partial: NDArray[np.int64] = steps[counts < shards]
-    return partial
-
-
-def _ended(run_folder: Path, rows: Rows) -> bool:
-    """Whether result.json is of these updates, not of those before the run was extended."""
-    path = run_folder / "result.json"
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return bool(read_json(path)["steps"] > rows["step"].max(initial=0))
-    return path.exists()
-
-
-def _gaps(rows: Rows, partial: NDArray[np.int64], ended: bool) -> list[str]:
+def _gaps(run_folder: Path, rows: Rows, partial: NDArray[np.int64]) -> list[str]:
     """Faults for steps between the first and the last that are in no file, and for `partial` ones before a whole one.
 
-    Of a run that has not `ended`, a killed process did not write its shards of the last steps. Whether a checkpoint
+    Of a run that has not ended, a killed process did not write its shards of the last steps. Whether a checkpoint
     follows them, the audit sees.
     """
+    result = run_folder / "result.json"
+    ended = result.exists()
+    # It may be of the updates before the run was extended.
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        ended = bool(read_json(result)["steps"] > rows["step"].max(initial=0))
     steps = np.unique(steps_of(rows, SHARD))
     whole = np.setdiff1d(steps, partial)
     found = []

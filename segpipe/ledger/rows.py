@@ -17,8 +17,7 @@ import contextlib
 import json
 import os
 import zlib
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from struct import Struct
@@ -386,7 +385,16 @@ class LedgerWriter:
         Raises CheckpointError if writing fails; the file then ends with the last sound row.
         """
         if self._rows:
-            _fill(self._values)
+            import torch  # here, so that reading a ledger does not import it
+
+            for device in {value.device for *_, value in self._values}:
+                members = [each for each in self._values if each[-1].device == device]
+                joined = torch.cat([value.reshape(-1) for *_, value in members])
+                assert joined.dtype == torch.int64, "digests are int64"
+                host = joined.cpu().numpy().view(np.uint64)
+                for own, start, value in members:
+                    piece, host = np.split(host, [value.numel()])
+                    own["digest"].flat[start : start + len(piece)] = piece
             rows = np.concatenate(self._rows)
             self._rows = []
             self._values = []
@@ -435,20 +443,3 @@ def _disk(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise not_written(path, error) from error
-
-
-def _fill(values: Sequence[tuple[Rows, int, Tensor]]) -> None:
-    """Put digests into their rows, after one copy from each device."""
-    import torch  # here, so that reading a ledger does not import it
-
-    by_device = defaultdict(list)
-    for rows, start, value in values:
-        by_device[value.device].append((rows, start, value.detach().reshape(-1)))
-
-    for members in by_device.values():
-        joined = torch.cat([value for *_, value in members])
-        assert joined.dtype == torch.int64, "digests are int64"
-        host = joined.cpu().numpy().view(np.uint64)
-        for rows, start, value in members:
-            piece, host = np.split(host, [len(value)])
-            rows["digest"].flat[start : start + len(value)] = piece
