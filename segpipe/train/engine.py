@@ -28,13 +28,13 @@ from segpipe.ledger import inputs
 from segpipe.ledger.digest import state_digest
 from segpipe.losses.total import backend
 from segpipe.models.preprocess import Preprocess
-from segpipe.settings.config import Config, config_hash
+from segpipe.settings.config import Config, config_hash, to_mapping
 from segpipe.train import checkpoint, opening
 from segpipe.train.batches import Sampling, counted
 from segpipe.train.forward import norms
 from segpipe.train.metrics import Validation, headline, miou, scores, summary
 from segpipe.train.recorder import Watch, keeps_ledger, open_watch
-from segpipe.train.start import weights_summary
+from segpipe.train.start import WEIGHTS, weights_summary
 from segpipe.train.state import TrainState
 from segpipe.train.step import StepResult, TrainStep, train_step
 from segpipe.train.stop import StopRequest
@@ -213,26 +213,25 @@ def _open(
 ) -> tuple[Run, Generator[ShardBatch, None, None], list[str]]:
     """The run at the step where it starts or resumes, its batches, and notes for the user."""
     data = splits or open_splits(config)
-    resumes = config.run.exists == "resume"
-    notes = []
-    if resumes and (config.run_dir / "config.json").is_file():
-        notes = [
-            f"{config.run_dir} holds no checkpoint yet: the run starts again at step 0"
-        ]
-    found = checkpoint.newest_whole(config.run_dir) if resumes else None
+    folder, resumes = config.run_dir, config.run.exists == "resume"
+    found = checkpoint.newest_whole(folder) if resumes else None
+    begun = resumes and (folder / "config.json").is_file()
     state, fingerprint, warnings = opening.state_of(
         config, group, data.train.classes, found
     )
     done = state.step if found else None
+    notes = [*state.notes, opening.header(config, group, *data, state.model), *warnings]
     if found:
-        notes = [f"resuming {config.run_dir} at step {done}"]
-    agree_on_step(
-        found.path if found else config.run_dir / "last.pt", state.step, group
-    )
+        notes.append(f"resuming {folder} at step {done}")
+    elif begun:
+        notes.append(
+            f"{folder} holds no checkpoint yet: the run starts again at step 0"
+        )
+    agree_on_step(found.path if found else folder / "last.pt", state.step, group)
     kept = state.best_miou
     with contextlib.suppress(CheckpointError):  # there may be none yet
         if found and group.is_main:
-            kept = max(kept, checkpoint.load(config.run_dir / "best.pt")["best_miou"])
+            kept = max(kept, checkpoint.load(folder / "best.pt")["best_miou"])
     group.together(lambda: opening.check_space(config, state, group))
 
     def say(text: str) -> None:
@@ -240,13 +239,16 @@ def _open(
             print(text, file=sys.stderr)  # the view is not open yet
 
     sampling = counted(config, group, data.train, say)
-    steps = range(state.step, config.train.steps)
-    stream = sampling.batches(group, steps)
+    stream = sampling.batches(group, range(state.step, config.train.steps))
+    trained = found and found.content["config"]["train"]["steps"]
     view, log = open_outputs(done)  # clears the folder of an earlier run
     if group.is_main:
-        opening.write_origin(config, state, found)
+        if trained != config.train.steps:  # new, or longer
+            write_atomically(folder / "config.json", to_json(to_mapping(config)))
+        if state.weights and not found:
+            write_atomically(folder / WEIGHTS, to_json(state.weights))
         inputs.record(config, data, fresh=not found, ledger=keeps_ledger(config))
-    group.keep_stacks(config.run_dir)
+    group.keep_stacks(folder)
     run = Run(
         config,
         group,
@@ -259,11 +261,10 @@ def _open(
         view,
         log,
         saved=None if found and found.note else done,
-        ended=found is not None and found.content["config"]["train"]["steps"] == done,
+        ended=found is not None and trained == done,
         kept=group.gather(kept)[0],
     )
-    about = opening.header(config, group, data.train, data.val, state.model)
-    return run, stream, [*state.notes, about, *warnings, *notes]
+    return run, stream, notes
 
 
 def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
@@ -359,13 +360,9 @@ def _next_line(run: Run) -> int:
 def _waits(run: Run) -> bool:
     """Whether the host waits for the next update: always on a CPU, on a GPU when its result is logged or saved."""
     config, done = run.config, run.state.step + 1
-    saved_at = (
-        config.checkpoint.every,
-        config.checkpoint.keep_every,
-        config.train.validate_every,
-        config.train.steps,
-    )
-    saves = any(_due(done, every) for every in saved_at)
+    train, saving = config.train, config.checkpoint
+    due = (saving.every, saving.keep_every, train.validate_every, train.steps)
+    saves = any(_due(done, every) for every in due)
     return run.group.device.type == "cpu" or saves or done == run.log_after
 
 
@@ -392,8 +389,7 @@ def _check(run: Run, step: TrainStep, result: StepResult) -> None:
         good = f"last.pt of step {run.saved} is the last good state."
     if first_bad < run.state.step:
         good = f"Step {first_bad} was the first non-finite one. {good}"
-    config = run.config
-    precision, name = config.train.precision, config.loss.name
+    precision, name = run.config.train.precision, run.config.loss.name
     advice = "Lower optim.lr, or set optim.clip_norm=5"
     advice += "." if precision == "fp32" else " or train.precision=fp32."
     if plugins.is_path(name):

@@ -16,11 +16,9 @@ from segpipe.determinism import flags
 from segpipe.distributed.agreement import common_fingerprint
 from segpipe.distributed.group import Group
 from segpipe.errors import CheckpointError
-from segpipe.files import to_json, write_atomically
 from segpipe.losses.total import backend
-from segpipe.settings.config import Config, to_mapping
+from segpipe.settings.config import Config
 from segpipe.train import checkpoint
-from segpipe.train.start import WEIGHTS
 from segpipe.train.state import TrainState, build_state
 
 MIB = 2**20
@@ -63,18 +61,6 @@ def state_of(
             f"ranks differ, so another number of processes may give different bits: {'; '.join(rank_differences[:4])}"
         )
     return state, fingerprint, warnings
-
-
-def write_origin(
-    config: Config, state: TrainState, found: checkpoint.Found | None
-) -> None:
-    """Write the files that record what the run starts from; a resumed run keeps its own."""
-    folder = config.run_dir
-    longer = found and found.content["config"]["train"]["steps"] != config.train.steps
-    if longer or not found:
-        write_atomically(folder / "config.json", to_json(to_mapping(config)))
-    if state.weights and not found:
-        write_atomically(folder / WEIGHTS, to_json(state.weights))
 
 
 def header(

@@ -23,13 +23,24 @@ def pin_weights(config: Config) -> None:
     model = config.model
     if config.loss.teacher:
         pinned_teacher(config.loss)
-    if model.weights:
-        path = weights_file(model.weights)
-        model.weights_sha256 = (
-            _pinned(path, "model.weights_sha256", model.weights_sha256)
-            if path.is_file()
-            else _earlier_sha256(config)
+    if not model.weights:
+        return
+    path = weights_file(model.weights)
+    if path.is_file():
+        model.weights_sha256 = _pinned(
+            path, "model.weights_sha256", model.weights_sha256
         )
+        return
+    with contextlib.suppress(ConfigError):
+        saved = saved_config(config.run_dir).model
+        known = config.run.exists == "resume" and saved.weights == model.weights
+        if known and model.weights_sha256 in ("", saved.weights_sha256):
+            model.weights_sha256 = saved.weights_sha256
+            return
+    raise ConfigError(
+        f"model.weights = {model.weights}: {path} does not exist. Set it to a weights file (.pth, .pt, "
+        f".safetensors) or to the folder of a run."
+    )
 
 
 def pinned_teacher(loss: LossConfig) -> Path:
@@ -84,20 +95,6 @@ def weights_file(name: str) -> Path:
     """The file that `model.weights` or `loss.teacher` names; last.pt if it is a run folder."""
     path = Path(name).expanduser()
     return path / "last.pt" if path.is_dir() else path
-
-
-def _earlier_sha256(config: Config) -> str:
-    """SHA-256 of the file with which the run was started, from config.json."""
-    path = weights_file(config.model.weights)
-    with contextlib.suppress(ConfigError):
-        saved, model = saved_config(config.run_dir).model, config.model
-        known = config.run.exists == "resume" and saved.weights == model.weights
-        if known and model.weights_sha256 in ("", saved.weights_sha256):
-            return saved.weights_sha256
-    raise ConfigError(
-        f"model.weights = {config.model.weights}: {path} does not exist. Set it to a weights file (.pth, .pt, "
-        f".safetensors) or to the folder of a run."
-    )
 
 
 def weights_summary(config: Config) -> dict[str, Any]:

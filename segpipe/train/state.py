@@ -106,19 +106,18 @@ def parameter_groups(
             raise ConfigError(
                 f"optim.lr_scale: {pattern!r} matches only parameters that model.freeze freezes."
             )
-        scaled = {"lr_scale": float(factor)}
-        groups += [group | scaled for group in _by_decay(own, weight_decay)]
+        groups += _by_decay(own, weight_decay, lr_scale=float(factor))
 
     return [*_by_decay(list(left.values()), weight_decay), *groups]
 
 
 def _by_decay(
-    parameters: Sequence[nn.Parameter], weight_decay: float
+    parameters: Sequence[nn.Parameter], weight_decay: float, **options: float
 ) -> list[dict[str, Any]]:
     groups = []
     for decays, decay in ((True, weight_decay), (False, 0.0)):
         if own := [p for p in parameters if (p.ndim > 1) == decays]:
-            groups.append({"params": own, "weight_decay": decay})
+            groups.append({"params": own, "weight_decay": decay, **options})
     return groups
 
 

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -371,8 +371,15 @@ class ElasticGradients:
         if self._exchange is not None:
             given = self._exchange.given
 
+        if self._presence is None or self._presence[0] != given:
+            # Copies to the device, practically only once.
+            ones = torch.tensor(given, dtype=torch.float32).to(self.group.device)
+            self._presence = (given, ones)
+        # The losses, then 1 for each parameter with a gradient, else 0; sums of the ones are exact.
+        losses = torch.stack([part.detach() for part in parts.values()])
+        figures = torch.cat([losses, self._presence[1]])
+
         norms = self.loss.norms
-        figures = self._figures(parts, given)
         copy_all(views[: self._first], [*norms.statistics, figures])
 
         norms.put_back()
@@ -404,16 +411,6 @@ class ElasticGradients:
             tensors = [*self.loss.norms.statistics, figures, *self.parameters]
             self._layout = FlatLayout(tensors, bucket_size=BUCKET_SIZE)
         return self._layout
-
-    def _figures(self, parts: dict[str, Tensor], given: list[bool]) -> Tensor:
-        """A shard's losses, then 1 for each parameter with a gradient, else 0; sums of the ones are exact."""
-        if self._presence is None or self._presence[0] != given:
-            # Copies to the device, practically only once.
-            ones = torch.tensor(given, dtype=torch.float32).to(self.group.device)
-            self._presence = (given, ones)
-
-        losses = torch.stack([part.detach() for part in parts.values()])
-        return torch.cat([losses, self._presence[1]])
 
     def _unpack(
         self,
@@ -539,15 +536,13 @@ class DdpGradients:
         watch.whole_batch(shards)
         norms.keep()
 
-        # From page-locked memory: the host does not wait.
-        joined: dict[str, Any] = {}
         with watch.span("copy"):
-            for name in ("image", "target"):
-                given = [getattr(each, name) for each in shards]
-                joined[name] = torch.cat(
-                    [value.to(device, non_blocking=True) for value in given]
-                )
-        whole = shards[0]._replace(**joined)
+            # From page-locked memory: the host does not wait.
+            images = [each.image.to(device, non_blocking=True) for each in shards]
+            targets = [each.target.to(device, non_blocking=True) for each in shards]
+            whole = shards[0]._replace(
+                image=torch.cat(images), target=torch.cat(targets)
+            )
 
         parts = self.loss(self.network, whole, global_valid)
         if world_size > 1:

@@ -117,17 +117,6 @@ def validate(
     num_classes = samples.classes.num_classes
     own = range(group.rank, len(samples), group.world_size)
 
-    @torch.inference_mode()
-    def score(image: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        if answer:
-            return confusion(answer(image), target, num_classes), torch.zeros(BINS, 4)
-        logits = _logits(model, preprocess, image, precision)
-        corners = model.align_corners
-        _, counts = classes_and_confusion(
-            logits, target, align_corners=corners, backend=backend
-        )
-        return counts, confidences(logits, target, align_corners=corners)
-
     own_found: dict[int, tuple[Tensor, Tensor]] = {}
     images = eval_images(
         samples,
@@ -139,7 +128,18 @@ def validate(
         cache=cache,
     )
     for index, image, target in images:
-        counts, bins = score(image.to(group.device), target.to(group.device))
+        image, target = image.to(group.device), target.to(group.device)
+        bins = torch.zeros(BINS, 4)
+        with torch.inference_mode():
+            if answer:
+                counts = confusion(answer(image), target, num_classes)
+            else:
+                logits = _logits(model, preprocess, image, precision)
+                corners = model.align_corners
+                _, counts = classes_and_confusion(
+                    logits, target, align_corners=corners, backend=backend
+                )
+                bins = confidences(logits, target, align_corners=corners)
         own_found[index] = counts.cpu(), bins
         progress(len(own_found), len(own))
     merged = ChainMap(*group.gather(own_found))
