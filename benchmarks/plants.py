@@ -35,7 +35,7 @@ from segpipe.models.preprocess import Preprocess
 from segpipe.run import launch
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
-from segpipe.train import opening, step
+from segpipe.train import checkpoint, step
 from segpipe.train import state as optim
 from segpipe.train.state import TrainState
 
@@ -123,7 +123,7 @@ def scale_low(enter: Enter) -> None:
         state.scaler._init_scale = 256.0
         return state
 
-    _wrap(enter, opening, "build_state", around)
+    _wrap(enter, checkpoint, "build_state", around)
 
 
 def sample_bit(name: str) -> Callable[[Enter, int], None]:
@@ -206,14 +206,14 @@ def in_backward(enter: Enter, rank: int) -> None:
 
 def _with_model(enter: Enter, use: Callable[[nn.Module], Any]) -> None:
     """Do `use` with the network of the run."""
-    build = opening.build_state
+    build = checkpoint.build_state
 
     def around(*given: Any) -> TrainState:
         found = build(*given)
         use(found.model)
         return found
 
-    enter(mock.patch.object(opening, "build_state", around))
+    enter(mock.patch.object(checkpoint, "build_state", around))
 
 
 def reduced_on_one_rank(enter: Enter, rank: int) -> None:
@@ -272,13 +272,13 @@ _STATE: list[TrainState] = []
 
 
 def _keep_state(enter: Enter) -> None:
-    build = opening.build_state
+    build = checkpoint.build_state
 
     def around(*given: Any) -> TrainState:
         _STATE[:] = [build(*given)]
         return _STATE[0]
 
-    enter(mock.patch.object(opening, "build_state", around))
+    enter(mock.patch.object(checkpoint, "build_state", around))
 
 
 def _momentum(state: TrainState) -> None:

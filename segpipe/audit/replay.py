@@ -14,7 +14,7 @@ from segpipe.distributed.health import out_of_memory_named
 from segpipe.ledger.digest import tensor_digests
 from segpipe.ledger.reader import RunLedger, read_run
 from segpipe.settings.config import Config
-from segpipe.train import checkpoint, opening
+from segpipe.train import checkpoint
 from segpipe.train.batches import counted
 from segpipe.train.recorder import Recorder
 from segpipe.train.step import TrainStep, train_step
@@ -44,7 +44,9 @@ def replay(
         group = Group(0, 0, 1, choose_device(config.compute.device, 0))
         samples = open_samples(config.data, "train", config.seed, packed=False)
         found = checkpoint.Found(start, checkpoint.load(start)) if start else None
-        state, fingerprint, _ = opening.state_of(config, group, samples.classes, found)
+        state, fingerprint, _ = checkpoint.state_of(
+            config, group, samples.classes, found
+        )
         assert state.step == updates.start
         sampling = counted(config, group, samples)
         recorder = Recorder(config, group, state, samples, fingerprint)

@@ -206,7 +206,7 @@ def _profiled(config: Config, group: Group, folder: Path) -> Given:
 
     from segpipe.data.augment import Augmenter
     from segpipe.data.samples import open_samples
-    from segpipe.train import opening
+    from segpipe.train import checkpoint
     from segpipe.train.batches import counted
     from segpipe.train.recorder import open_watch, spent
     from segpipe.train.step import TrainStep, train_step
@@ -214,7 +214,7 @@ def _profiled(config: Config, group: Group, folder: Path) -> Given:
     samples = open_samples(config.data, "train", config.seed)
     shards = group.own_shards(config.compute.shards)
     sampling = counted(config, group, samples, say=print)
-    state, fingerprint, _ = opening.state_of(config, group, samples.classes, None)
+    state, fingerprint, _ = checkpoint.state_of(config, group, samples.classes, None)
     steps = range(FIRST + TIMED + TRACED)
     stream = sampling.batches(group, steps)
     with tempfile.TemporaryDirectory() as scratch, closing(stream):

@@ -1,10 +1,12 @@
-"""Checkpoints: written atomically, with digests of their content that are checked on reading."""
+"""Checkpoints, written atomically with digests that are checked on reading, and the state that a run starts from."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,9 +16,11 @@ from torch import nn
 from segpipe import plugins
 from segpipe.data.catalog import ClassTable
 from segpipe.determinism import flags
+from segpipe.distributed.agreement import common_fingerprint
 from segpipe.errors import CheckpointError, ConfigError, WeightsError
 from segpipe.files import write_atomically
 from segpipe.ledger.digest import leaves, state_digest
+from segpipe.losses.total import backend
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.models.weights import (
@@ -34,10 +38,11 @@ from segpipe.settings.config import (
     to_mapping,
 )
 from segpipe.train.start import pin_weights, pinned_teacher, weights_file
+from segpipe.train.state import TrainState, build_state
 
 if TYPE_CHECKING:
+    from segpipe.distributed.group import Group
     from segpipe.models.layers import SegmentationNet
-    from segpipe.train.state import TrainState
 
 FORMAT = "segpipe-checkpoint"
 VERSION = 2
@@ -135,6 +140,45 @@ def newest_whole(folder: Path) -> Found | None:
             f"or start again at step 0 with run.exists=replace."
         )
     return None
+
+
+def state_of(
+    config: Config, group: Group, classes: ClassTable, found: Found | None
+) -> tuple[TrainState, dict[str, Any], list[str]]:
+    """The state, new or from the checkpoint; the fingerprint of rank 0; warnings."""
+    apply = partial(flags.apply, config.compute.threads, config.compute.mode)
+    apply()  # plug-in modules may have changed the switches on import
+    state = build_state(
+        config, classes, group.device, None if found else read_start(config)
+    )
+    if config.loss.teacher:
+        state.teacher = read_teacher(config).model.to(group.device)
+    apply()  # and so may the network
+    fingerprint, rank_differences = common_fingerprint(
+        config, group, backend(config.loss, group.device.type)
+    )
+    if found:
+        restore(found, state, config, classes, fingerprint)
+        if found.note and group.is_main:
+            print(found.note, file=sys.stderr)  # also without train.progress
+    warnings = []
+    if group.device.type == "cuda" and config.train.precision == "fp32":
+        warnings.append(
+            "train.precision = fp32 runs without TF32, at an estimated third of the speed of train.precision=bf16. "
+            "tf32 lies in between, with equal bits on GPUs of one kind."
+        )
+    instructions = fingerprint["instructions"]
+    bf16_on_cpu = group.device.type == "cpu" and config.train.precision == "bf16"
+    if bf16_on_cpu and instructions is not None and "bf16" not in instructions:
+        warnings.append(
+            "train.precision = bf16, but this CPU has no bf16 instructions: an update takes 12 to 16 times as long as "
+            "with train.precision=fp32."
+        )
+    if rank_differences and config.compute.mode != "off":
+        warnings.append(
+            f"ranks differ, so another number of processes may give different bits: {'; '.join(rank_differences[:4])}"
+        )
+    return state, fingerprint, warnings
 
 
 def restore(

@@ -2,9 +2,10 @@
 
 import contextlib
 import math
+import shutil
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -12,16 +13,17 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from segpipe import __version__, plugins
-from segpipe.data.data_set import DataSet
+from segpipe.data.data_set import DataSet, Samples
 from segpipe.data.loader import ShardBatch
 from segpipe.data.samples import CachedSamples, Splits, open_splits, sequences
 from segpipe.determinism import flags
 from segpipe.distributed.agreement import agree_on_step
 from segpipe.distributed.contract import exit_code_of
 from segpipe.distributed.group import Group
-from segpipe.distributed.health import out_of_memory_named, sample
+from segpipe.distributed.health import MIB, out_of_memory_named, sample
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
 from segpipe.files import to_json, write_atomically
 from segpipe.ledger import inputs
@@ -29,7 +31,7 @@ from segpipe.ledger.digest import state_digest
 from segpipe.losses.total import backend
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, config_hash, to_mapping
-from segpipe.train import checkpoint, opening
+from segpipe.train import checkpoint
 from segpipe.train.batches import Sampling, counted
 from segpipe.train.forward import norms
 from segpipe.train.metrics import Validation, headline, miou, scores, summary
@@ -216,11 +218,11 @@ def _open(
     folder, resumes = config.run_dir, config.run.exists == "resume"
     found = checkpoint.newest_whole(folder) if resumes else None
     begun = resumes and (folder / "config.json").is_file()
-    state, fingerprint, warnings = opening.state_of(
+    state, fingerprint, warnings = checkpoint.state_of(
         config, group, data.train.classes, found
     )
     done = state.step if found else None
-    notes = [*state.notes, opening.header(config, group, *data, state.model), *warnings]
+    notes = [*state.notes, header(config, group, *data, state.model), *warnings]
     if found:
         notes.append(f"resuming {folder} at step {done}")
     elif begun:
@@ -232,7 +234,7 @@ def _open(
     with contextlib.suppress(CheckpointError):  # there may be none yet
         if found and group.is_main:
             kept = max(kept, checkpoint.load(folder / "best.pt")["best_miou"])
-    group.together(lambda: opening.check_space(config, state, group))
+    group.together(lambda: check_space(config, state, group))
 
     def say(text: str) -> None:
         if group.is_main and config.train.progress:
@@ -265,6 +267,68 @@ def _open(
         kept=group.gather(kept)[0],
     )
     return run, stream, notes
+
+
+def header(
+    config: Config, group: Group, train: Samples, val: Samples, model: nn.Module
+) -> str:
+    """Four lines on network, data, batch and hardware."""
+    parameters = list(model.parameters())
+    frozen = _elements(p for p in parameters if not p.requires_grad)
+
+    height, width = config.augment.crop_size
+    compute, steps = config.compute, config.train.steps
+    epochs = steps * config.global_batch / len(train)
+    held_out = f" (sequence {config.data.hold_out})" if config.data.hold_out else ""
+    split = config.data.train_split
+    of = "" if split == "train" else f" of {split}"
+
+    device = group.device.type
+    if device == "cuda":
+        device = f"cuda ({torch.cuda.get_device_name(group.device)})"
+    compiled = ", compiled (minutes before the first update)" if compute.compile else ""
+
+    return (
+        f"model   {config.model.name}, {_elements(parameters):,} parameters, {frozen:,} of them frozen, "
+        f"{val.classes.num_classes} classes\n"
+        f"data    {val.classes.name}: {len(train)} training images{of}, crop {height}x{width}; "
+        f"{len(val)} validation images{held_out}\n"
+        f"batch   {config.global_batch} = {compute.shards} shards x {compute.samples_per_shard} samples; {steps} steps,"
+        f" {epochs:.1f} epochs; {config.train.precision}\n"
+        f"device  {device}; processes {group.world_size}, threads per process {compute.threads}; mode {compute.mode}"
+        f"{compiled}"
+    )
+
+
+def check_space(config: Config, state: TrainState, group: Group) -> None:
+    """Raise CheckpointError on rank 0 when the run's disk has too little space for its checkpoints."""
+    if not group.is_main:
+        return
+
+    weights = 4 * _elements(state.model.state_dict().values())
+    trained = 4 * _elements(p for p in state.model.parameters() if p.requires_grad)
+    moments = 2 if config.optim.name == "adamw" else 1
+    one = 2 * weights + moments * trained  # weights and their average
+
+    # At the same time: last, best, the one being written, and those that are kept.
+    every, last = config.checkpoint.keep_every, config.checkpoint.keep_last
+    kept = (config.train.steps - state.step - 1) // every if every else 0
+    files = 3 + (min(kept, last) if last else kept)
+    paths = (config.run_dir / "last.pt", config.run_dir / "best.pt")
+    needed = files * one - sum(path.stat().st_size for path in paths if path.is_file())
+
+    folder = config.run_dir.absolute()
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if needed > (free := shutil.disk_usage(nearest).free):
+        fewer = ", or keep fewer checkpoints: checkpoint.keep_last" * (files > 3)
+        raise CheckpointError(
+            f"{config.run_dir} will need {math.ceil(needed / MIB)} MiB ({files} checkpoints of {one / MIB:.0f} MiB), "
+            f"but its disk has {free // MIB:.0f} MiB free. Free some space or choose another run.root{fewer}."
+        )
+
+
+def _elements(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:

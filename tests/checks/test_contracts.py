@@ -35,7 +35,7 @@ from segpipe.export.publish import trial_export
 from segpipe.run import launch
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, from_mapping
-from segpipe.train import opening
+from segpipe.train import checkpoint
 
 Write = Callable[[str, str], None]
 AFRESH = NetworkContract._afresh
@@ -801,5 +801,5 @@ def test_what_plug_ins_set_when_they_are_made_does_not_last(
             from_mapping({"model": {"name": "greedy:Net"}, "compute": {"threads": 1}}),
             Group(0, 0, 1, torch.device("cpu")),
         )
-        opening.state_of(config, alone, CAMVID, None)
+        checkpoint.state_of(config, alone, CAMVID, None)
         assert greedy.BUILT[-1] == torch.get_num_threads() == 1

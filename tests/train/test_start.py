@@ -24,7 +24,7 @@ from segpipe.distributed.group import Group
 from segpipe.errors import CheckpointError, ConfigError, WeightsError
 from segpipe.models import build_model
 from segpipe.settings.config import Config, check, from_mapping, recipe
-from segpipe.train import checkpoint, opening
+from segpipe.train import checkpoint
 from segpipe.train.start import pin_weights, weights_summary
 from segpipe.train.state import build_state
 
@@ -410,12 +410,12 @@ def test_a_cpu_that_emulates_bf16_is_told(
     config = Config()
     config.model.name, config.train.precision = "fast_scnn", precision
     monkeypatch.setattr(
-        opening,
+        checkpoint,
         "common_fingerprint",
         lambda *_: ({"instructions": instructions}, []),
     )
     group = Group(0, 0, 1, torch.device("cpu"))
-    *_, warnings = opening.state_of(config, group, STREET, None)
+    *_, warnings = checkpoint.state_of(config, group, STREET, None)
     assert told == any("no bf16 instructions" in warning for warning in warnings)
 
 

@@ -56,7 +56,7 @@ from segpipe.run.overview import read_row
 from segpipe.settings.compose import compose
 from segpipe.settings.groups import DataConfig
 from segpipe.train import batches as batches_module
-from segpipe.train import checkpoint, engine, opening, state
+from segpipe.train import checkpoint, engine, state
 from segpipe.train.metrics import Validation
 from segpipe.train.stop import StopRequest
 from segpipe.train.validate import validate
@@ -498,7 +498,7 @@ def test_fp16_that_overflows_at_any_scale_has_diverged(
         next(state.model.parameters()).register_hook(lambda grad: grad * float("nan"))
         return state
 
-    monkeypatch.setattr(opening, "build_state", overflowing)
+    monkeypatch.setattr(checkpoint, "build_state", overflowing)
     small = ("train.steps=2", "compute.shards=1", "augment.crop_size=[32,32]")
     assert run(tmp_path / "run", "train.precision=fp16", *small) == 6
     text = told(capsys)
