@@ -171,7 +171,7 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
     if not len(common):
         return not_comparable(f"no step is in both ledgers: {spans}.", **facts)
     last = int(common[-1])
-    facts["fields"] = _fields(_wrong(*_at(last, pair)))
+    facts["fields"] = _fields(_at(last, pair)[-1])
     sentence = f"identical in all {len(common)} common steps"
     if limits:
         sentence += f", but not everything could be compared: {'; '.join(limits)}"
@@ -211,15 +211,14 @@ def _different_work(a: RunLedger, b: RunLedger) -> str:
     return "; ".join(reasons)
 
 
-def _at(step: int, pair: Pair) -> tuple[Values, Values]:
-    """What each run recorded for a step."""
-    a, b = pair
-    return recorded(a[a["step"] == step]), recorded(b[b["step"] == step])
-
-
-def _wrong(a: Values, b: Values) -> Wrong:
-    """For each key that both runs recorded, the indices of the samples or tensors that differ."""
-    return {key: np.flatnonzero(a[key] != b[key]).tolist() for key in a if key in b}
+def _at(step: int, pair: Pair) -> tuple[Values, Values, Wrong]:
+    """What each run recorded for a step, and where both recorded a sample or tensor that differs."""
+    a, b = (recorded(rows[rows["step"] == step]) for rows in pair)
+    return (
+        a,
+        b,
+        {key: np.flatnonzero(a[key] != b[key]).tolist() for key in a if key in b},
+    )
 
 
 def _shards(entry: Field, wrong: Wrong) -> list[int] | None:
@@ -245,8 +244,7 @@ def _explain(
     step: int, pair: Pair, run: RunLedger, facts: dict[str, Any]
 ) -> Comparison:
     """The verdict on runs that differ at a step: first field, then lowest shard. `run` has the names."""
-    a, b = _at(step, pair)
-    wrong = _wrong(a, b)
+    a, b, wrong = _at(step, pair)
     places = ((entry, _shards(entry, wrong)) for entry in FIELDS)
     first, shards = next((entry, found) for entry, found in places if found)
     shard = shards[0]

@@ -160,18 +160,6 @@ def counted(
         return sampling
     # Balancing needs the counts of every sample.
     indices = list(range(len(samples))) if data.balance else samples.countable()
-    sampling = Sampling(config, samples, _count(group, samples, indices, say))
-    if data.balance:
-        say(f"data.balance = {data.balance:g}: {sampling.told_repeats()}")
-    if by_frequency:
-        say(f"loss.class_weights = {chosen}: {sampling.told_weights()}")
-    return sampling
-
-
-def _count(
-    group: Group, samples: DataSet, indices: list[int], say: Callable[[str], None]
-) -> PixelCounts:
-    """The counts of these samples; each rank reads its share."""
     own = indices[group.rank :: group.world_size]
     start = last = time.monotonic()
     what = "classes of the training masks"
@@ -182,11 +170,15 @@ def _count(
             last = time.monotonic()
             say(f"counting the {what}: {done * group.world_size} of {len(indices)}")
 
-    shape = len(own), samples.classes.num_classes
-    rows = np.array(over(samples, samples.counts, own, progress), np.int64).reshape(
-        shape
-    )
+    rows = np.array(over(samples, samples.counts, own, progress), np.int64)
+    rows = rows.reshape(len(own), samples.classes.num_classes)
     counts = merged_counts(group.gather(PixelCounts(rows, np.array(own, np.int64))))
     seconds = time.monotonic() - start
     say(f"counted the {what}: {len(indices)} in {seconds:.1f} s")
-    return counts
+
+    sampling = Sampling(config, samples, counts)
+    if data.balance:
+        say(f"data.balance = {data.balance:g}: {sampling.told_repeats()}")
+    if by_frequency:
+        say(f"loss.class_weights = {chosen}: {sampling.told_weights()}")
+    return sampling

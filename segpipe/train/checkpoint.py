@@ -227,13 +227,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
     optimizer.load_state_dict({**saved, "param_groups": groups})
 
 
-def keep_newest(folder: Path, number: int) -> None:
-    """Delete all step_NNNNNN.pt except the newest `number`, which must be at least 1."""
-    numbered = [path for path in candidates(folder) if path.name.startswith("step_")]
-    for path in numbered[number:]:
-        path.unlink(missing_ok=True)
-
-
 def _check_fingerprint(
     path: Path, before: dict[str, Any], now: dict[str, Any], mode: str
 ) -> None:

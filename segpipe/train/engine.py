@@ -388,7 +388,10 @@ def _keep(run: Run) -> None:
     if _due(done, config.checkpoint.keep_every):
         _save(run, f"step_{done:06d}.pt")
         if config.checkpoint.keep_last and run.group.is_main:
-            checkpoint.keep_newest(run.folder, config.checkpoint.keep_last)
+            files = checkpoint.candidates(run.folder)
+            numbered = [path for path in files if path.stem.startswith("step_")]
+            for path in numbered[config.checkpoint.keep_last :]:
+                path.unlink(missing_ok=True)
 
 
 def _stopped_early(run: Run) -> bool:
