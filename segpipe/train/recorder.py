@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -41,15 +40,6 @@ PARTS = (
     "data", "counts", "copy", "forward", "loss", "backward", "reduction", "clip", "optimizer", "average", "ledger",
 )  # fmt: skip
 NamedTensors = Mapping[str, Sequence[Tensor]]
-
-
-def _ledger(hook: Callable[..., None]) -> Callable[..., None]:
-    @wraps(hook)
-    def timed(watch: Watch, *given: Any, **named: Any) -> None:
-        with watch.span("ledger"):
-            hook(watch, *given, **named)
-
-    return timed
 
 
 class Watch(Agreement):
@@ -131,19 +121,18 @@ class Recorder(Watch):
 
         self._state_row(state.step - 1)
 
-    @_ledger
     def forward(self, seen: Tensor, heads: Mapping[str, Tensor]) -> None:
         """Digest the network's input and output for the shard's row."""
-        batch, logits = digest_groups([[seen], list(heads.values())])
-        self._shard = {"batch": batch, "logits": logits}
+        with self.span("ledger"):
+            batch, logits = digest_groups([[seen], list(heads.values())])
+            self._shard = {"batch": batch, "logits": logits}
 
-    @_ledger
     def whole_batch(self, shards: Sequence[ShardBatch]) -> None:
         """Write rows of shards that have no forward of their own."""
-        for batch in shards:
-            self._shard_row(batch, {})
+        with self.span("ledger"):
+            for batch in shards:
+                self._shard_row(batch, {})
 
-    @_ledger
     def shard(
         self,
         batch: ShardBatch,
@@ -152,24 +141,25 @@ class Recorder(Watch):
         gradients: Sequence[Tensor],
     ) -> None:
         """Write the row of a shard after its backward; `gradients` in the order of the trained parameters."""
-        own, grads = digest_groups([statistics, gradients])
-        found = {"statistics": own, "gradient": grads, "loss": float_bits(loss)}
-        self._shard_row(batch, {**self._shard, **found})
+        with self.span("ledger"):
+            own, grads = digest_groups([statistics, gradients])
+            found = {"statistics": own, "gradient": grads, "loss": float_bits(loss)}
+            self._shard_row(batch, {**self._shard, **found})
 
-        if not self.audits:
-            return
+            if not self.audits:
+                return
 
-        # The samples before augmentation, which this process reads again.
-        frames = [self.samples.read(int(index)) for index in batch.index]
-        images, targets = zip(*frames, strict=True)
-        rows = {
-            "gradient": _each(gradients),
-            "statistics": _each(statistics),
-            "decoded_image": _each(as_tensors(*images)),
-            "decoded_target": _each(as_tensors(*targets)),
-        }
-        for name, digests in rows.items():
-            self._writer.part_rows(self.state.step, batch.shard, name, digests)
+            # The samples before augmentation, which this process reads again.
+            frames = [self.samples.read(int(index)) for index in batch.index]
+            images, targets = zip(*frames, strict=True)
+            rows = {
+                "gradient": _each(gradients),
+                "statistics": _each(statistics),
+                "decoded_image": _each(as_tensors(*images)),
+                "decoded_target": _each(as_tensors(*targets)),
+            }
+            for name, digests in rows.items():
+                self._writer.part_rows(self.state.step, batch.shard, name, digests)
 
     def _shard_row(self, batch: ShardBatch, found: Mapping[str, Tensor]) -> None:
         # A digest of each image and of each target, int64 (b,).
@@ -179,25 +169,24 @@ class Recorder(Watch):
             self.state.step, batch.shard, batch.epoch, batch.index, row
         )
 
-    @_ledger
     def reduced(self, valid: Tensor) -> None:
         """Digest the gradients of the step, before anything scales or clips them."""
-        gradients = [
-            p.grad if p.grad is not None else torch.zeros_like(p)
-            for p in self._trained.values()
-        ]
+        with self.span("ledger"):
+            gradients = [
+                p.grad if p.grad is not None else torch.zeros_like(p)
+                for p in self._trained.values()
+            ]
+            self._step = {"valid": valid.long(), "gradient": digest_many(gradients)}
+            if self.audits:
+                self._writer.part_rows(
+                    self.state.step, -1, "gradient", _each(gradients)
+                )
 
-        digest = digest_many(gradients)
-        self._step = {"valid": valid.long(), "gradient": digest}
-
-        if self.audits:
-            self._writer.part_rows(self.state.step, -1, "gradient", _each(gradients))
-
-    @_ledger
     def applied(self, rate: float) -> None:
         """Write the row of the update."""
-        self._step |= {"lr": float_bits(rate), "scale": float_bits(1.0)}
-        self._state_row(self.state.step - 1)
+        with self.span("ledger"):
+            self._step |= {"lr": float_bits(rate), "scale": float_bits(1.0)}
+            self._state_row(self.state.step - 1)
 
     def _state_row(self, step: int) -> None:
         kinds = self._kinds()
@@ -242,11 +231,11 @@ class Recorder(Watch):
             for kind, named in self._kinds().items()
         }
 
-    @_ledger
     def after_update(self) -> None:
         """Flush every `steps_held` updates, on all ranks together: a full disk on one ends the run on all."""
-        if self.state.step % self.steps_held == 0:
-            self.group.together(self.flush)
+        with self.span("ledger"):
+            if self.state.step % self.steps_held == 0:
+                self.group.together(self.flush)
 
     def flush(self, *, sync: bool = False) -> None:
         """Write pending rows; with `sync`, also to the physical disk, as for the checkpoint that follows."""
