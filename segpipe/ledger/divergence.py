@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -85,8 +85,8 @@ SAMPLE_STAGES = ("order", "decode", "augment")  # with one digest per sample
 DTYPES = {"valid": np.int64, "loss": np.float64, "lr": np.float64, "scale": np.float64}
 
 LOW = (1 << 32) - 1  # the sample's bits in a number of epoch and sample
-Pair: TypeAlias = tuple[Rows, Rows]  # rows of equal keys
-Wrong: TypeAlias = dict[Key, list[int]]  # indices that differ
+Pair = tuple[Rows, Rows]  # rows of equal keys
+Wrong = dict[Key, list[int]]  # indices that differ
 
 
 @dataclass(frozen=True)
@@ -245,9 +245,9 @@ def _explain(
 ) -> Comparison:
     """The verdict on runs that differ at a step: first field, then lowest shard. `run` has the names."""
     a, b, wrong = _at(step, pair)
-    places = ((entry, _shards(entry, wrong)) for entry in FIELDS)
-    first, shards = next((entry, found) for entry, found in places if found)
-    shard = shards[0]
+    fields = _fields(wrong)
+    first = FIELDS[[each["state"] for each in fields].index("differs")]
+    shard, *others = _shards(first, wrong) or []
     key = first.kind, first.name, shard
     own = wrong.get(key)
     place = (own or wrong[first.kind, first.name + PARTS, shard])[0]
@@ -264,19 +264,19 @@ def _explain(
         sentence += f" ({one} in A, {two} in B)"
     layer = _layer(first, shard, wrong, run)
     sentence += f", first seen in {layer}" if layer else ""
-    if shards[1:]:
-        sentence += f"; also in shards {', '.join(map(str, shards[1:]))}"
+    if others:
+        sentence += f"; also in shards {', '.join(map(str, others))}"
     return Comparison(
         "diverged",
         sentence,
         step=step,
         stage=first.stage,
         shard=shard if shard >= 0 else None,
-        shards=[number for number in shards if number >= 0],
+        shards=[number for number in (shard, *others) if number >= 0],
         sample=sample,
         file=file,
         layer=layer,
-        fields=_fields(wrong),
+        fields=fields,
         advice=_advice(first, layer, facts),
         **facts,
     )

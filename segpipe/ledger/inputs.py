@@ -99,9 +99,9 @@ def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
     same_set = data.name == trained.name and (known or data.root == trained.root)
     if same_set and data.split in ("train", trained.split):
         root = Path(data.root)
-        gone = [name for name in names if not (root / name).exists()]
         # A folder that does not exist here does not count as a change.
-        known = {*now, *(name for name in gone if (root / name).parent.is_dir())}
+        there = {name for name in names if (root / name).parent.is_dir()}
+        known = {*now, *(name for name in there if not (root / name).exists())}
     of_run = {"sizes": _only(sizes, known), "files": _only(hashes, known)}
     changed = changed_inputs(of_run, _only(now, known), {} if data.hash else None)
     if not changed:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,9 +58,9 @@ STEP_FIELDS = (
 KEY_PARTS = {"shard": 1 << 17, "kind": 1 << 2, "field": 1 << 5, "part": 1 << 12}
 
 PARTS = "/parts"  # suffix of fields whose single samples or tensors were recorded
-Rows: TypeAlias = NDArray[Any]  # structured, of `row_type`
-Key: TypeAlias = tuple[int, str, int]  # kind, field, shard (-1: none)
-Values: TypeAlias = dict[Key, NDArray[Any]]
+Rows = NDArray[Any]  # structured, of `row_type`
+Key = tuple[int, str, int]  # kind, field, shard (-1: none)
+Values = dict[Key, NDArray[Any]]
 _HEAD, _CRC = Struct("<8sII"), Struct("<I")
 
 

@@ -76,19 +76,20 @@ class Clock:
     """Time spent on updates, with and without validations and checkpoints."""
 
     def __init__(self) -> None:
+        # Timed ones: the first starts workers and picks kernels.
+        self.updates = -1
         self.seconds = 0.0
-        self.updates = 0
         self.wall = 0.0  # seconds, with validations and checkpoints
         self._mark = self._first = time.perf_counter()
         self._recent = (0.0, 0)
 
     def tick(self) -> None:
-        """Count an update. The first is not timed: it starts workers and picks kernels."""
+        """Count an update."""
         now = time.perf_counter()
-        if self.updates:
-            self.seconds += now - self._mark
+        if self.updates < 0:
+            self._first = now
         else:
-            self._first, self._recent = now, (0.0, 1)
+            self.seconds += now - self._mark
         self.wall = now - self._first
         self._mark = now
         self.updates += 1
@@ -102,11 +103,11 @@ class Clock:
 
     def rate(self) -> float:
         """Updates per second so far; 0 before the second update."""
-        return _rate(self.updates - 1, self.seconds)
+        return _rate(self.updates, self.seconds)
 
     def wall_rate(self) -> float:
         """Updates per second, including validations and checkpoints; 0 before the second update."""
-        return _rate(self.updates - 1, self.wall)
+        return _rate(self.updates, self.wall)
 
     def recent_rate(self) -> float:
         """Updates per second since the last call."""

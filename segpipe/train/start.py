@@ -1,13 +1,13 @@
 """The weights files that a run starts from: their paths, and the content its recipe pins. Imports no torch."""
 
 import contextlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from segpipe.disk import sha256
 from segpipe.errors import CheckpointError, ConfigError
+from segpipe.files import read_json
 from segpipe.settings.config import Config, saved_config
 from segpipe.settings.groups import LossConfig
 
@@ -103,7 +103,7 @@ def weights_summary(config: Config) -> dict[str, Any]:
     Empty for a run that starts from the seed.
     """
     try:
-        record = dict(json.loads((config.run_dir / WEIGHTS).read_bytes()))
+        record = dict(read_json(config.run_dir / WEIGHTS))
     except (OSError, ValueError, TypeError):  # from the seed, or altered by hand
         if not config.model.weights:
             return {}
