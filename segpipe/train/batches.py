@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -59,11 +59,20 @@ class Sampling:
 
     def first_shard(self, workers: int = 0) -> ShardBatch:
         """The run's first shard, made by `workers` loader processes, or in this process if 0."""
-        data = replace(self.config.data, workers=workers, cache_mib=0)
-        compute = replace(self.config.compute, mode="off")  # no canary
-        alone = Group(0, 0, 1, torch.device("cpu"))
-        config = replace(self.config, data=data, compute=compute)
-        with closing(replace(self, config=config).batches(alone, range(1))) as stream:
+        data = self.config.data
+        stream = train_batches(
+            self.samples,
+            Augmenter(self.config.augment),
+            self.order(),
+            shards=range(1),
+            steps=range(1),
+            workers=workers,
+            start_method=data.start_method,
+            prefetch=data.prefetch,
+            pin_memory=False,
+            timeout_s=data.timeout_s,
+        )
+        with closing(stream):
             return next(stream)
 
     def order(self) -> Order:
