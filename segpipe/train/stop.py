@@ -39,13 +39,13 @@ def stops_raised() -> Iterator[None]:
         return
 
     def stop(number: int, frame: object) -> None:
+        if number == signal.SIGUSR1:
+            return
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_IGN)
         raise Stopped(number)
 
-    handlers = dict.fromkeys([signal.SIGINT, signal.SIGQUIT, *stopping()], stop)
-    handlers[signal.SIGUSR1] = lambda number, frame: None
-    before = {n: signal.signal(n, handler) for n, handler in handlers.items()}
+    before = {number: signal.signal(number, stop) for number in asking()}
     try:
         yield
     finally:
