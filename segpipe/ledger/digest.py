@@ -99,9 +99,7 @@ def _words(tensor: Tensor) -> Tensor:
         tensor = tensor.permute(0, 2, 3, 1)
     octets = tensor.contiguous().reshape(-1).view(torch.uint8)
     if octets.numel() % 8 or octets.storage_offset() % 8:
-        padded = octets.new_zeros(octets.numel() + -octets.numel() % 8)
-        padded[: octets.numel()] = octets
-        octets = padded
+        octets = torch.constant_pad_nd(octets, (0, -octets.numel() % 8))
     return octets.view(torch.int64)
 
 
