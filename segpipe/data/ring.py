@@ -11,7 +11,6 @@ the copies queued until then are done. If the caller keeps more items than there
 import contextlib
 import ctypes
 import faulthandler
-import mmap
 import os
 import pickle
 import random
@@ -23,9 +22,10 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from functools import partial
-from multiprocessing import get_context, reduction
+from functools import cached_property, partial
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.heap import Arena
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple, Protocol
@@ -105,21 +105,15 @@ class SharedBlock:
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
-        self._size = num_slots * self.slot_bytes
-        self._fd = os.memfd_create("segpipe")
-        os.ftruncate(self._fd, self._size)
-        self._map()
+        size = num_slots * self.slot_bytes
+        fd = os.memfd_create("segpipe")
+        os.ftruncate(fd, size)
+        self._arena = Arena(size, fd)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_fd": reduction.DupFd(self._fd), "bytes": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._fd = state["_fd"].detach()
-        self._map()
-
-    def _map(self) -> None:
-        self.bytes = np.frombuffer(mmap.mmap(self._fd, self._size), np.uint8)
+    @cached_property
+    def bytes(self) -> Uint8:
+        """All memory, uint8 (size,)."""
+        return np.frombuffer(self._arena.buffer, np.uint8)
 
     def slot(self, number: int) -> Uint8:
         """Memory of a slot."""
@@ -127,7 +121,7 @@ class SharedBlock:
 
     def close(self) -> None:
         """Close the file descriptor; the memory stays as long as a tensor needs it."""
-        os.close(self._fd)
+        os.close(self._arena.fd)
 
 
 class Slots:
