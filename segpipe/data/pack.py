@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import mmap
 import os
 import sys
 from collections import Counter
@@ -33,9 +32,7 @@ from segpipe.disk import sha256
 from segpipe.errors import DataError
 
 if TYPE_CHECKING:
-    from segpipe.data.catalog import MaskTable
     from segpipe.data.pairs import Pair
-    from segpipe.settings.groups import DataConfig
 
 AUTO = ".segpipe-pack"  # below data.root; readers of a data set skip hidden folders
 # Raise the number when a reader returns different pixels; new releases of decoders may, too.
@@ -122,15 +119,12 @@ class Pack:
 
     def _mapped(self, key: str) -> Uint8 | None:
         """All bytes of a file; None if it is missing or unreadable."""
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # all of it will be hashed
         try:
-            with open(os.path.join(self.folder, key), "rb") as file:
-                content = mmap.mmap(file.fileno(), 0, flags, prot=mmap.PROT_READ)
+            return np.asarray(np.memmap(os.path.join(self.folder, key), mode="r"))
         except OSError:
             return None
         except ValueError:  # an empty file cannot be mapped
             return np.empty(0, np.uint8)
-        return np.frombuffer(content, np.uint8)
 
     def _checked(self, key: str, pair: Pair, content: Uint8) -> Sample:
         """The sample in a file of the pack. Raises ValueError if it must not be used."""
@@ -178,15 +172,6 @@ class Pack:
             ) from None
 
         return True
-
-
-def open_pack(data: DataConfig, table: MaskTable) -> Pack | None:
-    """The pack of this data set, created if missing; None if `data.pack` is off."""
-    if data.pack == "off":
-        return None
-
-    folder = f"{data.root}/{AUTO}" if data.pack == "auto" else data.pack
-    return Pack(folder, table.meaning)
 
 
 def _digest(text: str, pixels: Any) -> str:

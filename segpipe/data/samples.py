@@ -31,7 +31,7 @@ from segpipe.data.data_set import (
 )
 from segpipe.data.facts import facts_of
 from segpipe.data.masks import settled
-from segpipe.data.pack import open_pack
+from segpipe.data.pack import AUTO, Pack
 from segpipe.data.pairs import Scan, scan
 from segpipe.data.readers import Progress, R, silent, threaded
 from segpipe.errors import DataError
@@ -216,10 +216,14 @@ def file_samples(data: DataConfig, found: Scan) -> FileSamples:
     sources = [*found.lists]
     if data.classes or data.name == "folder":
         sources.append(table_path(data))
+    pack = None
+    if data.pack != "off":
+        folder = f"{data.root}/{AUTO}" if data.pack == "auto" else data.pack
+        pack = Pack(folder, table.meaning)
     return FileSamples(
         table,
         tuple(found.pairs),
-        open_pack(data, table),
+        pack,
         facts,
         tuple(map(str, sources)),
         tuple(found.notes),
