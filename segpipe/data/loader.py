@@ -85,7 +85,7 @@ def train_batches(
     height, width = augmenter.config.crop_size
     watch = repeats.augment if repeats is not None else None
     stream = deliver(
-        _Shards(samples, augmenter, order.seed, watch),
+        _Maker(samples, augmenter, order.seed, watch),
         requests(product(steps, shards), order, every=every, workers=workers),
         Delivery(
             workers,
@@ -132,8 +132,8 @@ def eval_images(
     """
     missing = [index for index in indices if cache is None or index not in cache]
     stream = deliver(  # starts no worker before the first `next`
-        _Images(samples),
-        missing,
+        _Maker(samples),
+        [Request(None, ((0, index),)) for index in missing],
         Delivery(workers, start_method, WHOLE_BYTES, spare=2, timeout_s=timeout_s),
     )
     with closing(stream):
@@ -154,10 +154,10 @@ class _Header(NamedTuple):
     """Message that a worker sends with the pixels."""
 
     shape: tuple[int, int, int]  # samples, height, width
-    members: tuple[Member, ...] = ()
-    place: StepShard | None = None  # step and shard of a batch, see Request
+    members: tuple[Member, ...]
+    place: StepShard | None  # step and shard of a batch, see Request
     # Rows of watched samples, and their records for comparison.
-    made: tuple[tuple[int, Any], ...] = ()
+    made: tuple[tuple[int, Any], ...]
 
 
 def part_bytes(shape: tuple[int, int, int]) -> list[int]:
@@ -172,59 +172,43 @@ def _views(data: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
     return image.view(*shape, 3), target.view(shape)
 
 
-class _Shards(NamedTuple):
-    """Augmented shard batches."""
+class _Maker(NamedTuple):
+    """Makes shard batches with an augmenter, and whole images without one."""
 
     samples: Samples
-    augmenter: Augmenter
-    seed: int
-    watch: AugmentWatched | None
+    augmenter: Augmenter | None = None
+    seed: int = 0
+    watch: AugmentWatched | None = None
 
     def make(self, request: Request, take: Take) -> tuple[_Header, Tensor]:
-        """The batch of a request."""
-        height, width = self.augmenter.config.crop_size
-        shape = (len(request.members), height, width)
-        data = take(sum(part_bytes(shape)))
-        image, target = (part.numpy() for part in _views(data, shape))
-        made = []
+        """The samples of a request; whole images one at a time."""
+        crops, made = [], []
         for row, (epoch, index) in enumerate(request.members):
+            crop = self.samples.read(index)
             key = sample_key(self.seed, epoch, index, "augment")
-            pixels = self.samples.read(index)
             if row in request.watched:
+                assert self.augmenter is not None
                 assert self.watch is not None
                 again = request.place is None
-                crop, witness = self.watch(self.augmenter, pixels, key, again)
+                crop, witness = self.watch(self.augmenter, crop, key, again)
                 made.append((row, witness))
-            else:
-                crop = self.augmenter(*pixels, key)
-            image[row], target[row] = crop
+            elif self.augmenter is not None:
+                crop = self.augmenter(*crop, key)
+            crops.append(crop)
 
+        height, width = crops[0][1].shape if crops else (0, 0)
+        shape = len(crops), height, width
+        data = take(sum(part_bytes(shape)))
+        image, target = (part.numpy() for part in _views(data, shape))
+        for row, crop in enumerate(crops):
+            image[row], target[row] = crop
         return _Header(shape, request.members, request.place, tuple(made)), data
 
     def label(self, request: Request) -> str:
-        """Names of the batch's samples."""
+        """Names of the samples."""
         named = [
             f"{index} ({self.samples.name(index)}) of epoch {epoch}"
             for epoch, index in request.members
         ]
-        return f"sample {', '.join(named)}"
-
-
-class _Images(NamedTuple):
-    """Whole images of a data set."""
-
-    samples: Samples
-
-    def make(self, index: int, take: Take) -> tuple[_Header, Tensor]:
-        """The image with this index and its target."""
-        image, target = self.samples.read(index)
-        shape = (1, *target.shape)
-        data = take(sum(part_bytes(shape)))
-        views = _views(data, shape)
-        views[0].numpy()[0] = image
-        views[1].numpy()[0] = target
-        return _Header(shape), data
-
-    def label(self, index: int) -> str:
-        """Name of the image."""
-        return f"image {index} ({self.samples.name(index)})"
+        text = f"sample {', '.join(named)}"
+        return text if self.augmenter else text.removesuffix(" of epoch 0")
