@@ -139,10 +139,6 @@ class Facts:
             self._news = True
         return known
 
-    def named(self, paths: Iterable[str]) -> dict[str, str]:
-        """The paths by their names in inputs.json."""
-        return {self.below(path): path for path in paths}
-
     def below(self, path: str) -> str:
         """The path relative to the folder.
 

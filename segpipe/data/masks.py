@@ -31,7 +31,6 @@ from segpipe.data.readers import (
     packed,
     read_header,
     read_mask,
-    runs,
 )
 from segpipe.errors import DataError
 
@@ -154,12 +153,13 @@ def _target_of_colors(table: MaskTable, pixels: Uint8, path: str) -> Uint8:
     _check_opaque(pixels[..., 3], path)
     keys, trains = table.color_keys
     colors = packed(pixels)
-    starts, lengths = runs(colors)
+    starts = np.append(0, np.flatnonzero(colors[1:] != colors[:-1]) + 1)
     places = np.minimum(np.searchsorted(keys, colors[starts]), len(keys) - 1)
     if (keys[places] != colors[starts]).any():
         unknown = ~np.isin(colors, keys).reshape(pixels.shape[:2])
         raise DataError(_unknown_color(table, pixels, unknown, path))
 
+    lengths = np.diff(starts, append=colors.size)
     return np.repeat(trains[places], lengths).reshape(pixels.shape[:2])
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, TiffImagePlugin
 
-from segpipe.data import Int64, Size, Uint8
+from segpipe.data import Size, Uint8
 from segpipe.disk import PASSING, patiently
 from segpipe.errors import DataError
 
@@ -250,13 +250,6 @@ def mask_of(content: bytes, path: str, check: Check = anything) -> RawMask:
 def packed(rgba: Uint8) -> NDArray[np.uint32]:
     """RGBA (..., 4) as one number per pixel, uint32 (n,)."""
     return np.ascontiguousarray(rgba).view("<u4").ravel()
-
-
-def runs(values: NDArray[Any]) -> tuple[Int64, Int64]:
-    """Start and length of each run of equal values."""
-    changes = np.flatnonzero(values[1:] != values[:-1]) + 1
-    starts = np.append(0, changes)
-    return starts, np.diff(starts, append=values.size)
 
 
 def check_mask(header: Header, path: str) -> None:
