@@ -362,20 +362,20 @@ def _pair_by_table(layout: FolderLayout, found: Scan) -> None:
     first = text.partition("\n")[0]
     separators = ",;\t" if table.suffix == ".csv" else " "
     try:
-        rows = list(
-            csv.reader(text.splitlines(), delimiter=max(separators, key=first.count))
+        lines = csv.reader(
+            text.splitlines(), delimiter=max(separators, key=first.count)
         )
+        rows = [[cell.strip() for cell in line] for line in lines]
     except csv.Error as error:
         raise DataError(
             f"{table} is not a table of images and masks: {error}. Write a row for each pair."
         ) from None
 
-    header = [cell.strip().lower() for cell in rows[0]] if rows else []
+    header = [cell.lower() for cell in rows[0]] if rows else []
     named = {"image", "mask"} <= set(header)
     columns = (header.index("image"), header.index("mask")) if named else (0, 1)
     names: Counter[str] = Counter()
     for number, row in enumerate(rows, 1):
-        row = [cell.strip() for cell in row]
         if (named and number == 1) or not any(row):
             continue
         cells = [row[place] for place in columns if place < len(row) and row[place]]

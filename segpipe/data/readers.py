@@ -396,23 +396,17 @@ def _decode(content: bytes, flags: int) -> NDArray[Any]:
 def _stored(image: Image.Image) -> NDArray[Any]:
     """Pixels as stored: gray values or indices (H, W), or (H, W, channels)."""
     try:
-        pixels = np.asarray(image)
+        pixels = np.array(image.convert("L") if image.mode == "1" else image)
     except Exception as error:  # whatever Pillow raises for damaged data
         raise ValueError(f"cannot be decoded ({error}). Write it again.") from None
 
-    if image.mode in WIDE:
-        return pixels.astype(np.uint16)
-
-    return pixels.astype(np.uint8) * np.uint8(255 if image.mode == "1" else 1)
+    return pixels.astype(np.uint16) if image.mode in WIDE else pixels
 
 
 def _rgb(image: Image.Image) -> Uint8:
     """RGB uint8 (H, W, 3): gray is repeated, alpha dropped, 16 bits cut to the upper 8."""
-    pixels = _stored(image)
     if image.mode in WIDE:
-        pixels = (pixels >> 8).astype(np.uint8)
-    if pixels.ndim == 2 and image.mode != "P":
-        return np.repeat(pixels[..., None], 3, axis=2)
+        image = Image.fromarray((_stored(image) >> 8).astype(np.uint8))
     return np.asarray(image.convert("RGB"), np.uint8)
 
 

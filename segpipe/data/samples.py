@@ -151,7 +151,17 @@ def open_samples(
     if not packed:
         data = replace(data, pack="off")
 
-    return _held_out(data, split) if data.hold_out else _open(data, split, seed)
+    if data.hold_out:
+        return _held_out(data, split)
+    if data.mix and split == "train":
+        return _open_mixture(data, seed)
+    data = main_set(data)
+    if data.name == "synthetic":
+        num = data.num_train if split == "train" else data.num_val
+        return SyntheticSamples(seed, split, num, (data.size[0], data.size[1]))
+    if is_path(data.name):
+        return open_plugin(data, split)
+    return _open_files(data, split)
 
 
 class Splits(NamedTuple):
@@ -187,19 +197,6 @@ def open_readable(
     return None, faults
 
 
-def _open(data: DataConfig, split: str, seed: int) -> DataSet:
-    """The samples of a split: all sets of data.mix for training, else the main set."""
-    if data.mix and split == "train":
-        return _open_mixture(data, seed)
-    data = main_set(data)
-    if data.name == "synthetic":
-        num = data.num_train if split == "train" else data.num_val
-        return SyntheticSamples(seed, split, num, (data.size[0], data.size[1]))
-    if is_path(data.name):
-        return open_plugin(data, split)
-    return _open_files(data, split)
-
-
 def _open_files(data: DataConfig, split: str) -> FileSamples:
     """The samples of a split in files. Raises DataError for the first incomplete pair."""
     mask_table(data)  # reports a missing root before a missing split
@@ -233,9 +230,12 @@ def file_samples(data: DataConfig, found: Scan) -> FileSamples:
 def _open_mixture(data: DataConfig, seed: int) -> DataSet:
     """The samples of all sets of data.mix."""
     main = main_set(data)
-    found = [(part, _open(part, split, seed)) for part, split in parts(data, ["train"])]
+    found = [
+        (part, open_samples(part, split, seed))
+        for part, split in parts(data, ["train"])
+    ]
     own = [one for part, one in found if part == main]
-    shared = (own[0] if own else _open(main, data.split, seed)).classes
+    shared = (own[0] if own else open_samples(main, data.split, seed)).classes
     sets: list[SubSet] = []
     for number, (entry, (part, one)) in enumerate(zip(data.mix, found, strict=True)):
         label = part.name
