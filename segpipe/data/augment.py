@@ -42,7 +42,6 @@ Look = Callable[[str, Uint8, Uint8], None]
 Transform: TypeAlias = A.BasicTransform | A.BaseCompose
 Builder = Callable[[], Transform]
 PAD_COLOR = (124, 116, 104)  # mean color of ImageNet: about 0 after normalization
-GREY = np.array([0.299, 0.587, 0.114])
 RGB_TO_YIQ = np.array(
     [[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]]
 )
@@ -267,7 +266,7 @@ def color_matrix(
     if hue:
         rotate = np.linalg.solve(RGB_TO_YIQ, turn @ RGB_TO_YIQ)
 
-    to_grey = np.tile(GREY, (3, 1))
+    to_grey = np.tile(RGB_TO_YIQ[0], (3, 1))
     saturate = (1 + saturation) * np.eye(3) - saturation * to_grey
     linear = (1 + brightness) * (rotate @ saturate)
     offset = -contrast * (linear @ np.array(PAD_COLOR, float))

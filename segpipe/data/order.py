@@ -140,7 +140,7 @@ class Draws:
     def __init__(
         self, seed: int, sets: Sequence[Passes], numbers: Sequence[int]
     ) -> None:
-        self.seed, self.sets, self.numbers = seed, tuple(sets), tuple(numbers)
+        self.seed, self.sets, self.numbers = seed, sets, numbers
         self.length = sum(self.numbers)  # samples per epoch
         self._epoch = lru_cache(maxsize=2)(self._make)
 

@@ -26,10 +26,9 @@ import os
 import shlex
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -151,7 +150,7 @@ class Scan(NamedTuple):
 def scan(data: DataConfig, split: str) -> Scan:
     """Pairs of a split, sorted by name, and messages about other files; "train" is all of data.train_split."""
     joined = data.train_split if split == "train" else split
-    scans = [_scan(partial(_layout, data, one)) for one in joined.split("+")]
+    scans = [_scan(data, one) for one in joined.split("+")]
     found = Scan(*(list(chain(*parts)) for parts in zip(*scans, strict=True)))
     found.pairs.sort()
     twice = [pair.name for pair, times in Counter(found.pairs).items() if times > 1]
@@ -165,14 +164,14 @@ def scan(data: DataConfig, split: str) -> Scan:
 
 def scan_undivided(data: DataConfig) -> Scan:
     """As `scan`, for all pairs of a folder data set without splits."""
-    return _scan(partial(_undivided, data))
+    return _scan(data, None)
 
 
-def _scan(locate: Callable[[], FolderLayout]) -> Scan:
-    """The scan of a layout; an error of `locate` becomes a fault."""
+def _scan(data: DataConfig, split: str | None) -> Scan:
+    """The scan of one split, or of all pairs for None; an error becomes a fault."""
     found = Scan([], [], [], [])
     try:
-        layout = locate()
+        layout = _undivided(data) if split is None else _layout(data, split)
         source = layout.table or layout.listing
         if source:
             found.lists.append(source)
