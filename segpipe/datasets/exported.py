@@ -92,7 +92,7 @@ class Export:
             for label in drawn
             if label not in ids
         ]
-        if not chosen:
+        if self.drawn and not chosen:
             self.faults.append("all labels are ignored. Leave one out of ignore.")
         if len(chosen) > IGNORE_INDEX:
             self.faults.append(

@@ -563,6 +563,23 @@ def test_an_import_of_ignored_labels_alone_is_refused(
     assert "all labels are ignored" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_an_import_without_images_does_not_blame_ignored_labels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: bool
+) -> None:
+    """The image is missing, or the export lists none."""
+    said = "a.jpg has labels, but is not in"
+    content = json.loads(coco_json(("polygon", "polygon")))
+    if not gone:
+        content |= {"images": [], "annotations": []}
+        said = "no image with labels was found"
+    write(tmp_path / "source/annotations/instances_all.json", json.dumps(content))
+    assert imported(tmp_path / "source", tmp_path / "out", "coco") == 2
+    told = capsys.readouterr().out
+    assert said in told
+    assert "are ignored" not in told
+
+
 def test_a_label_that_is_named_and_ignored_is_no_class(tmp_path: Path) -> None:
     """The names of masks of ids are all ids, so that is how to ignore one."""
     voc(tmp_path / "source")
