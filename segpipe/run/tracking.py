@@ -181,7 +181,7 @@ class _Called(Thread):
                     method, given = self.calls.get()
                     if hasattr(callback, method):
                         getattr(callback, method)(*given)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # of the user's class, in its thread
             _warn(self.name, error)
 
 

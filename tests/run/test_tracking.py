@@ -590,6 +590,10 @@ TAKES = """
     class Exits:
         def on_metrics(self, step, metrics):
             sys.exit(4)
+
+    class Interrupts:
+        def on_metrics(self, step, metrics):
+            raise KeyboardInterrupt("too slow")
 """
 
 
@@ -599,7 +603,7 @@ def test_a_tracker_takes_no_random_number_of_the_training_and_does_not_end_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     project("mine.py", TAKES)
-    config = tracked(finished, "mine:Draws", "mine:Exits")
+    config = tracked(finished, "mine:Draws", "mine:Exits", "mine:Interrupts")
     state = torch.get_rng_state()
     tracker = open_tracker(config, config.run_dir, None, rank=0)
     tracker.log(1, "train", {"loss": 1.0})
@@ -609,6 +613,7 @@ def test_a_tracker_takes_no_random_number_of_the_training_and_does_not_end_it(
     said = capsys.readouterr().err
     assert "mine:Draws stopped: RuntimeError: aten.rand.default would draw" in said
     assert "mine:Exits stopped: SystemExit: 4" in said
+    assert "mine:Interrupts stopped: KeyboardInterrupt: too slow" in said
 
 
 HANGS = """
