@@ -1,5 +1,6 @@
 """Common interface to a run or an exported folder: an image in, class ids and their confidence out."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,8 @@ def of_exported(
 
     Raises IntegrityError for an altered or malformed folder, ExportMismatch when its file gives different answers on
     this machine than where it was exported, ConfigError for a missing provider or precision or a wrong folder. Its
-    `predict` raises DataError for an image that does not have the exported size.
+    `predict` raises DataError for an image that does not have the exported size. Prints a warning for an export that is
+    not verified.
     """
     try:
         artifact = read_artifact(folder, precision=precision)
@@ -110,6 +112,8 @@ def of_exported(
         session.self_test()
     except (ArtifactError, EngineError) as error:
         raise _ERRORS[error.exit_code](str(error)) from error
+    if artifact.caveat:
+        print(f"warning: {artifact.caveat}", file=sys.stderr)
     height, width, _ = artifact.frame
     corners = artifact.manifest["align_corners"]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from artifacts import SIZE as TOY_SIZE
-from artifacts import frame, write_artifact, write_sums
+from artifacts import frame, toy_manifest, write_artifact, write_sums
 from PIL import Image
 
 import exports
@@ -474,6 +474,17 @@ def test_images_of_other_sizes_are_named_and_the_rest_is_predicted(
     tiny = write(tmp_path / "tiny.png", np.zeros((7, 50, 3), np.uint8))
     assert start(tmp_path / "b", f"run={run}", f"source={tiny}") == 2
     assert "tiny.png: an image of 7x50 is too small" in capsys.readouterr().err
+
+
+def test_an_export_that_is_not_verified_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = toy_manifest() | {"status": "UNVERIFIED_REAL_DATA"}
+    folder = write_artifact(tmp_path / "export", manifest)
+    path = write(tmp_path / "one.png", frame(0))
+    where = (f"source={path}", f"out={tmp_path / 'out'}", "overlay=false")
+    assert segpipe(["predict", f"artifact={folder}", *where]) == 0
+    assert "has the status UNVERIFIED_REAL_DATA" in capsys.readouterr().err
 
 
 def test_altered_folders_and_other_answers_are_refused(
