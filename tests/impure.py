@@ -44,6 +44,7 @@ from segpipe.checks.purity import (
     REPEAT,
     STATE,
 )
+from segpipe.data.catalog import ClassTable
 from segpipe.settings.groups import AugmentConfig
 
 LAST = {"number": 0}
@@ -934,7 +935,7 @@ def forget() -> None:
 class Noise:
     """Frames of noise, larger than the crop."""
 
-    classes = None
+    classes = ClassTable("noise", tuple(map(str, range(11))), ((0, 0, 0),) * 11, {})
 
     def __init__(self, size: tuple[int, int] = (60, 80), num: int = 4) -> None:
         self.size, self.num = size, num

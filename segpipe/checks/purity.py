@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import cv2
 import numpy as np
 
-from segpipe import plugins
+from segpipe import IGNORE_INDEX, plugins
 from segpipe.checks import tripwire
 from segpipe.checks.elsewhere import UnansweredError, elsewhere, other_environment
 from segpipe.data import Sample
@@ -142,7 +142,8 @@ def check(
 ) -> list[Finding]:
     """The first finding of each transform, or of the whole pipeline if no transform has one.
 
-    Other processes do the work, so this one is unchanged. `progress` gets done, total and the next task.
+    Other processes do the work, so this one is unchanged. `progress` gets done, total and the next task. Raises
+    ConfigError if a transform makes an id of no class.
     """
     probed = _probed(augmenter, samples, largest)
     others: dict[str, list[Outputs | str]] = {}
@@ -168,6 +169,14 @@ def check(
             findings.append(
                 Finding(augmenter.name, ANOTHER_START, detail, advice, is_note)
             )
+    num_classes = samples.classes.num_classes
+    for one, (outputs, _) in zip(probed, observations, strict=True):
+        for _, target in outputs.values():
+            wrong = target[(target >= num_classes) & (target != IGNORE_INDEX)]
+            if wrong.size:
+                raise ConfigError(
+                    f"{one.function.name} makes the id {wrong[0]}, but there are {num_classes} classes."
+                )
     return [*_findings(probed, observations, others), *findings]
 
 

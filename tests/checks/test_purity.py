@@ -421,6 +421,24 @@ def test_an_error_of_a_transform_is_told(plant):
         purity.quick(plant(Raises), Noise())
 
 
+class AddsAnId(A.DualTransform):
+    """Rarely, so that training could go on for hours."""
+
+    def __init__(self) -> None:
+        super().__init__(p=0.001)
+
+    def apply(self, img: Any, **params: Any) -> Any:
+        return img
+
+    def apply_to_mask(self, mask: Any, **params: Any) -> Any:
+        return mask + np.uint8(1)
+
+
+def test_an_id_of_no_class_is_told(plant):
+    with pytest.raises(ConfigError, match=r"\(AddsAnId\) makes the id 11, but there"):
+        purity.quick(plant(AddsAnId), Noise())
+
+
 def test_what_cannot_be_sent_to_a_process_is_told(plant):
     augmenter = plant(lambda: A.Solarize())
     [finding] = purity.check(augmenter, Noise())
