@@ -598,6 +598,8 @@ class NetworkContract:
         self.net.load_state_dict(state)
         seed_globals(2)
         if _differ(passed, self.passed()):
+            if self.image._version:
+                return "its forward writes into its image. Use operations that return a new tensor: mul, not mul_."
             return (
                 "two passes of the same images in training mode differ under the same torch seed. Draw only from "
                 "torch's generator, and keep nothing from one call to the next."

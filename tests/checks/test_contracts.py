@@ -64,6 +64,8 @@ NET = """
 
         def forward(self, x):
             self.calls += 1
+            if self.fault == "written":
+                x.mul_(2)
             out = self.conv(x)
             if self.fault == "channels":
                 return out[:, 1:]
@@ -272,6 +274,11 @@ def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
             "running",
             "randomness only from torch's generator",
             "keep nothing from one call to the next",
+        ),
+        (
+            "written",
+            "randomness only from torch's generator",
+            "its forward writes into its image",
         ),
         (
             "drift",
