@@ -357,7 +357,7 @@ class PluginSamples(DataSet):
             image, target = self.source.read(index)
         except Exception as error:
             raise DataError(
-                f"{self._where}: read({index}) of {len(self)} samples failed: {plugins.located(error)}."
+                f"{self._where}: read({index}) failed: {plugins.located(error)}."
             ) from error
         if problem := self._problem(image, target):
             raise DataError(f"{self._where}: sample {self.name(index)} has {problem}")

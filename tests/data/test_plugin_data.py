@@ -174,7 +174,7 @@ def test_a_sample_stays_when_the_user_fills_its_memory_again() -> None:
         ("grey", "train0 has the image uint8 (8, 6)"),
         ("size", "an image (8, 6, 3) and a target (7, 6), but (H, W, 3) and (H, W)"),
         ("id", "train10 has class id 2, but the classes end at 1; 255 means ignored"),
-        ("raises", "read(0) of 20 samples failed: "),
+        ("raises", "read(0) failed: "),
     ],
 )
 def test_samples_that_do_not_fit_are_named(fault: str, says: str) -> None:
@@ -358,3 +358,13 @@ def test_forked_processes_do_not_copy_arrays() -> None:
         return int(own.value["images"].ctypes.data)
 
     assert elsewhere("fork", address) == address()
+
+
+def test_a_forked_process_that_cannot_copy_an_object_says_so(project: Write) -> None:
+    """Such as evaluate: only a training tries it first."""
+    closed = DATA.replace("self.root,", "self.seen, self.root,", 1)
+    closed = closed.replace("= root, split,", "= lambda: 0, root, split,", 1)
+    project("mine.py", closed)
+    samples = open_samples(DataConfig(name="mine:Data", root="."), "train", 0)
+    with pytest.raises(DataError, match=r"read\(0\) failed: .*pickle local object"):
+        elsewhere("fork", samples.read, 0)
