@@ -71,8 +71,8 @@ def train(settings: Settings = ()) -> RunResult:
     """Train a network in its own run folder and export it; returns the run's result.
 
     settings: as typed (["model=pidnet_s", "optim.lr=0.1"]), by name ({"model": "pidnet_s", "optim": {"lr": 0.1}}),
-    or a Config. For several processes, a script needs `if __name__ == "__main__":`. Sets torch's determinism in this
-    process.
+    or a Config. For several processes or plug-ins, a script needs `if __name__ == "__main__":`. Sets torch's
+    determinism in this process.
     """
     return run(configuration(settings))
 
