@@ -219,7 +219,8 @@ def set_opencv_threads(number: int) -> None:
 def object_state(thing: object) -> State:
     """Data of an object, its class and functions, and of all objects, modules and closures reachable from these.
 
-    Skips modules and classes of libraries, and files mapped read-only. Visits everything once, breadth first.
+    Skips modules and classes of libraries, files mapped read-only, and what raises. Visits everything once, breadth
+    first.
     """
     state: State = {}
     seen: dict[int, Any] = {}  # keeps references, so that no id is reused
@@ -231,7 +232,8 @@ def object_state(thing: object) -> State:
             state[path] = state.get(path, "") + repr(found)
         elif id(found) not in seen:
             seen[id(found)] = found
-            waiting.extend(_parts(path, found))
+            with suppress(Exception):  # some refuse, such as an OmegaConf with ???
+                waiting.extend(_parts(path, found))
 
     return state
 

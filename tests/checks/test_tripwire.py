@@ -19,6 +19,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.utils.data import get_worker_info
 
 from segpipe.checks import tripwire
@@ -206,6 +207,16 @@ def test_what_albumentations_sets_in_a_call_may_follow_the_key() -> None:
         "Holder.params['drawn']",
         "Holder.py_random",
     ]
+
+
+def test_what_does_not_show_its_content_is_left_out():
+    """Such as a configuration with a missing value in the module of a loss; the rest is still seen."""
+    holder = Holder()
+    holder.nested = OmegaConf.create({"width": 1, "root": "???"})
+    holder.params["drawn"] = 0
+    before = object_state(holder)
+    holder.params["drawn"] = 1
+    assert changed(before, object_state(holder)) == ["Holder.params['drawn']"]
 
 
 def test_a_memo_is_no_fault():
