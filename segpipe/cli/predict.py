@@ -10,7 +10,7 @@ from segpipe.distributed.group import choose_device
 from segpipe.errors import ConfigError
 from segpipe.predict.inference import inference
 from segpipe.predict.job import PredictJob, find
-from segpipe.predict.outputs import Outputs, unwritable
+from segpipe.predict.outputs import unwritable
 from segpipe.predict.predictor import Predictor, of_exported, of_network
 from segpipe.run.console import ERRORS, progress
 from segpipe.settings.compose import with_settings
@@ -41,13 +41,15 @@ def main(given: Given) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(out, error) from error
-    outputs = Outputs(
-        out, predictor(given), given["overlay"], given["alpha"], given["frames"]
-    )
+    network = predictor(given)
     with progress("predict") as show:
         job = PredictJob(
             sources,
-            outputs,
+            out,
+            network,
+            overlay=given["overlay"],
+            alpha=given["alpha"],
+            frames=given["frames"],
             seconds=given["seconds"],
             replace=given["exists"] == "replace",
             progress=show,
@@ -55,7 +57,7 @@ def main(given: Given) -> int:
         job.run()
     for line in filter(None, [*job.problems, left_out]):
         ERRORS.print(line)
-    print(json.dumps(summary(job, outputs)))
+    print(json.dumps(summary(job)))
     return 2 if job.problems else 0
 
 
@@ -94,16 +96,16 @@ def predictor(given: Given) -> Predictor:
     return of_network(trained, choose_device(config.compute.device, 0), how)
 
 
-def summary(done: PredictJob, outputs: Outputs) -> dict[str, Any]:
+def summary(done: PredictJob) -> dict[str, Any]:
     """Content of the JSON line that the command prints."""
-    shares = outputs.shares(done.pixels) if done.entries else {}
+    shares = done.shares(done.pixels) if done.entries else {}
     return {
-        "out": str(outputs.out),
+        "out": str(done.out),
         "predicted": len(done.entries) - done.kept,
         "kept": done.kept,
         "problems": len(done.problems),
         "images": done.answered,
         "images_per_second": round(done.answered / max(done.took, 1e-9), 2),
         "share": {name: round(share, 4) for name, share in shares.items()},
-        **outputs.predictor.model,
+        **done.predictor.model,
     }

@@ -13,13 +13,23 @@ from typing import Any
 
 import cv2
 import numpy as np
+from numpy.typing import NDArray
 
 from segpipe.data.pairs import SUFFIXES as IMAGES
 from segpipe.data.readers import read_image, threaded
 from segpipe.disk import sha256
 from segpipe.errors import ConfigError, DataError, Interrupted, listed
 from segpipe.files import files_below, plain, read_json, to_json
-from segpipe.predict.outputs import VIDEOS, Input, Outputs, put, unwritable
+from segpipe.predict.outputs import (
+    VIDEOS,
+    Input,
+    blend,
+    put,
+    unwritable,
+    write_mask,
+    write_overlay,
+)
+from segpipe.predict.predictor import Predictor
 from segpipe.runtime.frames import Pixels
 
 FORMAT = "segpipe-predictions/4"
@@ -104,7 +114,11 @@ class PredictJob:
     """Predicts sources into a folder, and keeps what it has done so far."""
 
     sources: Sequence[Input]
-    outputs: Outputs
+    out: Path
+    predictor: Predictor
+    overlay: bool = True
+    alpha: float = 0.5  # of the colors in an overlay
+    frames: bool = False  # whether to write masks of video frames
     seconds: float = 0.0  # of live sources; 0: no end
     replace: bool = False
     progress: Callable[[int], None] = lambda done: None
@@ -119,6 +133,12 @@ class PredictJob:
         """Pixels of each class, over all sources."""
         counts = (entry["pixels"] for entry in self.entries.values())
         return [sum(each) for each in zip(*counts, strict=True)]
+
+    def shares(self, pixels: Sequence[int]) -> dict[str, float]:
+        """Share of the pixels by class."""
+        total = max(sum(pixels), 1)
+        named = zip(self.predictor.names, pixels, strict=True)
+        return {name: count / total for name, count in named}
 
     def run(self) -> None:
         """Predict all sources and write predictions.json; `problems` collects errors of single files.
@@ -165,7 +185,7 @@ class PredictJob:
             entry = before.get(source.place, {})
             paths = [entry[key] for key in ("mask", "overlay") if key in entry]
             is_same = digest and entry.get("source_sha256") == digest
-            if is_same and all((self.outputs.out / path).exists() for path in paths):
+            if is_same and all((self.out / path).exists() for path in paths):
                 self.entries[source.place] = entry
                 self.kept += 1
             else:
@@ -174,7 +194,7 @@ class PredictJob:
 
     def _before(self) -> dict[str, dict[str, Any]]:
         """Entries that an earlier command with this model and these settings finished, by place."""
-        out = self.outputs.out
+        out = self.out
         try:
             content = read_json(out / SUMMARY)
             is_same = self._head().items() <= content.items()
@@ -191,12 +211,22 @@ class PredictJob:
 
     def _head(self) -> dict[str, Any]:
         """Model, format and settings, as in predictions.json: all that predictions depend on besides the sources."""
-        head = {
-            "model": self.outputs.predictor.model,
-            "format": FORMAT,
-            "settings": self.outputs.settings,
-        }
-        return dict(plain(head))
+        own = {"frames": self.frames, "overlay": self.overlay, "alpha": self.alpha}
+        settings = {**self.predictor.settings, **own}
+        model = self.predictor.model
+        return dict(plain({"model": model, "format": FORMAT, "settings": settings}))
+
+    def _written(self, source: Input) -> dict[str, str]:
+        """Paths below `out` of the mask of a source (of a video: of the folder of its masks) and of its overlay."""
+        mask, overlay = f"{source.name}.png", f"{source.name}.jpg"
+        if source.is_video:
+            mask, overlay = source.place, f"{source.name}.mp4"
+        paths = {}
+        if self.frames or not source.is_video:
+            paths["mask"] = f"masks/{mask}"
+        if self.overlay:
+            paths["overlay"] = f"overlays/{overlay}"
+        return paths
 
     def _predict_images(self, images: Sequence[Input]) -> None:
         """Predict images in order; threads read ahead."""
@@ -206,13 +236,25 @@ class PredictJob:
                 with self._problems():
                     if isinstance(image, DataError):
                         raise image
-                    ids = self._ids(source, image)
-                    self.outputs.write_image(source, image, ids)
-                    self._enter(source, ids.shape, self.outputs.count(ids))
+                    self._predict_image(source, image)
+
+    def _predict_image(self, source: Input, image: Pixels) -> None:
+        ids, paths = self._ids(source, image), self._written(source)
+        if self.overlay:
+            write_overlay(self.out / paths["overlay"], self._blended(image, ids))
+        write_mask(self.out / paths["mask"], ids, self.predictor.palette)
+        self._enter(source, ids.shape, self._count(ids))
+
+    def _blended(self, image: Pixels, ids: Pixels) -> Pixels:
+        return blend(image, ids, self.predictor.palette, self.alpha)
+
+    def _count(self, ids: Pixels) -> NDArray[np.int64]:
+        """Pixels of each class."""
+        return np.bincount(ids.ravel(), minlength=len(self.predictor.names))
 
     def _ids(self, source: Input, image: Pixels) -> Pixels:
         try:
-            ids, _ = self.outputs.predictor.predict(image)
+            ids, _ = self.predictor.predict(image)
         except DataError as error:
             raise DataError(f"{source.path}: {error}") from error
         self.answered += 1
@@ -224,25 +266,26 @@ class PredictJob:
 
         Raises DataError when a video is truncated.
         """
-        outputs, given = self.outputs, source.live or str(source.path)
+        given, paths = source.live or str(source.path), self._written(source)
         fps = frames_per_second(given)
         pixels: Any = 0
         done = 0
         size: tuple[int, ...] = ()
         limited = source.live and self.seconds
         end = time.monotonic() + (self.seconds if limited else math.inf)
-        picture = outputs.picture(source)
-        with film(picture, fps) if outputs.overlay else nullcontext() as add:
+        with (
+            film(self.out / paths["overlay"], fps) if self.overlay else nullcontext()
+        ) as add:
             try:
                 for image in read_frames(given):
                     size = image.shape
                     ids = self._ids(source, image)
-                    if outputs.frames:
-                        path = outputs.mask(source) / f"{done:06}.png"
-                        outputs.write_mask(path, ids)
+                    if self.frames:
+                        path = self.out / paths["mask"] / f"{done:06}.png"
+                        write_mask(path, ids, self.predictor.palette)
                     if add is not None:
-                        add(outputs.blended(image, ids))
-                    pixels = pixels + outputs.count(ids)
+                        add(self._blended(image, ids))
+                    pixels = pixels + self._count(ids)
                     done += 1
                     if time.monotonic() > end:
                         break
@@ -257,26 +300,21 @@ class PredictJob:
         self, source: Input, size: Sequence[int], counts: Any, **more: Any
     ) -> None:
         """Add the entry of a finished source to predictions.json. counts: array, pixels of each class."""
-        outputs, pixels = self.outputs, counts.tolist()
-        entry = {
+        pixels = counts.tolist()
+        self.entries[source.place] = {
             "source": source.place,
             "source_sha256": source.sha256,
             "height": size[0],
             "width": size[1],
             "pixels": pixels,
             **more,
-            "share": outputs.shares(pixels),
+            "share": self.shares(pixels),
+            **self._written(source),
         }
-        if outputs.frames or not source.is_video:
-            entry["mask"] = outputs.mask(source).relative_to(outputs.out).as_posix()
-        if outputs.overlay:
-            overlay = outputs.picture(source)
-            entry["overlay"] = overlay.relative_to(outputs.out).as_posix()
-        self.entries[source.place] = entry
 
     def _summarize(self) -> None:
         """Write predictions.json without times, so that equal predictions give equal bytes."""
-        predictor = self.outputs.predictor
+        predictor = self.predictor
         classes = zip(predictor.names, predictor.palette, strict=True)
         content = {
             **self._head(),
@@ -288,7 +326,7 @@ class PredictJob:
             "predictions": [self.entries[place] for place in sorted(self.entries)],
             "problems": self.problems,
         }
-        put(self.outputs.out / SUMMARY, to_json(content))
+        put(self.out / SUMMARY, to_json(content))
 
 
 def _read(source: Input) -> Pixels | DataError:

@@ -229,7 +229,7 @@ def test_an_interrupt_leaves_whole_files_and_the_rest_for_the_next_time(
     settings = (f"run={run}", f"source={folder}")
     assert start(tmp_path / "whole", *settings) == 0
     expected = written(tmp_path / "whole")
-    put, done = job_module.Outputs.write_mask, []
+    put, done = job_module.write_mask, []
 
     def interrupted(*given: Any) -> None:
         if len(done) == 2:
@@ -239,7 +239,7 @@ def test_an_interrupt_leaves_whole_files_and_the_rest_for_the_next_time(
 
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(job_module.Outputs, "write_mask", interrupted)
+        patch.setattr(job_module, "write_mask", interrupted)
         assert start(out, *settings) == Interrupted.exit_code
     assert "2 of 5 sources are finished" in capsys.readouterr().err
     left = written(out)

@@ -23,7 +23,6 @@ from segpipe.predict.job import (
     frames_per_second,
     read_frames,
 )
-from segpipe.predict.outputs import Outputs
 from segpipe.predict.predictor import Pixels, Predictor
 
 SIZE, FPS, FRAMES = (48, 64), 12.5, 10
@@ -35,7 +34,7 @@ def answer(image: Pixels) -> Pixels:
     return (image[..., 1] > 128).astype(np.uint8)
 
 
-def outputs(out: Path, **changes: object) -> Outputs:
+def job(out: Path, source: Path | str, **changes: object) -> PredictJob:
     predictor = Predictor(
         lambda image: (answer(image), np.ones(SIZE, np.float32)),
         ("low", "high"),
@@ -43,7 +42,8 @@ def outputs(out: Path, **changes: object) -> Outputs:
         {"ema_digest": "12ab"},
         {"precision": "fp32"},
     )
-    return Outputs(out, predictor, **{"frames": True, **changes})  # type: ignore[arg-type]
+    given = {"frames": True, **changes}
+    return PredictJob(find(str(source), out)[0], out, predictor, **given)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -56,17 +56,16 @@ def clip(tmp_path: Path) -> Path:
     return path
 
 
-def run(clip: Path, made: Outputs) -> list[str]:
-    job = PredictJob(find(str(clip), made.out)[0], made)
-    job.run()
-    return job.problems
+def run(clip: Path, out: Path, **changes: object) -> list[str]:
+    made = job(out, clip, **changes)
+    made.run()
+    return made.problems
 
 
 def test_a_video_becomes_a_video_of_the_same_size_and_speed_and_a_mask_per_frame(
     clip: Path, tmp_path: Path
 ) -> None:
-    made = outputs(tmp_path / "out")
-    assert run(clip, made) == []
+    assert run(clip, tmp_path / "out") == []
     overlay = tmp_path / "out" / "overlays" / "a drive.mp4"
     assert frames_per_second(overlay) == FPS
     pixels = np.zeros(2, int)
@@ -92,11 +91,11 @@ def test_a_video_becomes_a_video_of_the_same_size_and_speed_and_a_mask_per_frame
         "low": pixels[0] / pixels.sum(),
         "high": pixels[1] / pixels.sum(),
     }
-    done = PredictJob(find(str(clip), made.out)[0], made)
+    done = job(tmp_path / "out", clip)
     done.run()  # the second time everything is there
     assert (done.kept, done.answered, list(done.entries.values())) == (1, 0, [entry])
     with pytest.raises(ConfigError, match="other settings"):
-        run(clip, outputs(tmp_path / "out", alpha=0.2))
+        run(clip, tmp_path / "out", alpha=0.2)
 
 
 @pytest.mark.parametrize(("lost", "named"), [(2, False), (3, True)])
@@ -136,13 +135,15 @@ def test_a_video_that_breaks_off_is_named(tmp_path: Path) -> None:
         writer.write(image)
     writer.release()
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    made = outputs(tmp_path / "out")
-    (problem,) = run(path, made)
+    (problem,) = run(path, tmp_path / "out")
     whole = len(list((tmp_path / "out" / "masks" / "cut.avi").iterdir()))
     assert 0 < whole < FRAMES - 2
     assert f"is truncated: {whole} of {FRAMES} frames could be decoded" in problem
     assert list((tmp_path / "out" / "overlays").iterdir()) == []
-    assert json.loads((made.out / "predictions.json").read_text())["predictions"] == []
+    assert (
+        json.loads((tmp_path / "out" / "predictions.json").read_text())["predictions"]
+        == []
+    )
 
 
 def test_a_file_cut_short_is_a_problem_beside_the_others(
@@ -151,7 +152,7 @@ def test_a_file_cut_short_is_a_problem_beside_the_others(
     cut = tmp_path / "cut.mp4"
     cut.write_bytes(clip.read_bytes()[:2000])
     (tmp_path / "empty.avi").write_bytes(b"")
-    problems = run(tmp_path, outputs(tmp_path / "out"))
+    problems = run(tmp_path, tmp_path / "out")
     assert len(problems) == 2
     assert all("cannot be opened as a video" in problem for problem in problems)
     assert (tmp_path / "out" / "overlays" / "a drive.mp4").is_file()
@@ -160,7 +161,6 @@ def test_a_file_cut_short_is_a_problem_beside_the_others(
 def test_an_interrupted_video_leaves_no_part_of_a_film(
     clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = outputs(tmp_path / "out")
     frames = list(read_frames(clip))
 
     def interrupted(_: Path) -> object:
@@ -170,10 +170,10 @@ def test_an_interrupted_video_leaves_no_part_of_a_film(
     with monkeypatch.context() as patch:
         patch.setattr(job_module, "read_frames", interrupted)
         with pytest.raises(Interrupted, match="0 of 1 sources"):
-            run(clip, made)
+            run(clip, tmp_path / "out")
     assert list((tmp_path / "out" / "overlays").iterdir()) == []
     assert len(list((tmp_path / "out" / "masks" / "a drive.mp4").iterdir())) == 5
-    assert run(clip, made) == []
+    assert run(clip, tmp_path / "out") == []
     assert len(list((tmp_path / "out" / "masks" / "a drive.mp4").iterdir())) == FRAMES
 
 
@@ -181,7 +181,7 @@ def test_a_stream_is_read_to_its_end_its_time_or_ctrl_c(
     clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"file://{clip}"  # FFmpeg opens it as it opens rtsp://
-    assert run_url(url, outputs(tmp_path / "whole")) == FRAMES
+    assert run_url(url, tmp_path / "whole") == FRAMES
     assert frames_per_second(tmp_path / "whole" / "overlays" / "stream.mp4") == FPS
     frames = list(read_frames(clip))
 
@@ -191,9 +191,9 @@ def test_a_stream_is_read_to_its_end_its_time_or_ctrl_c(
 
     monkeypatch.setattr(job_module, "read_frames", interrupted)
     out = tmp_path / "stopped"
-    assert run_url(url, outputs(out)) == 5
+    assert run_url(url, out) == 5
     assert len(list(read_frames(out / "overlays" / "stream.mp4"))) == 5
-    assert run_url(url, outputs(tmp_path / "timed"), seconds=1e-9) == 1
+    assert run_url(url, tmp_path / "timed", seconds=1e-9) == 1
     (camera,), _ = find("0", tmp_path)
     assert (camera.live, camera.name) == ("0", "camera0")
     (tmp_path / "0").mkdir()
@@ -202,13 +202,12 @@ def test_a_stream_is_read_to_its_end_its_time_or_ctrl_c(
         find("0", tmp_path / "out")
 
 
-def run_url(url: str, made: Outputs, seconds: float = 0.0) -> int:
+def run_url(url: str, out: Path, seconds: float = 0.0) -> int:
     """Frames that were predicted."""
-    sources, _ = find(url, made.out)
-    job = PredictJob(sources, made, seconds=seconds)
-    job.run()
-    assert job.problems == []
-    return job.answered
+    made = job(out, url, seconds=seconds)
+    made.run()
+    assert made.problems == []
+    return made.answered
 
 
 def test_odd_sizes_grow_by_a_pixel_instead_of_losing_one(tmp_path: Path) -> None:
