@@ -212,7 +212,8 @@ def write_import(
 ) -> tuple[list[str], Counter[str]]:
     """Write masks, links to the images (or copies) and classes.yaml; returns faults, and images written per split.
 
-    With faults, and unless `skip` is set, the import is not finished: without classes.yaml and with empty counts.
+    With faults, and unless `skip` is set and a class is left, the import is not finished: without classes.yaml and with
+    empty counts.
     `origin` identifies the import: raises ConfigError for a folder `out` that holds another import or anything else.
     """
     _claim(out, json.dumps(origin, sort_keys=True).encode())
@@ -226,7 +227,7 @@ def write_import(
     faults = export.faults + list(dict.fromkeys(filter(None, found)))
     if not export.items and not faults:
         faults.append("no image with labels was found.")
-    if faults and not skip:
+    if faults and not (skip and names):
         return faults, Counter()
     results = zip(export.items, found, strict=True)
     written = Counter(item.split for item, fault in results if not fault)

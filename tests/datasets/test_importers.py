@@ -559,8 +559,11 @@ def test_an_import_of_ignored_labels_alone_is_refused(
 ) -> None:
     voc_of_cvat(tmp_path / "source")
     ignored = ("names=[car]", "ignore=[car,person]", "background=ignore")
-    assert imported(tmp_path / "source", tmp_path / "out", "voc", *ignored) == 2
-    assert "all labels are ignored" in capsys.readouterr().out
+    for skipped in ("skip=false", "skip=true"):
+        out = tmp_path / skipped
+        assert imported(tmp_path / "source", out, "voc", *ignored, skipped) == 2
+        assert "all labels are ignored" in capsys.readouterr().out
+        assert not (out / "classes.yaml").exists()
 
 
 @pytest.mark.parametrize("gone", [False, True])
