@@ -1,5 +1,7 @@
 """Predictions of one command: finds sources, keeps finished ones, reports bad ones and predicts the rest."""
 
+from __future__ import annotations
+
 import math
 import os
 import time
@@ -9,7 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from glob import glob, has_magic
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cv2
 import numpy as np
@@ -29,8 +31,10 @@ from segpipe.predict.outputs import (
     write_mask,
     write_overlay,
 )
-from segpipe.predict.predictor import Predictor
 from segpipe.runtime.frames import Pixels
+
+if TYPE_CHECKING:
+    from segpipe.predict.predictor import Predictor
 
 FORMAT = "segpipe-predictions/4"
 SUMMARY = "predictions.json"
