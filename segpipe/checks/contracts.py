@@ -479,14 +479,9 @@ class NetworkContract:
 
     def passed(self) -> list[Tensor]:
         """Logits of all heads and gradients of all parameters from one forward and backward pass in training mode."""
-        heads = list(self._heads().values())
-        scalar = torch.stack([logits.float().square().mean() for logits in heads]).sum()
-        if scalar.requires_grad:
-            scalar.backward()  # type: ignore[no-untyped-call]
-
-        grads = [parameter.grad for parameter in self.net.parameters()]
-        self.net.zero_grad(set_to_none=True)
-        return [value.detach() for value in (*heads, *grads) if value is not None]
+        heads, grads = self._backward()
+        found = (*heads.values(), *grads.values())
+        return [value.detach() for value in found if value is not None]
 
     def _build(self) -> SegmentationNet:
         """The network with its initial weights."""
@@ -544,11 +539,12 @@ class NetworkContract:
             )
         return ""
 
-    def _backward(self) -> dict[str, Tensor | None]:
-        """Gradients of the trained parameters by name, from forward, loss and backward as in training."""
+    def _backward(self) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+        """Logits of the heads and gradients of the trained parameters, from an update as in training."""
         self.net.zero_grad(set_to_none=True)
+        heads = self._heads()
         loss = shard_loss(
-            self._heads(),
+            heads,
             self.target,
             self.config.loss,
             class_weights=None,
@@ -562,11 +558,11 @@ class NetworkContract:
             name: own.grad for name, own in parameters.items() if own.requires_grad
         }
         self.net.zero_grad(set_to_none=True)
-        return grads
+        return heads, grads
 
     def _gradients(self) -> str:
         """Whether the loss has a finite gradient for each trained parameter."""
-        grads = self._backward()
+        _, grads = self._backward()
         without = [name for name, grad in grads.items() if grad is None]
         if without:
             return (
@@ -682,7 +678,7 @@ def passed_afresh(
 ) -> list[NDArray[Any]]:
     """The result of `NetworkContract.passed`; to be called in its own process."""
     torch.set_deterministic_debug_mode(mode)
-    plugins.trust([config.model.name])
+    plugins.trust([config.model.name, config.loss.name])
     contract = NetworkContract(config, num_classes, largest)
     contract._is_built()
     return [value.numpy() for value in contract.passed()]

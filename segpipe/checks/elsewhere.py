@@ -61,11 +61,18 @@ def elsewhere(method: str, function: Callable[..., Any], *arguments: Any) -> Any
             process.start()
     sender.close()
     try:
-        return _received(receiver)
+        if not receiver.poll(PATIENCE_S):
+            raise UnansweredError(f"no answer in {PATIENCE_S:.0f} s")
+        answer = receiver.recv()
+    except EOFError:
+        raise UnansweredError("the process ended without an answer") from None
     finally:
         receiver.close()
         process.kill()
         process.join()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def _pickled(call: Callable[[], Any]) -> bytes:
@@ -75,18 +82,6 @@ def _pickled(call: Callable[[], Any]) -> bytes:
         raise UnansweredError(
             f"cannot be sent to another process: {error}. Open files and databases at first use, not in __init__"
         ) from error
-
-
-def _received(receiver: Connection) -> Any:
-    if not receiver.poll(PATIENCE_S):
-        raise UnansweredError(f"no answer in {PATIENCE_S:.0f} s")
-    try:
-        answer = receiver.recv()
-    except EOFError:
-        raise UnansweredError("the process ended without an answer") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 def _send(sender: Connection, call: Callable[[], Any]) -> None:

@@ -6,11 +6,10 @@ of the program. If anything is kept from call to call, anywhere, the results dif
 calls, so that a finding names the cause.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -19,15 +18,13 @@ from segpipe import IGNORE_INDEX, plugins
 from segpipe.checks import tripwire
 from segpipe.checks.elsewhere import UnansweredError, elsewhere, other_environment
 from segpipe.data import Sample
+from segpipe.data.augment import Augmenter
+from segpipe.data.data_set import Samples
 from segpipe.errors import ConfigError, ImpureAugmentError, SegpipeError
 from segpipe.keys import sample_key
 from segpipe.native import one_thread
 from segpipe.plugins import is_path
 from segpipe.train.canary import another_worker, first_difference
-
-if TYPE_CHECKING:
-    from segpipe.data.augment import Augmenter
-    from segpipe.data.data_set import Samples
 
 MANY = 32  # images for each of the user's transforms: one may keep a bank of earlier images
 KEYS = tuple(sample_key(0, 0, index, "purity") for index in range(MANY))
@@ -94,11 +91,11 @@ class Probed:
 
     def call(self, place: Place) -> Sample:
         """The output for a copy of the frame."""
-        return self.function(*_copied(self.frames[place[0]]), KEYS[place[1]])
+        return self.function(*deepcopy(self.frames[place[0]]), KEYS[place[1]])
 
     def outputs(self, order: int = 1) -> Outputs:
         """All outputs; an order of -1 reverses the calls."""
-        return {place: _copied(self.call(place)) for place in self.places()[::order]}
+        return {place: deepcopy(self.call(place)) for place in self.places()[::order]}
 
 
 class Observation(NamedTuple):
@@ -221,7 +218,7 @@ def _probed(
 
     # Samples for each transform, cut to the largest size requested.
     cut = slice(largest)
-    made = [first.fresh()(*_copied(frame), KEYS[0]) for frame in frames]
+    made = [first.fresh()(*deepcopy(frame), KEYS[0]) for frame in frames]
     small = [(image[cut, cut], target[cut, cut]) for image, target in made]
 
     # Further images for the user's transforms, each with a different brightness.
@@ -285,12 +282,6 @@ def observed(probed: Probed) -> Observation:
         REPEAT: first_difference(before, repeated) or first_difference(before, again),
     }
     return Observation(outputs, problems)
-
-
-def _copied(frame: Sample) -> Sample:
-    """A copy of a frame."""
-    image, target = frame
-    return image.copy(), target.copy()
 
 
 def _raises(error: Exception) -> str:

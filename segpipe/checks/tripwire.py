@@ -366,16 +366,9 @@ def _memory(thing: Any) -> str | None:
 
 def _attributes(thing: Any) -> dict[str, Any]:
     """Attributes of an object, from its `__slots__` and its `__dict__`."""
-    found = {}
-    # Each class lists only its own slots.
-    for owner in type(thing).__mro__:
-        slots = vars(owner).get("__slots__", ())
-        if isinstance(slots, str):  # a single slot
-            slots = (slots,)
-        for name in slots:
-            if hasattr(thing, name):
-                found[name] = getattr(thing, name)
-    return found | getattr(thing, "__dict__", {})
+    state = object.__getstate__(thing)
+    slots = state[1] if isinstance(state, tuple) else {}
+    return slots | getattr(thing, "__dict__", {})
 
 
 def _snapshot(thing: Any) -> str:
