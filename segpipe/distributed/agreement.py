@@ -1,22 +1,18 @@
 """Checks that all ranks hold the same state: environment and checkpoint at the start, a digest at every update."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from segpipe import plugins
 from segpipe.determinism import flags
+from segpipe.distributed.group import Group
 from segpipe.errors import CheckpointError, ConfigError, DivergenceError
-
-if TYPE_CHECKING:
-    from segpipe.distributed.group import Group
-    from segpipe.settings.config import Config
+from segpipe.settings.config import Config
 
 
 def common_fingerprint(

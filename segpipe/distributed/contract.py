@@ -125,8 +125,6 @@ def _known(
 def diagnose(
     calls: Mapping[int, Mapping[int, str]],
     counts: Sequence[int],
-    *,
-    differ: bool,
     hosts: Sequence[str],
 ) -> str:
     """One paragraph that names the first difference between the ranks' calls, with both sides.
@@ -134,8 +132,7 @@ def diagnose(
     If there is no difference, it names the ranks that are behind.
 
     calls: of each rank that answered, by call number. counts: calls that every rank has made, as far as known.
-    differ: a difference was seen, perhaps too long ago to locate. hosts: machine of every rank, named where there are
-    several.
+    hosts: machine of every rank, named where there are several.
     """
     if found := first_difference(calls):
         number, sides = found
@@ -145,7 +142,7 @@ def diagnose(
             f"calls in the same order: look for a branch that only some ranks take, or a size that depends on the "
             f"rank."
         )
-    elif differ or not (verdict := _behind(calls, counts)):
+    elif not (verdict := _behind(calls, counts)):
         verdict = (
             f"the last {RING} collectives are the same on all ranks, up to {_named(max(counts), calls)}: an earlier "
             f"one differs, data was corrupted in transit, or a connection broke."
@@ -326,19 +323,16 @@ class Contract:
         self.watcher.stop()
         store, self._store = self._store, None
         if store is not None:
-            self._part(store)
+            # Rank 0 goes last, because its process may hold the store: torch prints a stack when it loses the store.
+            end = time.monotonic() + (PARTING_S if self._verdict is None else LOST_S)
+            awaited = self._world_size if self._rank == 0 else 0
+            with contextlib.suppress(RuntimeError):
+                gone = store.add("closed", 1)
+                while gone < awaited and time.monotonic() < end:
+                    time.sleep(0.02)
+                    gone = store.add("closed", 0)
         if self._stacks is not None:
             self._stacks.close()
-
-    def _part(self, store: Store) -> None:
-        """Close rank 0 last, because its process may hold the store: torch prints a stack when it loses the store."""
-        end = time.monotonic() + (PARTING_S if self._verdict is None else LOST_S)
-        awaited = self._world_size if self._rank == 0 else 0
-        with contextlib.suppress(RuntimeError):
-            gone = store.add("closed", 1)
-            while gone < awaited and time.monotonic() < end:
-                time.sleep(0.02)
-                gone = store.add("closed", 0)
 
     def _wait(self, seconds: float) -> CollectiveError | None:
         """The verdict, if there is one now or within `seconds`."""
@@ -351,7 +345,7 @@ class Contract:
         """Ask all ranks to report their calls; returns the verdict, if they reach one."""
         if self._store is None:
             return None
-        self._post("alarm", "asked")
+        self._post("alarm", "raised")
         return self._wait(ANSWER_S)
 
     def _post(self, key: str, text: str) -> None:
@@ -397,10 +391,9 @@ class Contract:
         elif self._rank in (0, turn) and store.check(self._keys):
             states = map(json.loads, store.multi_get(self._keys))
             looks, counts, last = zip(*states, strict=True)
-            silent = self._silent(looks)
-            late = self._late(counts) or silent
-            if late or first_difference(dict(enumerate(map(dict, last)))):
-                store.compare_set("alarm", "", "late" if late else "differ")
+            late, silent = self._late(counts), self._silent(looks)
+            if late or silent or first_difference(dict(enumerate(map(dict, last)))):
+                store.compare_set("alarm", "", "raised")
                 self.watcher.hurry()
 
     def _late(self, counts: Sequence[int]) -> bool:
@@ -460,8 +453,7 @@ class Contract:
             json.loads(store.get(key))[1] if store.check([key]) else 0
             for key in self._keys
         ]
-        known = store.get("alarm") == b"differ"
-        text = diagnose(answers, counts, differ=known, hosts=self._hosts)
+        text = diagnose(answers, counts, self._hosts)
         if self._stacks is not None:
             text += f" The stacks of all ranks are in {self._stacks.path.parent}."
         code = CollectiveError.exit_code

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from glob import glob
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -75,8 +74,10 @@ class Group:
     def runs(self, shards: int) -> list[range]:
         """The shards of every rank, `[rank*V/R, (rank+1)*V/R)` rounded down; their counts differ by at most one."""
         size = self.world_size
-        bounds = [rank * shards // size for rank in range(size + 1)]
-        return [range(*ends) for ends in pairwise(bounds)]
+        return [
+            range(rank * shards // size, (rank + 1) * shards // size)
+            for rank in range(size)
+        ]
 
     def sum_tensor(self, counts: Tensor) -> Tensor:
         """Sum of an integer tensor over the ranks; not for floats, whose sum depends on the order."""

@@ -9,19 +9,16 @@ several machines there are then two levels, first within and then across machine
 between machines. Collectives only move bytes, so the backend's algorithm, protocol and topology cannot change a number.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from segpipe.distributed.group import Group
+from segpipe.distributed.group import Group
 
 ALIGNMENT = 128  # elements between starts of tensors: 512 bytes, to which CUDA's allocator aligns every tensor
 
@@ -85,16 +82,17 @@ class Node(NamedTuple):
     place: int
 
 
-def _grown(node: Node, held: Sequence[Node], leaves: int) -> tuple[Node, int]:
-    """The largest subtree that `node` completes with the last nodes of `held`, and how many of those it absorbs."""
+def _append(node: Node, held: list[Node], leaves: int) -> int:
+    """Append the largest subtree that `node` completes with the last nodes of `held`; how many of those it absorbs."""
     taken = 0
     while True:
         height, place = node
-        before = held[-1 - taken] if taken < len(held) else None
-        if place % 2 and before == (height, place - 1):
+        if place % 2 and held and held[-1] == (height, place - 1):
+            held.pop()
             taken += 1
         elif place % 2 or place == 0 or (place + 1) << height < leaves:
-            return node, taken
+            held.append(node)
+            return taken
         node = Node(height + 1, place // 2)
 
 
@@ -102,8 +100,7 @@ def subtrees(leaves: int, run: Iterable[int]) -> list[Node]:
     """The fewest subtrees of the tree over `leaves` that cover a run of leaves: at most 2 log2(leaves)."""
     held: list[Node] = []
     for leaf in run:
-        node, taken = _grown(Node(0, leaf), held, leaves)
-        held[len(held) - taken :] = [node]
+        _append(Node(0, leaf), held, leaves)
     return held
 
 
@@ -125,16 +122,13 @@ class TreeSum:
         Returns the vectors that may be reused.
         """
         free = []
-        node, taken = _grown(
-            Node(height, self._next >> height), self._nodes, self._leaves
-        )
-        for _ in range(taken):
+        leaf = Node(height, self._next >> height)
+        for _ in range(_append(leaf, self._nodes, self._leaves)):
             left = self._sums.pop()
             left.add_(vector)
             free.append(vector)
             vector = left
 
-        self._nodes[len(self._nodes) - taken :] = [node]
         self._sums.append(vector)
         self._next = min(self._next + (1 << height), self._leaves)
         return free
@@ -150,7 +144,7 @@ class TreeSum:
 
         Its parts become known one by one; call this once for each.
         """
-        taken = _grown(Node(0, self._next), self._nodes, self._leaves)[1]
+        taken = _append(Node(0, self._next), [*self._nodes], self._leaves)
         kept = len(self._sums) - taken
         for left in reversed(self._sums[kept:]):
             left[part].add_(last[part])
@@ -229,46 +223,40 @@ class RankSum:
             chunks = [part.view(ranks, chunk) for part in parts]
             sent = torch.stack(chunks, dim=1).flatten()
 
-        received = sent.new_empty(len(self._heights) * chunk)
-        arriving = leaving = None
+        splits: tuple[Any, Any] = (None, None)
         if max(self._counts) > 1:
             arriving = [count * chunk for count in self._counts]
-            leaving = [len(parts) * chunk] * ranks
-        self._contract.enter("all_to_all", received)  # `sent` may differ in size
-
-        everyone = self._levels[0].ranks
-        yield dist.all_to_all_single(
-            received, sent, arriving, leaving, group=everyone, async_op=True
-        )
-
-        yield from self._climb(root, received, self._heights, self._leaves)
+            splits = arriving, [len(parts) * chunk] * ranks
+        yield from self._climb(root, sent, self._heights, self._leaves, splits)
         if missing:
             into.copy_(root[: into.numel()])
 
     def _climb(
         self,
         vector: Tensor,
-        received: Tensor,
+        sent: Tensor,
         heights: Sequence[int],
         leaves: int,
+        splits: tuple[Any, Any] = (None, None),
         level: int = 0,
     ) -> Iterator[Any]:
-        """Sum the chunks received on this level, of subtrees of these heights; continue above; gather the roots."""
+        """Exchange chunks on this level, of subtrees of these heights; sum them; continue above; gather the roots."""
+        size, ranks = self._levels[level]
+        received = sent.new_empty(len(heights), vector.numel() // size)
+        # `sent` may differ in size between ranks.
+        self._contract.enter("all_to_all", received.view(-1), level=level)
+        yield dist.all_to_all_single(
+            received.view(-1), sent, *splits, group=ranks, async_op=True
+        )
         tree = TreeSum(leaves)
-        chunks = received.view(len(heights), -1).unbind()
-        for chunk, height in zip(chunks, heights, strict=True):
+        for chunk, height in zip(received, heights, strict=True):
             tree.push(chunk, height)
 
         root = tree.take()
         if level + 1 < len(self._levels):
-            size, ranks = self._levels[level + 1]
-            above = torch.empty_like(root)
-            self._contract.enter("all_to_all", root, level=level + 1)
-            yield dist.all_to_all_single(above, root, group=ranks, async_op=True)
-            yield from self._climb(root, above, [0] * size, size, level + 1)
+            above = self._levels[level + 1].size
+            yield from self._climb(root, root, [0] * above, above, level=level + 1)
         self._contract.enter("all_gather", vector, level=level)
-
-        ranks = self._levels[level].ranks
         yield _all_gather(vector, root.contiguous(), group=ranks, async_op=True)
 
 
