@@ -23,8 +23,7 @@ def ohem(
     """
     unweighted = without_weights(losses, target, class_weights)
     valid = target != IGNORE_INDEX
-    given = config.class_weights
-    if class_weights is not None and isinstance(given, list) and 0 in given:
+    if class_weights is not None:
         valid &= class_weights[torch.where(valid, target, 0).long()] > 0
     kept, ratio = hard_pixels(unweighted, valid, config)
     # Pixels that are not kept have finite losses.
