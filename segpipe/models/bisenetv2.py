@@ -54,7 +54,6 @@ class BiSeNetV2(SegmentationNet):
         self.train_only = nn.ModuleDict(
             {name: _aux_head(*taps, num_classes) for name, taps in AUX.items()}
         )
-        self.published_keys = PUBLISHED_KEYS
         init_weights(self)
         for module in self.modules():
             if isinstance(module, Gather | Shrink):
@@ -70,6 +69,32 @@ class BiSeNetV2(SegmentationNet):
         read = (stride4, stride8, stride16, stride32)
 
         return self.head(fused), dict(zip(AUX, read, strict=True))
+
+    published_keys = renames(r"""
+        ^detail\.0\.                       detail.S1.
+        ^detail\.1\.                       detail.S2.
+        ^detail\.2\.                       detail.S3.
+        ^stem\.                            segment.S1S2.
+        ^stage([34])\.                     segment.S\1.
+        ^stage5\.                          segment.S5_4.
+        ^(segment\.S[345]\S*\.\d)\.conv\.  \1.conv1.
+        \.expand                           .dwconv
+        \.project\.                        .conv2.
+        ^context\.mean\.                   segment.S5_5.conv_gap.
+        ^context\.last\.                   segment.S5_5.conv_last.
+        ^context\.                         segment.S5_5.
+        ^guide\.fine\.                     bga.left1.
+        ^guide\.coarse\.                   bga.left2.
+        ^guide\.fine_gate\.                bga.right1.
+        ^guide\.coarse_gate\.              bga.right2.
+        ^guide\.                           bga.
+        ^train_only\.
+        ^aux5\.                            aux5_4.
+        ^(head|aux\w+)\.0\.                \1.conv.
+        ^head\.2\.                         head.conv_out.1.
+        ^(aux\w+)\.3\.                     \1.conv_out.0.1.
+        ^(aux\w+)\.4\.                     \1.conv_out.1.
+    """)
 
 
 class Stem(nn.Module):
@@ -179,30 +204,3 @@ def _aux_head(planes: int, stride: int, num_classes: int) -> nn.Sequential:
         conv_bn_relu(128, stride**2, 3),
         Classifier(stride**2, num_classes, 1),
     )
-
-
-PUBLISHED_KEYS = renames(r"""
-    ^detail\.0\.                       detail.S1.
-    ^detail\.1\.                       detail.S2.
-    ^detail\.2\.                       detail.S3.
-    ^stem\.                            segment.S1S2.
-    ^stage([34])\.                     segment.S\1.
-    ^stage5\.                          segment.S5_4.
-    ^(segment\.S[345]\S*\.\d)\.conv\.  \1.conv1.
-    \.expand                           .dwconv
-    \.project\.                        .conv2.
-    ^context\.mean\.                   segment.S5_5.conv_gap.
-    ^context\.last\.                   segment.S5_5.conv_last.
-    ^context\.                         segment.S5_5.
-    ^guide\.fine\.                     bga.left1.
-    ^guide\.coarse\.                   bga.left2.
-    ^guide\.fine_gate\.                bga.right1.
-    ^guide\.coarse_gate\.              bga.right2.
-    ^guide\.                           bga.
-    ^train_only\.
-    ^aux5\.                            aux5_4.
-    ^(head|aux\w+)\.0\.                \1.conv.
-    ^head\.2\.                         head.conv_out.1.
-    ^(aux\w+)\.3\.                     \1.conv_out.0.1.
-    ^(aux\w+)\.4\.                     \1.conv_out.1.
-""")

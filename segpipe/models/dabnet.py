@@ -38,7 +38,6 @@ class DABNet(SegmentationNet):
         self.act3 = BNPReLU(2 * 128 + 3)
         self.head = Classifier(2 * 128 + 3, num_classes, 1, bias=False)
         self.train_only = nn.ModuleDict()
-        self.published_keys = PUBLISHED_KEYS
         init_weights(self, mode="fan_in")
 
     def features(self, image: Tensor) -> Features:
@@ -51,6 +50,29 @@ class DABNet(SegmentationNet):
         x = self.act3(torch.cat([self.stage2(x), x, eighth], dim=1))
 
         return self.head(x), {}
+
+    published_keys = renames(r"""
+        ^stem\.(\d)\.0\.              init_conv.\1.conv.
+        ^stem\.(\d)\.1\.              init_conv.\1.bn_prelu.
+        ^act(\d)\.                    bn_prelu_\1.
+        ^down(\d)\.conv\.             downsample_\1.conv3x3.conv.
+        ^down(\d)\.act\.              downsample_\1.bn_prelu.
+        ^stage(\d)\.(\d)\.            DAB_Block_\1.DAB_Module_\1_\2.
+        \.before\.0\.                 .bn_relu_1.
+        \.before\.1\.                 .conv3x3.conv.
+        \.before\.2\.                 .conv3x3.bn_prelu.
+        \.near\.                      .dconv
+        \.far\.                       .ddconv
+        conv0\.                       conv3x1.conv.
+        conv1\.                       conv3x1.bn_prelu.
+        conv2\.                       conv1x3.conv.
+        conv3\.                       conv1x3.bn_prelu.
+        \.after\.0\.                  .bn_relu_2.
+        \.after\.1\.                  .conv1x1.conv.
+        ((bn_prelu|bn_relu)\w*)\.0\.  \1.bn.
+        ((bn_prelu|bn_relu)\w*)\.1\.  \1.acti.
+        ^head\.                       classifier.0.conv.
+    """)
 
 
 class BNPReLU(nn.Sequential):
@@ -105,27 +127,3 @@ class DABModule(nn.Module):
 def _conv_act(num_in: int, num_out: int, *, stride: int = 1) -> nn.Sequential:
     conv = nn.Conv2d(num_in, num_out, 3, stride, 1, bias=False)
     return nn.Sequential(conv, BNPReLU(num_out))
-
-
-PUBLISHED_KEYS = renames(r"""
-    ^stem\.(\d)\.0\.              init_conv.\1.conv.
-    ^stem\.(\d)\.1\.              init_conv.\1.bn_prelu.
-    ^act(\d)\.                    bn_prelu_\1.
-    ^down(\d)\.conv\.             downsample_\1.conv3x3.conv.
-    ^down(\d)\.act\.              downsample_\1.bn_prelu.
-    ^stage(\d)\.(\d)\.            DAB_Block_\1.DAB_Module_\1_\2.
-    \.before\.0\.                 .bn_relu_1.
-    \.before\.1\.                 .conv3x3.conv.
-    \.before\.2\.                 .conv3x3.bn_prelu.
-    \.near\.                      .dconv
-    \.far\.                       .ddconv
-    conv0\.                       conv3x1.conv.
-    conv1\.                       conv3x1.bn_prelu.
-    conv2\.                       conv1x3.conv.
-    conv3\.                       conv1x3.bn_prelu.
-    \.after\.0\.                  .bn_relu_2.
-    \.after\.1\.                  .conv1x1.conv.
-    ((bn_prelu|bn_relu)\w*)\.0\.  \1.bn.
-    ((bn_prelu|bn_relu)\w*)\.1\.  \1.acti.
-    ^head\.                       classifier.0.conv.
-""")

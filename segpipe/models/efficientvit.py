@@ -58,7 +58,6 @@ class EfficientViT(EncoderNet):
         self.head = Classifier(4 * width, num_classes, 1)
         self.train_only = nn.ModuleDict()
         self.init_decoder()
-        self.published_keys = PUBLISHED_KEYS
 
     def features(self, image: Tensor) -> Features:
         """Main logits (B, num_classes, H/8, W/8)."""
@@ -69,17 +68,16 @@ class EfficientViT(EncoderNet):
 
         return self.head(self.widen(self.middle(x))), {}
 
-
-PUBLISHED_KEYS = renames(r"""
-    ^encoder\.stem_in_conv\.         backbone.input_stem.op_list.0.
-    ^encoder\.stem_res0\.            backbone.input_stem.op_list.1.
-    ^encoder\.stages_(\d)\.blocks\.  backbone.stages.\1.op_list.
-    ^inputs\.([01])\.                head.input_ops.\1.op_list.0.
-    ^inputs\.2\.                     head.input_ops.2.
-    ^middle\.(\d)\.                  head.middle.op_list.\1.main.
-    \.expand\.                       .inverted_conv.
-    \.depthwise\.                    .depth_conv.
-    \.project\.                      .point_conv.
-    ^widen\.                         head.output_ops.0.op_list.0.
-    ^head\.(weight|bias)$            head.output_ops.0.op_list.1.conv.\1
-""")
+    published_keys = renames(r"""
+        ^encoder\.stem_in_conv\.         backbone.input_stem.op_list.0.
+        ^encoder\.stem_res0\.            backbone.input_stem.op_list.1.
+        ^encoder\.stages_(\d)\.blocks\.  backbone.stages.\1.op_list.
+        ^inputs\.([01])\.                head.input_ops.\1.op_list.0.
+        ^inputs\.2\.                     head.input_ops.2.
+        ^middle\.(\d)\.                  head.middle.op_list.\1.main.
+        \.expand\.                       .inverted_conv.
+        \.depthwise\.                    .depth_conv.
+        \.project\.                      .point_conv.
+        ^widen\.                         head.output_ops.0.op_list.0.
+        ^head\.(weight|bias)$            head.output_ops.0.op_list.1.conv.\1
+    """)

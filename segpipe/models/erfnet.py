@@ -52,7 +52,6 @@ class ERFNet(SegmentationNet):
         )
         self.head = nn.ConvTranspose2d(16, num_classes, 2, stride=2)
         self.train_only = nn.ModuleDict()
-        self.published_keys = PUBLISHED_KEYS
         init_near_zero(self.head)
 
     def features(self, image: Tensor) -> Features:
@@ -62,6 +61,32 @@ class ERFNet(SegmentationNet):
         if logits.shape[-2:] != image.shape[-2:]:
             logits = logits[..., :height, :width]
         return logits, {}
+
+    published_keys = renames(r"""
+        ^encoder\.0\.     encoder.initial_block.
+        ^encoder\.1\.     encoder.layers.0.
+        ^encoder\.2\.     encoder.layers.1.
+        ^encoder\.3\.     encoder.layers.2.
+        ^encoder\.4\.     encoder.layers.3.
+        ^encoder\.5\.     encoder.layers.4.
+        ^encoder\.6\.     encoder.layers.5.
+        ^encoder\.7\.     encoder.layers.6.
+        ^encoder\.8\.     encoder.layers.7.
+        ^encoder\.9\.     encoder.layers.8.
+        ^encoder\.10\.    encoder.layers.9.
+        ^encoder\.11\.    encoder.layers.10.
+        ^encoder\.12\.    encoder.layers.11.
+        ^encoder\.13\.    encoder.layers.12.
+        ^encoder\.14\.    encoder.layers.13.
+        ^encoder\.15\.    encoder.layers.14.
+        ^decoder\.(\d)\.  decoder.layers.\1.
+        \.near\.(\d)      .\1_1
+        \.far\.(\d)       .\1_2
+        \.0_              .conv3x1_
+        \.2_              .conv1x3_
+        \.3_              .bn
+        ^head\.           decoder.output_conv.
+    """)
 
 
 class ERFDownsampler(nn.Module):
@@ -106,30 +131,3 @@ class NonBottleneck1D(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = self.far(relu(self.near(x)))
         return relu(self.dropout(out) + x)
-
-
-PUBLISHED_KEYS = renames(r"""
-    ^encoder\.0\.     encoder.initial_block.
-    ^encoder\.1\.     encoder.layers.0.
-    ^encoder\.2\.     encoder.layers.1.
-    ^encoder\.3\.     encoder.layers.2.
-    ^encoder\.4\.     encoder.layers.3.
-    ^encoder\.5\.     encoder.layers.4.
-    ^encoder\.6\.     encoder.layers.5.
-    ^encoder\.7\.     encoder.layers.6.
-    ^encoder\.8\.     encoder.layers.7.
-    ^encoder\.9\.     encoder.layers.8.
-    ^encoder\.10\.    encoder.layers.9.
-    ^encoder\.11\.    encoder.layers.10.
-    ^encoder\.12\.    encoder.layers.11.
-    ^encoder\.13\.    encoder.layers.12.
-    ^encoder\.14\.    encoder.layers.13.
-    ^encoder\.15\.    encoder.layers.14.
-    ^decoder\.(\d)\.  decoder.layers.\1.
-    \.near\.(\d)      .\1_1
-    \.far\.(\d)       .\1_2
-    \.0_              .conv3x1_
-    \.2_              .conv1x3_
-    \.3_              .bn
-    ^head\.           decoder.output_conv.
-""")

@@ -68,7 +68,6 @@ class FastSCNN(SegmentationNet):
             )
             self.train_only["aux"] = head
 
-        self.published_keys = PUBLISHED_KEYS
         init_weights(self)
 
     def features(self, image: Tensor) -> Features:
@@ -76,6 +75,31 @@ class FastSCNN(SegmentationNet):
         high = self.detail(image)
         fused = self.fusion(high, self.ppm(self.context(high)))
         return self.classifier(fused), {"aux": high}
+
+    published_keys = renames(r"""
+        ^detail\.0\.                     learning_to_downsample.conv.conv.
+        ^detail\.(\d)\.                  learning_to_downsample.dsconv\1.conv.
+        ^context\.0\.                    global_feature_extractor.bottleneck1.
+        ^context\.1\.                    global_feature_extractor.bottleneck2.
+        ^context\.2\.                    global_feature_extractor.bottleneck3.
+        \.expand\.                       .block.0.conv.
+        (bottleneck\d\.\d)\.depthwise\.  \1.block.1.conv.
+        \.project\.0\.                   .block.2.
+        \.project\.1\.                   .block.3.
+        ^ppm\.out\.                      global_feature_extractor.ppm.out.conv.
+        ^ppm\.branches\.0\.              global_feature_extractor.ppm.conv1.conv.
+        ^ppm\.branches\.1\.              global_feature_extractor.ppm.conv2.conv.
+        ^ppm\.branches\.2\.              global_feature_extractor.ppm.conv3.conv.
+        ^ppm\.branches\.3\.              global_feature_extractor.ppm.conv4.conv.
+        ^fusion\.depthwise\.             feature_fusion.dwconv.conv.
+        ^fusion\.low\.                   feature_fusion.conv_lower_res.
+        ^fusion\.high\.                  feature_fusion.conv_higher_res.
+        ^classifier\.0\.                 classifier.dsconv1.conv.
+        ^classifier\.1\.                 classifier.dsconv2.conv.
+        ^classifier\.3\.                 classifier.conv.1.
+        ^train_only\.aux\.0\.            auxlayer.
+        ^train_only\.aux\.2\.            auxlayer.4.
+    """)
 
 
 class PyramidPooling(nn.Module):
@@ -107,30 +131,3 @@ class FeatureFusion(nn.Module):
     def forward(self, high: Tensor, low: Tensor) -> Tensor:
         low = upsample_like(low, high, align_corners=True)
         return relu(self.high(high) + self.low(self.depthwise(low)))
-
-
-PUBLISHED_KEYS = renames(r"""
-    ^detail\.0\.                     learning_to_downsample.conv.conv.
-    ^detail\.(\d)\.                  learning_to_downsample.dsconv\1.conv.
-    ^context\.0\.                    global_feature_extractor.bottleneck1.
-    ^context\.1\.                    global_feature_extractor.bottleneck2.
-    ^context\.2\.                    global_feature_extractor.bottleneck3.
-    \.expand\.                       .block.0.conv.
-    (bottleneck\d\.\d)\.depthwise\.  \1.block.1.conv.
-    \.project\.0\.                   .block.2.
-    \.project\.1\.                   .block.3.
-    ^ppm\.out\.                      global_feature_extractor.ppm.out.conv.
-    ^ppm\.branches\.0\.              global_feature_extractor.ppm.conv1.conv.
-    ^ppm\.branches\.1\.              global_feature_extractor.ppm.conv2.conv.
-    ^ppm\.branches\.2\.              global_feature_extractor.ppm.conv3.conv.
-    ^ppm\.branches\.3\.              global_feature_extractor.ppm.conv4.conv.
-    ^fusion\.depthwise\.             feature_fusion.dwconv.conv.
-    ^fusion\.low\.                   feature_fusion.conv_lower_res.
-    ^fusion\.high\.                  feature_fusion.conv_higher_res.
-    ^classifier\.0\.                 classifier.dsconv1.conv.
-    ^classifier\.1\.                 classifier.dsconv2.conv.
-    ^classifier\.3\.                 classifier.conv.1.
-    ^train_only\.aux\.0\.            auxlayer.
-    ^train_only\.aux\.2\.            auxlayer.4.
-""")
-"""Patterns of names here -> names in the published state dict."""

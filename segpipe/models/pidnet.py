@@ -142,10 +142,8 @@ class LightBag(nn.Module):
 
     def forward(self, detail: Tensor, context: Tensor, boundary: Tensor) -> Tensor:
         edge = torch.sigmoid(boundary)
-        out = self.detail((1 - edge) * context + detail) + self.context(
-            context + edge * detail
-        )
-        return out
+        fine = self.detail((1 - edge) * context + detail)
+        return fine + self.context(context + edge * detail)
 
 
 class Bag(nn.Module):

@@ -88,18 +88,15 @@ class PluginNetwork(SegmentationNet):
         heads = named_heads(self.net(image), self.name)
         if not traced:
             check_heads(heads, image, self.num_classes, self.name)
-            if self.training:
-                self._check_names(heads)
+        if self.training and not traced:
+            self._trained_heads = self._trained_heads or tuple(heads)
+            if tuple(heads) != self._trained_heads:
+                raise ConfigError(
+                    f"model.name = {self.name}: its forward returned the heads {', '.join(heads)}, but before that "
+                    f"{', '.join(self._trained_heads)}. In training mode it must return the same heads every time."
+                )
 
         return heads if aux else {"main": heads["main"]}
-
-    def _check_names(self, heads: Mapping[str, Tensor]) -> None:
-        self._trained_heads = self._trained_heads or tuple(heads)
-        if tuple(heads) != self._trained_heads:
-            raise ConfigError(
-                f"model.name = {self.name}: its forward returned the heads {', '.join(heads)}, but before that "
-                f"{', '.join(self._trained_heads)}. In training mode it must return the same heads every time."
-            )
 
 
 class ShardGuard:
@@ -186,8 +183,8 @@ def named_heads(output: Any, name: str) -> dict[str, Tensor]:
 
     heads: dict[str, Any] = {}
     if isinstance(output, list | tuple):
-        heads = {f"aux{place}": head for place, head in enumerate(output) if place}
-        heads = {"main": output[0], **heads} if output else {}
+        names = ("main", *(f"aux{place}" for place in range(1, len(output))))
+        heads = dict(zip(names, output, strict=False))
     elif isinstance(output, Mapping):
         main = next((key for key in MAIN if key in output), None)
         others = {str(key): head for key, head in output.items() if key != main}

@@ -53,9 +53,7 @@ def bicubic(x: Tensor, size: Sequence[int]) -> Tensor:
 def _needs_own_way(x: Tensor) -> bool:
     """Whether torch's resize would be nondeterministic or slow here, and no graph is being exported."""
     on_cuda = x.is_cuda and torch.are_deterministic_algorithms_enabled()
-    if _tracing() or _exporting():
-        return False
-    return on_cuda or _as_on_cuda
+    return (on_cuda or _as_on_cuda) and not (_tracing() or _exporting())
 
 
 @contextmanager
@@ -214,10 +212,10 @@ def order_of(x: Tensor) -> torch.memory_format:
 
 def pool_weights(num_in: int, bins: int, real: Real) -> NDArray[Any]:
     """Matrix (bins, num_in) that averages bin b over [floor(b n / bins), ceil((b + 1) n / bins))."""
-    cell, row = np.arange(num_in), np.arange(bins)[:, None]
-    # Multiplied out, so that integers need no rounding.
-    inside = ((cell + 1) * bins > row * num_in) & (cell * bins < (row + 1) * num_in)
-    return inside.astype(real) / inside.sum(1, keepdims=True).astype(real)
+    matrix = np.zeros((bins, num_in), real)
+    for row in range(bins):
+        matrix[row, row * num_in // bins : -(-(row + 1) * num_in // bins)] = 1
+    return matrix / matrix.sum(1, keepdims=True)
 
 
 def _separable(x: Tensor, size: Sequence[int], kind: str, stride: int = 1) -> Tensor:
@@ -274,7 +272,7 @@ def _built(
     weights = WEIGHTS[kind](num_in, num_out, real)[stride // 2 :: stride]
     # A tensor created in inference mode cannot take part in a later backward.
     with torch.inference_mode(False):
-        return torch.tensor(weights, dtype=dtype, device=device)
+        return torch.tensor(weights, device=device)
 
 
 _kept = cache(_built)

@@ -236,7 +236,7 @@ class PPLiteSeg(SegmentationNet):
 
         p8, p16, p32 = planes
         self.encoder = STDCEncoder(blocks)
-        self.ppm = SimplePyramid(1024, 128)
+        self.ppm = SimplePyramid()
         self.fuse32 = AttentionFusion(1024, 128, p32)
         self.fuse16 = AttentionFusion(512, p32, p16)
         self.fuse8 = AttentionFusion(256, p16, p8)
@@ -258,12 +258,12 @@ class PPLiteSeg(SegmentationNet):
 
 
 class SimplePyramid(nn.Module):
-    """Sum of averages over 1, 2 and 4 bins per side, each after a 1x1 convolution, then 3x3."""
+    """1024 to 128 channels: sum of averages over 1, 2 and 4 bins per side, each after a 1x1 convolution, then 3x3."""
 
-    def __init__(self, num_in: int, num_out: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.scales = nn.ModuleList(conv_bn_relu(num_in, num_out, 1) for _ in BINS)
-        self.out = conv_bn_relu(num_out, num_out, 3)
+        self.scales = nn.ModuleList(conv_bn_relu(1024, 128, 1) for _ in BINS)
+        self.out = conv_bn_relu(128, 128, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         first, *others = (
