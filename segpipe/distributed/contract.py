@@ -425,7 +425,7 @@ class Contract:
         return now - since
 
     def _answer(self, store: Store) -> None:
-        """Report this rank's calls and stacks once; then, as the lowest rank that answers, decide."""
+        """Report this rank's calls and stacks once; then, as the lowest rank that answers, write the verdict."""
         now = time.monotonic()
         if self._answered_at is None:
             self._answered_at = now
@@ -444,11 +444,8 @@ class Contract:
 
         complete = len(answers) == self._world_size
         over = now - self._answered_at > ANSWERS_S
-        if (complete or over) and self._rank == min(answers):
-            self._decide(store, answers)
-
-    def _decide(self, store: Store, answers: Mapping[int, Mapping[int, str]]) -> None:
-        """Write the verdict to the store; the lowest rank of each machine prints it."""
+        if not (complete or over) or self._rank != min(answers):
+            return
         counts = [
             json.loads(store.get(key))[1] if store.check([key]) else 0
             for key in self._keys
@@ -462,8 +459,8 @@ class Contract:
     def _as_json(self, text: str, exit_code: int, ranks: Sequence[int]) -> str:
         """A verdict as JSON; the first of `ranks` on every machine prints it."""
         first = {self._hosts[rank]: rank for rank in reversed(ranks)}
-        speakers = list(first.values())
-        return json.dumps({"text": text, "exit_code": exit_code, "speakers": speakers})
+        said = {"text": text, "exit_code": exit_code, "speakers": [*first.values()]}
+        return json.dumps(said)
 
     def _elsewhere(self) -> list[int]:
         """The ranks of other machines."""
