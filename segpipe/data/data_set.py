@@ -148,7 +148,7 @@ class FileSamples(DataSet):
 
     def inputs(self) -> dict[str, Input]:
         paths = [path for pair in self.pairs for path in pair[1:]]
-        return {self.facts.below(path): path for path in (*self.sources, *paths)}
+        return {**self.facts.named((*self.sources, *paths))}
 
     def check_pack(self) -> None:
         """Raise DataError if packed pixels differ from the files. Each start compares other random samples."""

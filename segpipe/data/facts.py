@@ -111,7 +111,7 @@ class Facts:
 
     def forget(self, path: str) -> None:
         """Drop the facts about a file."""
-        self._files.pop(self.below(path), None)
+        self._files.pop(self._below(path), None)
 
     def keep(self) -> None:
         """Store new facts, if a cache folder is writable."""
@@ -130,20 +130,20 @@ class Facts:
 
     def _known(self, path: str) -> Known | None:
         """Facts about the file in its current state."""
-        known = self._files.get(self.below(path))
+        known = self._files.get(self._below(path))
         return known if known and known.state == state_of(path) else None
 
     def _learn(self, path: str, known: Known) -> Known:
         if time.time_ns() - max(known.state[1:]) > SETTLED_NS:
-            self._files[self.below(path)] = known
+            self._files[self._below(path)] = known
             self._news = True
         return known
 
-    def below(self, path: str) -> str:
-        """The path relative to the folder.
+    def named(self, paths: Iterable[str]) -> dict[str, str]:
+        """The paths by their paths below the folder: facts stored by these stay valid if the data set is moved."""
+        return {self._below(path): path for path in paths}
 
-        Facts stored by it stay valid if the data set is moved.
-        """
+    def _below(self, path: str) -> str:
         folder = f"{self.root.rstrip('/')}/"
         below = path.removeprefix(folder)  # relpath is 20 times slower
         return below if below != path else os.path.relpath(path, folder)
