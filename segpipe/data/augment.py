@@ -389,9 +389,10 @@ class Augmenter:
 
         inner = pipeline.transforms
         if look is not None or self.config.extra:
-            names = [name for name, _ in self.steps]
-            pairs = zip(names, inner, strict=True)
-            pipeline.transforms = [partial(_applied, *pair, look) for pair in pairs]
+            pipeline.transforms = [
+                partial(_applied, name, step, look)
+                for (name, _), step in zip(self.steps, inner, strict=True)
+            ]
 
         try:
             made = pipeline(image=image, mask=target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 from bisect import bisect
@@ -24,6 +23,7 @@ from segpipe.data.masks import check_sizes, counts_of, read_target
 from segpipe.data.pack import Pack
 from segpipe.data.readers import Progress, read_image, silent
 from segpipe.errors import DataError
+from segpipe.files import sha256_of
 from segpipe.keys import generator, sample_key
 
 if TYPE_CHECKING:
@@ -384,10 +384,8 @@ class PluginSamples(DataSet):
     def sha256(self, index: int) -> str:
         """SHA-256 of a sample's arrays and their shape."""
         image, target = self.read(index)
-        digest = hashlib.sha256(repr(image.shape).encode())
-        digest.update(image.tobytes())
-        digest.update(target.tobytes())
-        return digest.hexdigest()
+        shape = repr(image.shape).encode()
+        return sha256_of(shape + image.tobytes() + target.tobytes())
 
     @property
     def _where(self) -> str:
