@@ -440,8 +440,8 @@ def _classes_of(samples: DataSet, seen: set[int], enough: int) -> set[int]:
 def check_scorable(samples: DataSet, split: str) -> None:
     """Raise DataError if no validation image has a labelled pixel, or an image file is too small for a network."""
     for files in samples.file_sets():
-        for index, pair in enumerate(files.pairs):
-            height, width = files.size(index)
+        for pair in files.pairs:
+            height, width, *_ = files.facts.header(pair.mask)
             if min(height, width) < LEAST_SIDE:
                 raise DataError(
                     f"{pair.image} of split {split} is {height}x{width}, "
