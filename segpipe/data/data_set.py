@@ -20,13 +20,13 @@ from segpipe.data import Int64, Sample, Size, Uint8
 from segpipe.data.catalog import STREET, ClassTable, MaskTable, mask_table_of
 from segpipe.data.facts import Facts
 from segpipe.data.masks import check_sizes, counts_of, read_target
-from segpipe.data.pack import Pack
 from segpipe.data.readers import Progress, read_image, silent
 from segpipe.errors import DataError
 from segpipe.files import sha256_of
 from segpipe.keys import generator, sample_key
 
 if TYPE_CHECKING:
+    from segpipe.data.pack import Pack
     from segpipe.data.pairs import Pair
     from segpipe.settings.groups import DataConfig
 

@@ -22,13 +22,11 @@ from segpipe.data.masks import counts_of, target_of
 from segpipe.data.readers import (
     Check,
     Header,
-    State,
     anything,
     image_of,
     mask_of,
     read_file,
     read_header,
-    state_of,
 )
 from segpipe.errors import CheckpointError
 from segpipe.files import read_json, sha256_of, write_atomically
@@ -39,6 +37,18 @@ FORMAT = f"5 {cv2.__version__} {PIL.__version__}"
 # A file that changes twice within a clock tick (4 ms, on some file systems 10) keeps its
 # times, so facts about a file that changed more recently than this are not stored.
 SETTLED_NS = 50_000_000
+# Size, and modification times of content and inode: cp -p, touch and archives set the first
+# time, nothing sets the second.
+State = list[int]
+
+
+def state_of(path: str) -> State:
+    """Current state of a file."""
+    try:
+        now = os.stat(path)
+    except OSError:  # the reader reports what is wrong
+        return [-1, 0, 0]
+    return [now.st_size, now.st_mtime_ns, now.st_ctime_ns]
 
 
 class Known(NamedTuple):

@@ -27,7 +27,7 @@ import numpy as np
 import PIL
 
 from segpipe.data import Sample, Uint8
-from segpipe.data.readers import State, state_of
+from segpipe.data.facts import State, state_of
 from segpipe.disk import sha256
 from segpipe.errors import DataError
 

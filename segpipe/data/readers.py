@@ -60,9 +60,6 @@ CHUNK = 32  # items per task of a thread: a task costs 50 us, a small mask 100
 # In processor time, which does not depend on the machine's load. 20,000 pairs of 48x64 take 2.5 s in one thread, and
 # 4.7 s (5.9 s of processor time) in two.
 SMALL_S = 0.001
-# Size, and modification times of content and inode: cp -p, touch and archives set the first
-# time, nothing sets the second.
-State = list[int]
 Progress = Callable[[int, int], None]  # called with done and total
 T = TypeVar("T")
 R = TypeVar("R")
@@ -108,15 +105,6 @@ class RawMask(NamedTuple):
     # Ids: gray values or palette indices, uint8 or uint16 (H, W). Or colors: RGBA, uint8 (H, W, 4).
     pixels: NDArray[Any]
     palette: Uint8 | None = None  # colors of the indices, uint8 (n, 4)
-
-
-def state_of(path: str) -> State:
-    """Current state of a file."""
-    try:
-        now = os.stat(path)
-    except OSError:  # the reader reports what is wrong
-        return [-1, 0, 0]
-    return [now.st_size, now.st_mtime_ns, now.st_ctime_ns]
 
 
 def read_file(path: str, *, part: bool = False) -> bytes:
