@@ -149,13 +149,12 @@ def _override(text: str, line: CommandLine) -> str:
     key = key.lstrip("+")
     if key.startswith("hydra"):
         return text
-    hint = nearest(key.strip("-"), [*SETTINGS, *GROUPS])
-    if key.startswith("-"):
-        raise ConfigError(
-            f"{key} is not an option of segpipe. Settings are written without dashes, as KEY=VALUE.{hint}"
-        )
-    if not equals or not key:
-        raise ConfigError(f"{text!r} is not of the form key=value.{hint}")
+    if key.startswith("-") or not equals or not key:
+        fault = f"{text!r} is not of the form key=value."
+        if key.startswith("-"):
+            fault = f"{key} is not an option of segpipe. Settings are written without dashes, as KEY=VALUE."
+        hint = nearest(key.strip("-"), [*SETTINGS, *GROUPS])
+        raise ConfigError(f"{fault}{hint}")
 
     is_entry = ".".join(key.split(".")[:2]) in MAPPINGS
     if is_entry:
@@ -186,7 +185,8 @@ def _check_value(key: str, text: str) -> None:
         _parsed(key, text, "{name: value}")
     elif "${" not in text and text != "???":
         entry = SETTINGS[key]
-        refuse([entry.problem(entry.convert(_value(entry, text)))])
+        if problem := entry.problem(entry.convert(_value(entry, text))):
+            raise ConfigError(problem)
 
 
 def _parsed(key: str, text: str, example: str) -> Override:
