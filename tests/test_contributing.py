@@ -56,7 +56,7 @@ def missing(kind: str, name: str) -> list[str]:
     written, named, _ = RECIPES[kind]
     file_name = SHARES_A_FILE.get(name, name).replace("-", "_")
     if kind == "command" and name in COMMANDS and COMMANDS[name].starts:
-        file_name = COMMANDS[name].starts.partition(".")[0]
+        file_name = COMMANDS[name].starts.partition(":")[0]
     lacking = []
     for path in written:
         own = name if path.startswith("conf") else file_name
