@@ -3,11 +3,15 @@
 From Python: `segpipe.train`, `load`, `evaluate`, `export` and `compare`, which segpipe.cli.api describes.
 """
 
+import os
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 __version__ = "0.3.0"
+
+# As segpipe.runtime does where it is alone: onnxruntime sends no telemetry.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 IGNORE_INDEX = 255  # class id in a target (uint8) that losses and metrics ignore
 # Names of segpipe.cli.api, which is imported when one of them is accessed.

@@ -2,6 +2,7 @@
 //   segpipe_ort FOLDER [RUNS]       exit code 0 ok, 2 usage, 4 different answers, 7 altered files
 #include <onnxruntime_cxx_api.h>
 
+#include <cstdlib>
 #include <memory>
 
 #include "artifact.hpp"
@@ -33,4 +34,7 @@ static segpipe::Model open_model(const std::string& bytes, const segpipe::Golden
           }};
 }
 
-int main(int argc, char** argv) { return segpipe::self_test(argc, argv, "model.onnx", open_model); }
+int main(int argc, char** argv) {
+  setenv("ORT_DISABLE_TELEMETRY", "1", 0);  // official builds send some from 1.29 on
+  return segpipe::self_test(argc, argv, "model.onnx", open_model);
+}

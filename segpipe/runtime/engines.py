@@ -1,11 +1,16 @@
 """Engines that run the ONNX file: onnxruntime, and OpenVINO if installed. No fallback to another device."""
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+
+# From 1.29 on, official builds for Linux send telemetry to Microsoft, unless this is set before the import.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
 import onnxruntime
 
 from .frames import Pixels

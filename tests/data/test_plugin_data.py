@@ -3,7 +3,8 @@
 import hashlib
 import pickle
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from segpipe import plugins
-from segpipe.checks.elsewhere import elsewhere, started
+from segpipe.checks.elsewhere import elsewhere
 from segpipe.data.augment import Augmenter
 from segpipe.data.data_set import PerProcess
 from segpipe.data.samples import class_pixels, image_sizes, open_samples
@@ -340,12 +341,17 @@ def test_loader_processes_do_not_share_the_position_in_an_open_file(
     assert all(read_all(samples, 1))
     if shared:
         monkeypatch.setattr(PerProcess, "value", property(lambda own: own._value))
-    with ExitStack() as held:
-        asked = [
-            held.enter_context(started("fork", read_all, samples, 300))
-            for _ in range(3)
-        ]
-        found = [answer() for answer in asked]
+    context = get_context("fork")
+    answers = context.SimpleQueue()
+    readers = [
+        context.Process(target=lambda: answers.put(read_all(samples, 300)))
+        for _ in range(3)
+    ]
+    for reader in readers:
+        reader.start()
+    found = [answers.get() for _ in readers]
+    for reader in readers:
+        reader.join()
     samples.source.file.close()  # type: ignore[attr-defined]
     assert all(map(all, found)) != shared
 

@@ -1318,3 +1318,29 @@ def test_the_self_test_needs_no_later_numpy_than_is_promised(
     """numpy 1.21 has another signature of quantile."""
     monkeypatch.delattr(np, "quantile")
     Segmenter.load(folder)
+
+
+FIRST_IMPORT = """
+import os, sys
+class Seen:
+    def find_spec(self, name, path=None, target=None):
+        if name == "onnxruntime":
+            print(os.environ.get("ORT_DISABLE_TELEMETRY"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Seen())
+sys.path.insert(0, sys.argv[1])
+__import__(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(
+    "package", ["runtime", "segpipe.export.graph.lowprec", "onnxruntime"]
+)
+def test_onnxruntime_is_imported_without_its_telemetry(package: str) -> None:
+    """Alone, as on a robot, and with the rest of segpipe; the last one is the control."""
+    env = {k: v for k, v in os.environ.items() if k != "ORT_DISABLE_TELEMETRY"}
+    place = ROOT / "segpipe" if package == "runtime" else ROOT
+    command = [sys.executable, "-c", FIRST_IMPORT, str(place), package]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    wanted = None if package == "onnxruntime" else 1
+    assert done.stdout.strip() == str(wanted)
