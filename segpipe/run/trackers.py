@@ -242,6 +242,7 @@ class Mlflow:
 
     def on_start(self, config: Config, step: int) -> None:
         """Start the run, or continue it."""
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         import mlflow
         from mlflow import entities
 
