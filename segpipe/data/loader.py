@@ -182,7 +182,7 @@ class _Maker(NamedTuple):
 
     def make(self, request: Request, take: Take) -> tuple[_Header, Tensor]:
         """The samples of a request; whole images one at a time."""
-        crops, made = [], []
+        shape, data, made = (0, 0, 0), take(0), []
         for row, (epoch, index) in enumerate(request.members):
             crop = self.samples.read(index)
             key = sample_key(self.seed, epoch, index, "augment")
@@ -194,13 +194,12 @@ class _Maker(NamedTuple):
                 made.append((row, witness))
             elif self.augmenter is not None:
                 crop = self.augmenter(*crop, key)
-            crops.append(crop)
-
-        height, width = crops[0][1].shape if crops else (0, 0)
-        shape = len(crops), height, width
-        data = take(sum(part_bytes(shape)))
-        image, target = (part.numpy() for part in _views(data, shape))
-        for row, crop in enumerate(crops):
+            if not row:
+                height, width = crop[1].shape
+                shape = len(request.members), height, width
+                data = take(sum(part_bytes(shape)))
+                image, target = (part.numpy() for part in _views(data, shape))
+            # Now: a transform may fill its memory again for the next sample.
             image[row], target[row] = crop
         return _Header(shape, request.members, request.place, tuple(made)), data
 

@@ -219,6 +219,21 @@ def test_every_row_has_the_key_of_its_seed_epoch_and_index(workers):
             assert np.array_equal(target, alone[1])
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_transform_may_fill_its_memory_again(expected, workers, monkeypatch):
+    """Such as one that a user trains with under augment.check=false."""
+    kept = np.empty((32, 48, 3), np.uint8), np.empty((32, 48), np.uint8)
+    augment = Augmenter.__call__
+
+    def reusing(self, *given):
+        for memory, part in zip(kept, augment(self, *given), strict=True):
+            memory[:] = part
+        return kept
+
+    monkeypatch.setattr(Augmenter, "__call__", reusing)
+    assert digests(batches(workers=workers)) == expected
+
+
 @pytest.mark.parametrize(
     ("how", "workers", "prefetch"),
     [
