@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import cv2
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, TiffImagePlugin
+from PIL import Image, ImageOps, PngImagePlugin, TiffImagePlugin
 
 from segpipe.data import Size, Uint8
 from segpipe.disk import PASSING, patiently
@@ -67,6 +67,8 @@ R = TypeVar("R")
 # Pillow warns about a truncated TIFF only once per process; the errors here name each file.
 warnings.filterwarnings("ignore", module="PIL")
 Image.MAX_IMAGE_PIXELS = None  # data.max_pixels limits all decoders
+# For one text or color profile, 1 MiB by default.
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 
 
 def silent(done: int, total: int) -> None:
@@ -279,8 +281,9 @@ def _opened(content: bytes) -> tuple[Image.Image, Header]:
             image.load()
     except Exception as error:  # whatever Pillow raises for damaged data
         if content.startswith(SIGNATURES):
+            reason = str(error).partition(" <")[0]  # without an address in memory
             raise ValueError(
-                f"is truncated or damaged ({error}). Copy it again."
+                f"is truncated or damaged ({reason}). Copy it again."
             ) from None
         raise ValueError(
             "is neither PNG nor JPEG, BMP, TIFF, WebP or PNM. Copy it again, or convert it."
@@ -330,7 +333,7 @@ def _header(image: Image.Image, content: bytes) -> Header:
 
     bits = 16 if image.mode in WIDE else 8
     if image.format == "PNG":
-        bits = content[24]  # per channel
+        bits = content[content.index(b"IHDR") + 12]  # per channel
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         bits = image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))[0]
         if image.tag_v2.get(ORIENTATION_TAG, 1) != 1:

@@ -506,6 +506,32 @@ def test_a_jpeg_is_read_whatever_a_camera_appends(tmp_path: Path) -> None:
                 read(str(path))
 
 
+def test_a_png_is_read_whatever_an_editor_describes_in_it(tmp_path: Path) -> None:
+    """Text and color profiles of megabytes, compressed."""
+    plain, path = encoded(grey()), tmp_path / "mask.png"
+    large = zlib.compress(bytes(3 << 20))
+    for kind in (b"zTXt", b"iCCP"):
+        path.write_bytes(plain[:33] + chunk(kind, b"k\0\0" + large) + plain[33:])
+        assert np.array_equal(read_mask(str(path)).pixels, grey())
+        assert read_image(str(path)).shape == (HEIGHT, WIDTH, 3)
+
+
+def test_a_png_of_xcode_is_named(tmp_path: Path) -> None:
+    """It has a chunk before the header, and pixels that only Apple's decoders read."""
+    path, content = tmp_path / "mask.png", encoded(grey())
+    path.write_bytes(content[:8] + chunk(b"CgBI", bytes(4)) + content[8:])
+    for read in (read_mask, read_image):
+        with pytest.raises(DataError, match=r"mask\.png"):
+            read(str(path))
+
+
+def test_a_damaged_png_is_named_with_the_same_words_each_time(tmp_path: Path) -> None:
+    path, plain = tmp_path / "mask.png", encoded(grey())
+    path.write_bytes(plain[:33] + chunk(b"tEXt", b"k\0v")[:-1] + b"!" + plain[33:])
+    with pytest.raises(DataError, match=r"damaged \(cannot identify image file\)"):
+        read_mask(str(path))
+
+
 def turned_set(
     folder: Path, number: int, size: tuple[int, int], mask: np.ndarray, rule: str = ""
 ) -> DataConfig:
