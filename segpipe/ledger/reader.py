@@ -207,13 +207,15 @@ def _rank_faults(
 
     Training itself stops at such a row, unless it was resumed from another state than it had saved.
     """
-    found = []
+    found, keys = [], row_keys(rows)
     for one, own in zip(headers, valid, strict=True):
-        own, usual = common_rows(own, rows)
+        usual = rows[np.searchsorted(keys, row_keys(own))]
         wrong = own[unequal(own, usual)][:1]
         if len(wrong):
             sources = zip(headers, valid, strict=True)
-            two = next(each for each, its in sources if len(common_rows(its, wrong)[0]))
+            two = next(
+                each for each, its in sources if row_keys(wrong) in row_keys(its)
+            )
             found.append((wrong["step"][0], one, two))
     return [
         f"step {step}: rank {one.rank} in session {one.session} differs from rank {two.rank} in session {two.session}"

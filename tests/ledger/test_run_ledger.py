@@ -125,6 +125,19 @@ def test_ranks_that_diverged_are_a_fault(tmp_path: Path) -> None:
     )
 
 
+def test_a_row_that_is_twice_in_a_session_is_no_fault_if_it_is_the_same(
+    tmp_path: Path,
+) -> None:
+    """Such as the first one, copied to the end."""
+    path = ledger_path(ledgers.write_session(tmp_path, ledgers.header(), range(4)), 0)
+    content, whole = path.read_bytes(), read_run(tmp_path)
+    size = whole.rows.dtype.itemsize
+    path.write_bytes(content + content[-len(whole.rows) * size :][:size])
+    again = read_run(tmp_path)
+    assert again.rows.tobytes() == whole.rows.tobytes()
+    assert again.faults == ()
+
+
 def test_what_is_missing_is_noted(tmp_path: Path) -> None:
     ledgers.write_session(tmp_path, ledgers.header(), range(5), ranks=2)
     path = ledger_path(tmp_path, 1)
