@@ -134,7 +134,7 @@ class Run:
     watch: Watch
     view: View
     log: Log
-    saved: int | None  # step of last.pt, if there is one
+    saved: int | None  # step of the newest checkpoint, if there is one
     ended: bool  # had finished at the step at which it resumes, and is now extended
     kept: float  # mIoU of best.pt; in an extended run also counts the validation at its former end
     clock: Clock = field(default_factory=Clock)
@@ -452,9 +452,9 @@ def _check(run: Run, step: TrainStep, result: StepResult) -> None:
     ]
     named = "; ".join(bad[:4]) or "every loss is finite, but a gradient is not"
     run.group.together(run.settle)
-    good = "No last.pt was written."
+    good = "No checkpoint was written."
     if run.saved is not None:
-        good = f"last.pt of step {run.saved} is the last good state."
+        good = f"The checkpoint of step {run.saved} is the last good state."
     if first_bad < run.state.step:
         good = f"Step {first_bad} was the first non-finite one. {good}"
     precision, name = run.config.train.precision, run.config.loss.name
@@ -586,8 +586,8 @@ def _save(run: Run, name: str, *, wait: bool = True) -> None:
 
     run.group.together(flush)  # a full disk ends all ranks, not only one
     run.group.together(write)  # when all ranks have written their rows
+    run.saved = run.state.step
     if name == "last.pt":
-        run.saved = run.state.step
         run.saved_at = time.monotonic()
 
 

@@ -334,6 +334,19 @@ def test_a_resume_that_saves_more_often_misses_no_checkpoint(tmp_path: Path) -> 
         folders.claim_folder(compose(settings(folder, *changes)), create=False)
 
 
+@pytest.mark.parametrize("kept", ["checkpoint.keep_every=1", "train.validate_every=1"])
+def test_a_lost_step_or_best_checkpoint_is_missed_as_last_is(
+    tmp_path: Path, kept: str
+) -> None:
+    changes = ("checkpoint.every=0", "train.log_every=1", kept)
+    assert run(tmp_path / "run", *changes) == 0
+    for path in (*tmp_path.glob("run/*.pt"), tmp_path / "run" / "result.json"):
+        path.unlink()
+    again = compose(settings(tmp_path / "run", *changes, "run.exists=resume"))
+    with pytest.raises(ConfigError, match=r"step \d+ was saved"):
+        folders.claim_folder(again, create=False)
+
+
 def test_a_group_that_may_write_may_go_on(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:

@@ -397,7 +397,7 @@ def test_diverged_run_names_step_rank_and_rate_and_keeps_its_state(
     ):
         assert part in text
     kept = checkpoint.load(folder / "last.pt")
-    assert "last.pt of step 1 is the last good state" in text
+    assert "The checkpoint of step 1 is the last good state" in text
     assert kept["step"] == 1
     assert all(
         value.isfinite().all() for value in kept["optimizer"]["state"][0].values()
