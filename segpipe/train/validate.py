@@ -140,6 +140,7 @@ def validate(
                     logits, target, align_corners=corners, backend=backend
                 )
                 bins = confidences(logits, target, align_corners=corners)
+                del logits  # before those of the next image take memory
         own_found[index] = counts.cpu(), bins
         progress(len(own_found), len(own))
     merged = ChainMap(*group.gather(own_found))

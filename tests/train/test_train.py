@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -751,6 +752,24 @@ def test_validation_counts_every_image_once(world_size: int) -> None:
         == np.bincount(labels, minlength=256)[: STREET.num_classes].tolist()
     )
     assert torch.equal(total, found(ranks[0]).total)
+
+
+def test_validation_keeps_the_logits_of_one_image() -> None:
+    """Those of a network of stride 1 take 160 MB per image of 2048x1024."""
+    model, kept = build_model("fast_scnn", STREET.num_classes).eval(), list[Any]()
+    forward = model.forward
+
+    def counted(image: torch.Tensor) -> torch.Tensor:
+        assert [logits() for logits in kept] == [None] * len(kept)
+        logits = forward(image)
+        kept.append(weakref.ref(logits))
+        return logits
+
+    model.forward = counted  # type: ignore[method-assign]
+    alone = Group(0, 0, 1, torch.device("cpu"))
+    given = model, Preprocess(), Frames(), alone, DataConfig(workers=0)
+    validate(*given, precision="fp32")
+    assert len(kept) == len(Frames())
 
 
 def test_all_ranks_name_the_image_for_which_the_logits_of_one_are_not_finite() -> None:
