@@ -110,6 +110,10 @@ class SharedBlock:
         os.ftruncate(fd, size)
         self._arena = Arena(size, fd)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Without `bytes`, which would be a copy in the other process.
+        return {"slot_bytes": self.slot_bytes, "_arena": self._arena}
+
     @cached_property
     def bytes(self) -> Uint8:
         """All memory, uint8 (size,)."""

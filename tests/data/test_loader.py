@@ -617,6 +617,20 @@ class Event:
         self.done.append(self)
 
 
+def fill(block: ring.SharedBlock) -> None:
+    block.slot(1)[:] = 7
+
+
+def test_a_block_that_was_used_is_shared_with_a_process_that_starts_later():
+    block = ring.SharedBlock(2, 8)
+    assert not block.slot(1).any()
+    process = multiprocessing.get_context("spawn").Process(target=fill, args=(block,))
+    process.start()
+    process.join(PATIENCE_S)
+    assert (block.slot(1) == 7).all()
+    block.close()
+
+
 def test_memory_that_cannot_be_page_locked_is_used_as_it_is(monkeypatch):
     cleared = []
     runtime = SimpleNamespace(cudaHostRegister=lambda *given: 2)  # out of memory
