@@ -138,12 +138,20 @@ def weights_main(given: Given) -> int:
         published_key(name, keys): value.clone().contiguous()
         for name, value in trained.model.state_dict().items()
     }
-    write_atomically(out, save(tensors, metadata=_metadata(trained, given)))
+    write_atomically(out, _sorted(save(tensors, metadata=_metadata(trained, given))))
     print(
         f"{out}: {len(tensors)} tensors of {trained.config.model.name} after {trained.step} updates"
     )
     print(f"{sha256(out)}  {out}")
     return 0
+
+
+def _sorted(content: bytes) -> bytes:
+    """A safetensors file with a sorted header. The library's order changes from call to call, and with it the hash."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8:end]), sort_keys=True).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + content[end:]
 
 
 def _metadata(trained: TrainedNetwork, given: Given) -> dict[str, str]:

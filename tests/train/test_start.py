@@ -101,6 +101,17 @@ def test_written_weights_are_the_averaged_ones_with_all_that_a_reader_needs(
     assert "already exists" in capsys.readouterr().err
 
 
+def test_weights_that_are_written_again_have_the_same_hash(
+    pretrained: Path, tensors_file: Path, tmp_path: Path
+) -> None:
+    """It is part of the recipe of a run that starts from them."""
+    assert (
+        segpipe(["weights", f"run={pretrained}", f"out={tmp_path / 'x.safetensors'}"])
+        == 0
+    )
+    assert (tmp_path / "x.safetensors").read_bytes() == tensors_file.read_bytes()
+
+
 def test_names_of_the_authors_are_written_and_read_back(
     pretrained: Path, tmp_path: Path
 ) -> None:
