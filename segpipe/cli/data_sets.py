@@ -1,6 +1,7 @@
 """`segpipe pack`, `split` and `import`: prepare a data set for training."""
 
 import os
+import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -70,6 +71,12 @@ def _read(place: tuple[DataSet, int]) -> None:
 def split(given: Given) -> int:
     """Exit code. Divides a folder of images into training and validation, whole sequences at a time."""
     data = with_settings(Config(), {"data.name": "folder", **given}).data
+    try:
+        re.compile(given["pattern"])
+    except re.error as error:
+        raise ConfigError(
+            f"pattern = {given['pattern']!r} is not a regular expression: {error}."
+        ) from error
     root = Path(data.root)
     if not root.is_dir():
         raise ConfigError(

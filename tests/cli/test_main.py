@@ -143,6 +143,7 @@ def test_overview_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["evaluate", "run=nowhere"], "nowhere"),
         (["compare", "a"], "b is missing"),
         (["weights", "run=nowhere", "out=x.pt"], "ending in .safetensors was needed"),
+        (["split", "data.root=.", "pattern=("], "pattern = '(' is not a regular"),
         (["runs", "which=miuo"], "'which=miuo' is not an argument"),
         (["runs", "root=/nowhere"], "root = /nowhere: no runs found"),
         (["gpu-check", "--device", "cpu", "--only", "nothing"], "only = nothing"),
