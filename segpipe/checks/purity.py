@@ -172,7 +172,8 @@ def check(
             wrong = target[(target >= num_classes) & (target != IGNORE_INDEX)]
             if wrong.size:
                 raise ConfigError(
-                    f"{one.function.name} makes the id {wrong[0]}, but there are {num_classes} classes."
+                    f"{one.function.name} makes the id {wrong[0]}, but there are {num_classes} classes. "
+                    f"Return ids below {num_classes}, or {IGNORE_INDEX} to ignore a pixel."
                 )
     return [*_findings(probed, observations, others), *findings]
 

@@ -71,7 +71,10 @@ def clauses(config: Config, parts: list[str]) -> Iterator[Clause]:
         for split in dict.fromkeys(("train", config.data.split)):
             yield from DataContract(config, split).clauses()
     if "augment" in parts:
-        yield from augment_clauses(config)
+        try:
+            yield from augment_clauses(config)
+        except ConfigError as error:
+            yield Clause("augment", "can be checked", str(error))
 
 
 def _num_classes(config: Config) -> int:

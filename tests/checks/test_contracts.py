@@ -810,3 +810,22 @@ def test_what_plug_ins_set_when_they_are_made_does_not_last(
         )
         checkpoint.state_of(config, alone, CAMVID, None)
         assert greedy.BUILT[-1] == torch.get_num_threads() == 1
+
+
+def test_a_transform_that_cannot_be_checked_hides_no_other_check(
+    project: Write,
+) -> None:
+    project(
+        "adds.py",
+        """
+        class AddsAnId:
+            def __call__(self, image, target, rng):
+                return image, target + 100
+        """,
+    )
+    augment = {"extra": ["adds:AddsAnId"], "crop_size": [64, 64]}
+    config = from_mapping({"augment": augment})
+    *others, last = checks.clauses(config, ["loss", "augment"])
+    assert {clause.part for clause in others} == {"loss"}
+    assert "(CallableTransform) makes the id 1" in last.problem
+    assert "or 255 to ignore a pixel" in last.problem
