@@ -538,10 +538,13 @@ class DdpGradients:
 
         with watch.span("copy"):
             # From page-locked memory: the host does not wait.
-            images = [each.image.to(device, non_blocking=True) for each in shards]
-            targets = [each.target.to(device, non_blocking=True) for each in shards]
             whole = shards[0]._replace(
-                image=torch.cat(images), target=torch.cat(targets)
+                image=torch.cat(
+                    [each.image.to(device, non_blocking=True) for each in shards]
+                ),
+                target=torch.cat(
+                    [each.target.to(device, non_blocking=True) for each in shards]
+                ),
             )
 
         parts = self.loss(self.network, whole, global_valid)
