@@ -253,7 +253,7 @@ def _data(config: Config) -> Iterator[str]:
         if value != default and (data.mix or not in_files):
             yield (
                 f"{name} = {value}, but only a single data set in files, such as data=folder, uses it; an entry of "
-                f"data.mix has its own `split`. Set {name}={default}."
+                f"data.mix has its own `split`. Set {name}={default or repr(default)}."
             )
 
 
