@@ -2,7 +2,6 @@
 //   segpipe_ort FOLDER [RUNS]       exit code 0 ok, 2 usage, 4 different answers, 7 altered files
 #include <onnxruntime_cxx_api.h>
 
-#include <cstdlib>
 #include <memory>
 
 #include "artifact.hpp"
@@ -16,10 +15,11 @@ static Ort::Value tensor_of(const void* bytes, size_t size, std::vector<int64_t>
 }
 
 static segpipe::Model open_model(const std::string& bytes, const segpipe::Golden& golden) {
+  setenv("ORT_DISABLE_TELEMETRY", "1", 0);  // official builds send some from 1.29 on
   static Ort::Env env(ORT_LOGGING_LEVEL_FATAL, "segpipe");
   Ort::SessionOptions options;
-  options.SetIntraOpNumThreads(1).SetInterOpNumThreads(1);
-  options.AddConfigEntry("session.intra_op.allow_spinning", "0");  // waiting threads sleep
+  // Waiting threads sleep.
+  options.SetIntraOpNumThreads(1).SetInterOpNumThreads(1).AddConfigEntry("session.intra_op.allow_spinning", "0");
   const auto session = std::make_shared<Ort::Session>(env, bytes.data(), bytes.size(), options);
   Ort::AllocatorWithDefaultOptions allocator;
   const auto inside = session->GetModelMetadata().LookupCustomMetadataMapAllocated("segpipe", allocator);
@@ -34,7 +34,4 @@ static segpipe::Model open_model(const std::string& bytes, const segpipe::Golden
           }};
 }
 
-int main(int argc, char** argv) {
-  setenv("ORT_DISABLE_TELEMETRY", "1", 0);  // official builds send some from 1.29 on
-  return segpipe::self_test(argc, argv, "model.onnx", open_model);
-}
+int main(int argc, char** argv) { return segpipe::self_test(argc, argv, "model.onnx", open_model); }

@@ -57,7 +57,8 @@ from segpipe.train.stop import Stopped, stops_raised
 try:
     with stops_raised(), lock.held(Path(sys.argv[1])):
         print("held", flush=True)
-        time.sleep(600)
+        while True:  # a signal just before a sleep is seen after it
+            time.sleep(0.1)
 except Stopped:
     sys.exit(130)
 """

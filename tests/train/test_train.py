@@ -475,7 +475,7 @@ def test_a_loss_that_nobody_looked_at_is_dated_and_not_kept(
     text = told(capsys)
     assert "step 5: loss nan" in text
     assert (
-        "Step 4 was the first non-finite one. last.pt of step 3 is the last good"
+        "Step 4 was the first non-finite one. The checkpoint of step 3 is the last good"
         in text
     )
     assert all(
