@@ -120,8 +120,10 @@ def described(
 
 
 def describe(trained: TrainedNetwork, model: DeployModel, size: Size) -> Manifest:
-    """The manifest's entries on the network and its files, without figures and time stamps: equal exports have equal
-    files."""
+    """The manifest's entries on the network and its files.
+
+    Without figures and time stamps, so that equal exports have equal files.
+    """
     origin = origin_of(trained)
     named = zip(trained.classes.names, trained.classes.palette, strict=True)
     classes = [
