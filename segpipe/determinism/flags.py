@@ -66,7 +66,7 @@ def set_environment(threads: int = 1, mode: str = "elastic") -> None:
             cuda_runs = torch is not None and torch.cuda.is_initialized()
             assert name in os.environ or not cuda_runs, late
             os.environ.setdefault(name, value)
-    if threads > max(1, idle_cores()):
+    if threads > 1 and threads > idle_cores():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
