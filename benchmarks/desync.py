@@ -112,10 +112,11 @@ FAULTS = {
 
 def child(name: str, folder: str) -> int:
     """A rank of the run with the fault `name`."""
-    from segpipe.distributed import agreement, environment
+    from segpipe.distributed import environment
     from segpipe.distributed import group as meeting
     from segpipe.run import launch
     from segpipe.settings.compose import compose
+    from segpipe.train import recorder
 
     rank, last = environment.rank(), int(os.environ["WORLD_SIZE"]) - 1
     seed = 1 if name == "config" and rank == last else 0
@@ -128,7 +129,7 @@ def child(name: str, folder: str) -> int:
             f"seed={seed}",
         ]
     )
-    right, meet, calls = agreement.Agreement.sum, meeting.meet, [0]
+    right, meet, calls = recorder.Watch.sum, meeting.meet, [0]
 
     def sums(own: Any, *given: Any, **named: Any) -> Any:
         calls[0] += 1
@@ -143,7 +144,7 @@ def child(name: str, folder: str) -> int:
             _mark(folder)
         return meet(*given)
 
-    agreement.Agreement.sum = sums  # type: ignore[method-assign]
+    recorder.Watch.sum = sums  # type: ignore[method-assign]
     meeting.meet = meets
     return launch.work(config)
 

@@ -24,7 +24,6 @@ from segpipe.audit.evidence import (
 from segpipe.audit.replay import first_difference, replay
 from segpipe.data.samples import absent_root
 from segpipe.determinism import flags
-from segpipe.distributed.agreement import own_fingerprint
 from segpipe.errors import CHECKED_IN_PART, CheckpointError, ConfigError, SegpipeError
 from segpipe.ledger.divergence import compare
 from segpipe.ledger.reader import RunLedger
@@ -32,6 +31,7 @@ from segpipe.ledger.rows import FOLDER, ledger_files
 from segpipe.losses.total import backend
 from segpipe.settings.compose import with_settings
 from segpipe.settings.config import Config, check, saved_config
+from segpipe.train.checkpoint import own_fingerprint
 
 EXIT_CODES = {
     "passed": 0,

@@ -16,7 +16,6 @@ from torch import nn
 from segpipe import plugins
 from segpipe.data.catalog import ClassTable
 from segpipe.determinism import flags
-from segpipe.distributed.agreement import common_fingerprint
 from segpipe.errors import CheckpointError, ConfigError, WeightsError
 from segpipe.files import write_atomically
 from segpipe.ledger.digest import leaves, state_digest
@@ -140,6 +139,54 @@ def newest_whole(folder: Path) -> Found | None:
             f"or start again at step 0 with run.exists=replace."
         )
     return None
+
+
+def common_fingerprint(
+    config: Config, group: Group, loss: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Environment fingerprint of rank 0, and a phrase for each value that differs on another rank.
+
+    `loss`: what computes the loss on this rank. Raises ConfigError on every rank when ranks differ in it, or in the
+    code of a plug-in.
+    """
+    own = own_fingerprint(config, loss)
+    if config.compute.mode not in ("elastic", "audit"):
+        own["world_size"] = group.world_size
+    first, *others = group.gather(own)
+    phrases = []
+    for rank, other in enumerate(others, 1):
+        if changed := flags.changed_plugins(first, other):
+            raise ConfigError(
+                f"{', '.join(changed[:4])} on rank {rank} differs from rank 0. Copy the plug-in code to all machines, "
+                f"or start from a shared folder."
+            )
+        if config.compute.mode != "off" and first[flags.LOSS] != other[flags.LOSS]:
+            raise ConfigError(
+                f"loss.backend = {config.loss.backend} is {other[flags.LOSS]} on rank {rank} and {first[flags.LOSS]} "
+                f"on rank 0, which gives different bits. Install a C compiler (CPU) or triton (CUDA) on all machines, "
+                f"or set loss.backend=plain."
+            )
+        for name, (value, theirs) in flags.differences(first, other).items():
+            phrases.append(f"rank {rank}: {name} {theirs}, rank 0: {value}")
+    return first, phrases
+
+
+def own_fingerprint(config: Config, loss: str) -> dict[str, Any]:
+    """Fingerprint of this process: environment, plug-in code if there is any, and what computes the loss."""
+    found = flags.fingerprint() | {flags.LOSS: loss}
+    if code := plugins.sources(config.import_paths):
+        found[flags.PLUGINS] = code
+    return found
+
+
+def agree_on_step(last: Path, step: int, group: Group) -> None:
+    """Raises CheckpointError unless all ranks found the same checkpoint, or none did."""
+    steps = group.gather(step)
+    if set(steps) != {step}:
+        raise CheckpointError(
+            f"{last} is not the same file on every machine: ranks 0, 1, ... would start at steps {steps}. "
+            f"Set run.root to a folder that all machines share."
+        )
 
 
 def state_of(

@@ -20,7 +20,6 @@ from segpipe.data.data_set import DataSet, Samples
 from segpipe.data.loader import ShardBatch
 from segpipe.data.samples import CachedSamples, Splits, open_splits, sequences
 from segpipe.determinism import flags
-from segpipe.distributed.agreement import agree_on_step
 from segpipe.distributed.contract import exit_code_of
 from segpipe.distributed.group import Group
 from segpipe.distributed.health import MIB, out_of_memory_named, sample
@@ -230,7 +229,9 @@ def _open(
         notes.append(
             f"{folder} holds no checkpoint yet: the run starts again at step 0"
         )
-    agree_on_step(found.path if found else folder / "last.pt", state.step, group)
+    checkpoint.agree_on_step(
+        found.path if found else folder / "last.pt", state.step, group
+    )
     kept = state.best_miou
     with contextlib.suppress(CheckpointError):  # there may be none yet
         if found and group.is_main:

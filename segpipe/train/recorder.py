@@ -7,7 +7,7 @@ shard and one per step. Level 1 (`compute.mode=audit`): also one row per sample 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
-from segpipe.distributed.agreement import Agreement
+from segpipe.errors import DivergenceError
 from segpipe.ledger.digest import as_tensors, digest_groups, digest_many, float_bits
 from segpipe.ledger.rows import (
     LedgerWriter,
@@ -42,18 +42,58 @@ PARTS = (
 NamedTensors = Mapping[str, Sequence[Tensor]]
 
 
-class Watch(Agreement):
+class Watch:
     """Hooks that an update calls. This class keeps no ledger (compute.ledger=false, compute.mode=off).
 
-    Ranks still compare the collectives that they called. No hook changes a number.
+    It compares the calls and states of the ranks inside a sum that an update needs anyway.
+
+    After the gradients are reduced, every rank does the same arithmetic. A rank with different bits therefore has a
+    fault: a flipped bit, a nondeterministic kernel, or code that depends on the rank. Each rank adds the digest of its
+    state to the sum. If the sum is not the rank's own digest times the number of ranks, the states differ, and all
+    ranks see it in the same step. (If one rank of R differs, the others always see it. That rank misses it only if the
+    difference times R - 1 is a multiple of 2^64: impossible for even R; for odd R up to 17, probability at most 2^-60.)
+
+    No hook changes a number.
     """
 
-    state: TrainState
+    # Digest of the state after the last update; equal on all ranks. None: states are not compared.
+    state_digest: Tensor | None = None
 
     def __init__(self, group: Group, state: TrainState) -> None:
-        super().__init__(group, state)
+        self.group = group
+        self.state = state
+        self._unequal = torch.zeros((), dtype=torch.bool, device=group.device)
         # Seconds of this process in each part of an update; a GPU may finish the part's work later.
         self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def sum(self, numbers: Sequence[int], *, wait: bool = True) -> Tensor:
+        """Sums of these integers over the ranks, int64 (n,), on the device. A collective.
+
+        Raises CollectiveError or DivergenceError on every rank when ranks differ: at once on a CPU or with `wait`,
+        otherwise at the next call that waits, so that the host need not synchronize with a GPU.
+        """
+        group = self.group
+        ticket = group.contract.ticket()
+        own = torch.tensor([*numbers, ticket, 0]).to(group.device, non_blocking=True)
+        if self.state_digest is not None:
+            own[-1] = self.state_digest  # as a number it would synchronize with a GPU
+        total = group.sum_tensor(own.clone())
+        if group.world_size > 1:
+            self._unequal |= total[-1] != own[-1] * group.world_size
+            if wait or group.device.type == "cpu":
+                group.contract.settle(int(total[-2]))
+                if self._unequal:
+                    verdict = first_disagreement(group.gather(self.state_parts()))
+                    raise DivergenceError(
+                        f"step {self.state.step}: ranks that must hold the same bits differ. {verdict} No checkpoint "
+                        f"has been written since. If it is always the same rank, test its memory and GPU; otherwise "
+                        f"look for code that depends on the rank. Continue with run.exists=resume."
+                    )
+        return total[:-2]
+
+    def state_parts(self) -> dict[str, dict[str, int]]:
+        """Digests of the current state's tensors, by kind and name, in the order in which a fault spreads."""
+        return {}
 
     @contextmanager
     def span(self, part: str) -> Iterator[None]:
@@ -225,7 +265,7 @@ class Recorder(Watch):
         }
 
     def state_parts(self) -> dict[str, dict[str, int]]:
-        """As in Agreement."""
+        """As in Watch."""
         return {
             kind: dict(zip(named, _each(named.values()).tolist(), strict=True))
             for kind, named in self._kinds().items()
@@ -244,6 +284,30 @@ class Recorder(Watch):
     def close(self) -> None:
         """Write pending rows and close the file."""
         self._writer.close()
+
+
+def first_disagreement(by_rank: Sequence[dict[str, dict[str, int]]]) -> str:
+    """A sentence that names the first tensor on which ranks differ, and the ranks in the minority.
+
+    by_rank: each rank's digests by kind (weights, optimizer, ...) and tensor name. Kinds are in the order in which a
+    fault spreads.
+    """
+    for kind, tensors in by_rank[0].items():
+        for tensor in tensors:
+            digests = [parts[kind][tensor] % 2**64 for parts in by_rank]
+            usual, votes = Counter(digests).most_common(1)[0]
+            if votes == len(digests):
+                continue
+            odd = [
+                f"rank {rank} {digest:016x}"
+                for rank, digest in enumerate(digests)
+                if digest != usual
+            ]
+            sides = f"{votes} of {len(digests)} ranks have {usual:016x}, but {', '.join(odd[:8])}"
+            if 2 * votes <= len(digests):
+                sides += ", so no side has a majority"
+            return f"The first tensor that differs is {tensor} ({kind}): {sides}."
+    return "No tensor differs now, so the sum itself was corrupted in transit."
 
 
 def _numbers(model: nn.Module) -> dict[str, list[Tensor]]:

@@ -44,7 +44,6 @@ from segpipe.data import Sample
 from segpipe.data.catalog import STREET, ClassTable
 from segpipe.data.data_set import Samples, SyntheticSamples
 from segpipe.data.samples import open_samples
-from segpipe.distributed.agreement import agree_on_step
 from segpipe.distributed.group import Group, leave
 from segpipe.errors import CheckpointError, NumericsError
 from segpipe.export.gates import judge
@@ -58,6 +57,7 @@ from segpipe.settings.compose import compose
 from segpipe.settings.groups import DataConfig
 from segpipe.train import batches as batches_module
 from segpipe.train import checkpoint, engine, state
+from segpipe.train.checkpoint import agree_on_step
 from segpipe.train.metrics import Validation
 from segpipe.train.stop import StopRequest
 from segpipe.train.validate import validate

@@ -15,18 +15,13 @@ from torch import Tensor
 from benchmarks import plants
 from ranks import launched
 from segpipe.determinism import flags
-from segpipe.distributed.agreement import (
-    Agreement,
-    common_fingerprint,
-    first_disagreement,
-)
 from segpipe.distributed.contract import Contract
 from segpipe.errors import CollectiveError, ConfigError, DivergenceError
 from segpipe.ledger.divergence import Comparison, compare
 from segpipe.ledger.reader import read_run
 from segpipe.settings.config import Config
-from segpipe.train.checkpoint import load
-from segpipe.train.recorder import Watch
+from segpipe.train.checkpoint import common_fingerprint, load
+from segpipe.train.recorder import Watch, first_disagreement
 
 
 def test_the_first_tensor_and_the_minority_are_named() -> None:
@@ -99,7 +94,7 @@ class Ranks:
         pass
 
 
-class Replica(Agreement):
+class Replica(Watch):
     state_digest = torch.tensor(-(2**62))
 
     def state_parts(self) -> dict[str, dict[str, int]]:
