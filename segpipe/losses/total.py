@@ -1,8 +1,8 @@
 """The loss of one logical shard, ready for backward.
 
 Each term has its own file. Pixel terms (ohem, focal) are computed from the cross-entropy of every pixel and have an
-entry in PIXEL_TERMS. Shard terms (dice, lovasz, distill) are added to the main head's loss with a weight. The compiled
-passes over the pixels (compiled, triton_pass) do not depend on the terms.
+entry in PIXEL_TERMS. Shard terms (dice, lovasz, distill) are added to the main head's loss with a weight. The passes
+over the pixels (fused, triton_pass, cross_entropy) do not depend on the terms.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from segpipe import IGNORE_INDEX, native, plugins
 from segpipe.errors import ConfigError
-from segpipe.losses import compiled, cross_entropy
+from segpipe.losses import cross_entropy, fused
 from segpipe.losses.boundary import as_two_classes, detail_sum
 from segpipe.losses.distill import TeacherLogits, distill_sum
 from segpipe.losses.focal import focal
@@ -88,16 +88,16 @@ def backend(config: LossConfig, device_type: str) -> str:
     Plug-ins take logits at full resolution, so theirs is plain. Raises ConfigError for a loss that does not exist, and
     for a backend that cannot run on the device.
     """
-    if plugins.is_path(config.name):
-        return "plain"
     if config.name not in PIXEL_TERMS:
+        if plugins.is_path(config.name):
+            return "plain"
         raise ConfigError(
             f"{KEY} = {config.name} is not one of {', '.join(PIXEL_TERMS)}."
         )
     fastest = "plain"
     if device_type == "cuda" and native.triton_builds():
         fastest = "triton"
-    if device_type == "cpu" and compiled.library():
+    if device_type == "cpu" and fused.library():
         fastest = "native"
     if config.backend == "auto":
         return fastest
@@ -111,7 +111,7 @@ def backend(config: LossConfig, device_type: str) -> str:
 
 def _evaluate(name: str) -> Evaluate:
     if name != "triton":
-        return compiled.evaluate if name == "native" else cross_entropy.evaluate
+        return fused.native_pass if name == "native" else cross_entropy.evaluate
     # Takes seconds to import, and is not available everywhere.
     from segpipe.losses import triton_pass
 
@@ -145,7 +145,7 @@ class _Shard:
             total = detail_sum(self._at_target(logits, 1), self.target)
             return {name: config.boundary_weight * self.scale * total}
 
-        own = plugins.is_path(config.name)
+        own = config.name not in PIXEL_TERMS
         has_lovasz = name == "main" and config.lovasz_weight
         if name != "main":
             teacher = None

@@ -1,4 +1,4 @@
-/* Upsampling with cross-entropy and its gradient, or with argmax and counts, on a CPU: compiled.py.
+/* Upsampling with cross-entropy and its gradient, or with argmax and counts, on a CPU: fused.py.
 
    A task is a block of N columns of an image. It walks down the rows with two upsampled rows of the logits, and the
    gradients of both, in the first-level cache. What a task does depends on the task alone, so threads do not enter. */

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from segpipe import IGNORE_INDEX
 from segpipe.data.loader import eval_images
 from segpipe.errors import NumericsError
-from segpipe.losses import compiled
+from segpipe.losses import fused
 from segpipe.losses.fused import ClassHead
 from segpipe.models.preprocess import Preprocess
 from segpipe.models.resize import bilinear, bilinear_axes, bilinear_matmul
@@ -23,8 +23,7 @@ from segpipe.train.forward import autocast
 from segpipe.train.metrics import BINS, Validation, confusion, confusion_of, miou
 
 if TYPE_CHECKING:
-    from segpipe.data.data_set import Samples
-    from segpipe.data.samples import CachedSamples
+    from segpipe.data.data_set import CachedSamples, Samples
     from segpipe.distributed.group import Group
     from segpipe.models.layers import SegmentationNet
     from segpipe.settings.groups import DataConfig
@@ -62,7 +61,7 @@ def classes_and_confusion(
         return pred, confusion(pred, target, logits.shape[1])
     rows, columns = bilinear_axes(logits, size, align_corners=align_corners)
     head = ClassHead(logits.contiguous(), target.contiguous(), rows, columns)
-    pred, counts = compiled.classes_and_counts(head)
+    pred, counts = fused.classes_and_counts(head)
     return pred, confusion_of(counts)
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ranks import launched
 from segpipe import native
 from segpipe.errors import ConfigError, DataError
-from segpipe.losses import compiled, cross_entropy
+from segpipe.losses import cross_entropy, fused
 from segpipe.losses.boundary import boundary_target
 from segpipe.losses.fused import ClassHead, Terms, Wanted, class_loss
 from segpipe.losses.total import backend, shard_loss
@@ -29,7 +29,7 @@ from segpipe.models.resize import bilinear_axes, bilinear_weights
 from segpipe.settings.groups import LossConfig
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
-EVALUATE = {"native": compiled.evaluate, "plain": cross_entropy.evaluate}
+EVALUATE = {"native": fused.native_pass, "plain": cross_entropy.evaluate}
 NAMES = list(EVALUATE)
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
@@ -274,7 +274,7 @@ def test_compiled_any_number_of_threads_gives_the_same_bits() -> None:
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        found.append(compiled.evaluate(head, Wanted(True, True, factors, slopes)))
+        found.append(fused.native_pass(head, Wanted(True, True, factors, slopes)))
     for other in found[1:]:
         for part in ("losses", "gradient", "sums"):
             assert torch.equal(getattr(found[0], part), getattr(other, part)), part
@@ -350,9 +350,9 @@ def test_any_instruction_set_gives_the_same_bits(
             native, "FLAGS", (*options, "-ffp-contract=off", "-shared", "-fPIC")
         )
         native.load.cache_clear()
-        assert compiled.library() is not None, name
-        given = compiled.evaluate(head, Wanted(True, True, factors, slopes))
-        pred, counts = compiled.classes_and_counts(head)
+        assert fused.library() is not None, name
+        given = fused.native_pass(head, Wanted(True, True, factors, slopes))
+        pred, counts = fused.classes_and_counts(head)
         found[name] = (given.losses, given.gradient, given.sums, pred, counts)
     native.load.cache_clear()
     first, *others = found.values()
@@ -573,7 +573,7 @@ def test_auto_takes_what_the_device_has_and_the_rest_is_refused_by_name(
         match=r"loss.backend = native on cuda, but a C compiler and a CPU was needed",
     ):
         backend(LossConfig(backend="native"), "cuda")
-    monkeypatch.setattr(compiled, "library", lambda: None)
+    monkeypatch.setattr(fused, "library", lambda: None)
     monkeypatch.setattr(native, "triton_builds", lambda: False)
     assert [backend(LossConfig(), device) for device in ("cpu", "cuda")] == [
         "plain",
