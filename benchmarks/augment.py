@@ -11,7 +11,8 @@ from rich.console import Console
 from benchmarks import measure as measuring
 from segpipe.checks import purity
 from segpipe.data.augment import Augmenter
-from segpipe.data.samples import CachedSamples, open_samples
+from segpipe.data.data_set import CachedSamples
+from segpipe.data.samples import open_samples
 from segpipe.determinism import flags
 from segpipe.settings.compose import compose
 from segpipe.settings.config import check

@@ -20,9 +20,9 @@ from segpipe.checks.elsewhere import UnansweredError, elsewhere
 from segpipe.checks.tripwire import preserved, seed_globals
 from segpipe.data.augment import Augmenter
 from segpipe.data.catalog import ClassTable
-from segpipe.data.data_set import DataSet, Samples
+from segpipe.data.data_set import CachedSamples, DataSet, Samples
 from segpipe.data.order import spaced
-from segpipe.data.samples import CachedSamples, open_samples
+from segpipe.data.samples import open_samples
 from segpipe.determinism.opgate import SLOW, check_ops
 from segpipe.errors import ConfigError, SegpipeError, listed
 from segpipe.losses import total as losses

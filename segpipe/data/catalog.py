@@ -29,7 +29,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cv2
 import numpy as np
 import yaml
 from numpy.typing import NDArray
@@ -78,19 +77,7 @@ class ClassTable:
         known[list(self.train_ids)] = True
         return known
 
-    def target(self, mask: Pixels, where: object) -> Uint8:
-        """Train ids uint8 (H, W) of raw ids. Raises DataError naming the file `where` for ids that are not `known`."""
-        if mask.dtype == np.uint16:
-            if self.known[mask].all():
-                return self.lut[mask]
-        else:  # OpenCV needs a tenth of numpy's time
-            unknown = (~self.known[:256]).view(np.uint8)
-            if not cv2.countNonZero(cv2.LUT(mask, unknown)):
-                return np.asarray(cv2.LUT(mask, self.lut[:256]), np.uint8)
-
-        raise self._unknown(mask, where)
-
-    def _unknown(self, mask: Pixels, where: object) -> DataError:
+    def unknown(self, mask: Pixels, where: str) -> DataError:
         """The error for a mask with ids that are not `known`."""
         counts = np.bincount(mask.ravel(), minlength=LARGEST_ID + 1) * ~self.known
         found = np.flatnonzero(counts).tolist()
@@ -101,7 +88,7 @@ class ClassTable:
             f"table has {_ranges(sorted(self.train_ids))}. Correct the mask, or extend the table "
             f"(ids and ignore in classes.yaml, names= of an import), see docs/data.md.{self._hint(found)}",
             cause=f"unknown {found}",
-            where=str(where),
+            where=where,
         )
 
     def _hint(self, unknown: list[int]) -> str:

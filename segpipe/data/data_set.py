@@ -69,6 +69,51 @@ class Samples(Protocol):
         """Image uint8 (H, W, 3) RGB and target uint8 (H, W) of train ids. Raises DataError naming the file."""
 
 
+@dataclass
+class CachedSamples:
+    """`samples` with a cache per process of up to `budget_mib`; changes no bits.
+
+    Decoding a PNG costs more than all of its augmentation. The first samples stay cached:
+    with random access, replacing one by another gains nothing. Arrays are read-only, so no
+    user can change them for the next one. A copy for another process starts empty.
+    """
+
+    samples: Samples
+    budget_mib: int
+    _kept: dict[int, Sample] = field(default_factory=dict, repr=False)
+    _bytes: int = 0
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_kept": {}, "_bytes": 0}
+
+    @property
+    def classes(self) -> ClassTable:
+        return self.samples.classes
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def name(self, index: int) -> str:
+        return self.samples.name(index)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._kept
+
+    def read(self, index: int) -> Sample:
+        if index in self._kept:
+            return self._kept[index]
+        return self.keep(index, *self.samples.read(index))
+
+    def keep(self, index: int, image: Uint8, target: Uint8) -> Sample:
+        """The sample; caches it if it fits."""
+        size = self._bytes + image.nbytes + target.nbytes
+        if size <= self.budget_mib * 2**20:
+            image.flags.writeable = target.flags.writeable = False
+            self._kept[index] = (image, target)
+            self._bytes = size
+        return image, target
+
+
 class DataSet(Samples, Protocol):
     """An opened split, with everything that checks and reports need.
 

@@ -21,8 +21,7 @@ from segpipe.keys import sample_key
 
 if TYPE_CHECKING:
     from segpipe.data.augment import Augmenter
-    from segpipe.data.data_set import Samples
-    from segpipe.data.samples import CachedSamples
+    from segpipe.data.data_set import CachedSamples, Samples
 
 # Size of a slot for a whole image: 268 million pixels. Only the pages that an image covers use memory.
 WHOLE_BYTES = 2**30

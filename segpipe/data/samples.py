@@ -11,20 +11,19 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from segpipe import IGNORE_INDEX
-from segpipe.data import Int64, Sample, Size, Uint8
+from segpipe.data import Int64, Size, Uint8
 from segpipe.data.catalog import ClassTable, mask_table, table_path
 from segpipe.data.data_set import (
     DataSet,
     FileSamples,
     MixedSamples,
-    Samples,
     SubSet,
     SyntheticSamples,
     open_plugin,
@@ -48,51 +47,6 @@ LEAST_SIDE = 4  # pixels; Fast-SCNN convolves without padding at stride 2
 # A word of a name that is a number, optionally with a short prefix: 08640, f00930, frame0012.
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])([A-Za-z]{0,6})([0-9]+)(?![0-9A-Za-z])")
 _END = re.compile(r"[\W_]+$")
-
-
-@dataclass
-class CachedSamples:
-    """`samples` with a cache per process of up to `budget_mib`; changes no bits.
-
-    Decoding a PNG costs more than all of its augmentation. The first samples stay cached:
-    with random access, replacing one by another gains nothing. Arrays are read-only, so no
-    user can change them for the next one. A copy for another process starts empty.
-    """
-
-    samples: Samples
-    budget_mib: int
-    _kept: dict[int, Sample] = field(default_factory=dict, repr=False)
-    _bytes: int = 0
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_kept": {}, "_bytes": 0}
-
-    @property
-    def classes(self) -> ClassTable:
-        return self.samples.classes
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def name(self, index: int) -> str:
-        return self.samples.name(index)
-
-    def __contains__(self, index: int) -> bool:
-        return index in self._kept
-
-    def read(self, index: int) -> Sample:
-        if index in self._kept:
-            return self._kept[index]
-        return self.keep(index, *self.samples.read(index))
-
-    def keep(self, index: int, image: Uint8, target: Uint8) -> Sample:
-        """The sample; caches it if it fits."""
-        size = self._bytes + image.nbytes + target.nbytes
-        if size <= self.budget_mib * 2**20:
-            image.flags.writeable = target.flags.writeable = False
-            self._kept[index] = (image, target)
-            self._bytes = size
-        return image, target
 
 
 def main_set(data: DataConfig) -> DataConfig:

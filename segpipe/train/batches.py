@@ -11,7 +11,7 @@ import torch
 
 from segpipe.data import Float64, Int64
 from segpipe.data.augment import Augmenter
-from segpipe.data.data_set import DataSet
+from segpipe.data.data_set import CachedSamples, DataSet
 from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import (
     Order,
@@ -23,7 +23,7 @@ from segpipe.data.order import (
     repeats_by_class,
     repeats_by_sequence,
 )
-from segpipe.data.samples import CachedSamples, over, sequences
+from segpipe.data.samples import over, sequences
 from segpipe.distributed.group import Group
 from segpipe.losses.cross_entropy import class_weights
 from segpipe.settings.config import Config

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from segpipe import __version__, plugins
-from segpipe.data.data_set import DataSet, Samples
+from segpipe.data.data_set import CachedSamples, DataSet, Samples
 from segpipe.data.loader import ShardBatch
-from segpipe.data.samples import CachedSamples, Splits, open_splits, sequences
+from segpipe.data.samples import Splits, open_splits, sequences
 from segpipe.determinism import flags
 from segpipe.distributed.contract import exit_code_of
 from segpipe.distributed.group import Group

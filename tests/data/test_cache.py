@@ -10,10 +10,10 @@ from tables import CAMVID
 from segpipe.data import Sample, ring
 from segpipe.data.augment import Augmenter
 from segpipe.data.catalog import ClassTable
-from segpipe.data.data_set import Samples
+from segpipe.data.data_set import CachedSamples, Samples
 from segpipe.data.loader import eval_images, train_batches
 from segpipe.data.order import Order
-from segpipe.data.samples import CachedSamples, open_samples
+from segpipe.data.samples import open_samples
 from segpipe.settings.groups import AugmentConfig, DataConfig
 
 PAIR_BYTES = 64 * 64 * 4

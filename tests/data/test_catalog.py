@@ -10,6 +10,7 @@ from tables import CAMVID
 
 from segpipe import IGNORE_INDEX
 from segpipe.data.catalog import STREET, ClassTable, load_masks, missing
+from segpipe.data.masks import target_of_ids
 from segpipe.errors import DataError
 
 YAML = """
@@ -55,7 +56,7 @@ def test_camvid_has_eleven_classes_and_void() -> None:
 def test_target_maps_every_id_exactly(tmp_path: Path) -> None:
     table = load_masks(table_file(tmp_path)).classes
     mask = np.array([[7, 8, 11], [24, 0, 255]], np.uint8)
-    assert table.target(mask, "x.png").tolist() == [[0, 0, 1], [2, 255, 255]]
+    assert target_of_ids(table, mask, "x.png").tolist() == [[0, 0, 1], [2, 255, 255]]
     assert (table.name, table.num_classes, table.palette[2]) == (
         "warehouse",
         3,
@@ -67,7 +68,7 @@ def test_unknown_id_names_file_id_table_and_remedy() -> None:
     mask = np.zeros((4, 5), np.uint8)
     mask[2, 3] = 34
     with pytest.raises(DataError) as caught:
-        CAMVID.target(mask, "lindau_000003.png")
+        target_of_ids(CAMVID, mask, "lindau_000003.png")
     for part in (
         "lindau_000003.png",
         "id 34",
@@ -83,10 +84,10 @@ def test_every_unknown_id_is_found(tmp_path: Path) -> None:
     for raw in range(256):
         mask = np.full((1, 1), raw, np.uint8)
         if table.known[raw]:
-            table.target(mask, "x.png")
+            target_of_ids(table, mask, "x.png")
         else:
             with pytest.raises(DataError, match=rf"id {raw} "):
-                table.target(mask, "x.png")
+                target_of_ids(table, mask, "x.png")
 
 
 def test_ids_and_ignore_have_defaults(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ import pytest
 from runs import DIGESTS, run
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import ClassTable, mask_table_of
-from segpipe.data.data_set import DataSet, MixedSamples, SubSet
+from segpipe.data.data_set import CachedSamples, DataSet, MixedSamples, SubSet
 from segpipe.data.samples import (
-    CachedSamples,
     _shared_ids,
     absent_root,
     check_labelled,

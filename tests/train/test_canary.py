@@ -25,9 +25,9 @@ from impure import Noise, config
 from ranks import launched
 from runs import ROOT, run
 from segpipe.data.augment import TRANSFORMS, Augmenter
+from segpipe.data.data_set import CachedSamples
 from segpipe.data.loader import ShardBatch, train_batches
 from segpipe.data.order import REPEATS, Member, Order, Request, chosen, requests
-from segpipe.data.samples import CachedSamples
 from segpipe.errors import ConfigError, ImpureAugmentError
 from segpipe.ledger.digest import digest_groups
 from segpipe.settings.compose import compose
