@@ -1,4 +1,4 @@
-"""Files on disk, written atomically."""
+"""Files on disk: written atomically, appended completely or not at all; transient errors are retried."""
 
 import contextlib
 import errno
@@ -7,15 +7,22 @@ import json
 import math
 import os
 import subprocess
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from segpipe.disk import PASSING, PAUSES_S, patiently
 from segpipe.errors import NotWritten
 from segpipe.processes import process_start, this_host
 
+T = TypeVar("T")
+
+# Transient errors; Python itself retries EINTR.
+PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT)
+# A restarting file server answers again within seconds.
+PAUSES_S = (0.1, 0.4, 1.5, 4.0, 10.0)
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout, if it is one
 FULL = "Free some space"
 FAULTY = f"All {len(PAUSES_S) + 1} attempts failed: see dmesg, and check the disk or the file server"
@@ -28,12 +35,89 @@ ADVICE = {
     errno.EFBIG: "This process may not write a file of this size: raise the limit (ulimit -f)",
     **dict.fromkeys(PASSING, FAULTY),
 }
+# Size, and modification times of content and inode: cp -p, touch and archives set the first
+# time, nothing sets the second.
+State = list[int]
 FOLDER = "A folder is in its place: move it away"
+
+
+def patiently(path: Path | str, work: Callable[[], T]) -> T:
+    """The result of `work`, retried after a transient error (PASSING), with one line on the console.
+
+    `work` is called up to 6 times within 16 s, so it must start over each time. Raises the last OSError.
+    """
+    for number, pause in enumerate(PAUSES_S):
+        try:
+            return work()
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+            if not number:
+                again = f"Trying again for {sum(PAUSES_S):.0f} s."
+                print(f"{path}: {error.strerror}. {again}", file=sys.stderr, flush=True)
+        time.sleep(pause)
+    return work()
+
+
+def open_to_append(path: Path) -> int:
+    """Descriptor for `append` of the file at `path`, which is created if missing. Raises OSError.
+
+    Unbuffered, because a forked loader process would write a buffer's content a second time.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    return patiently(path, lambda: os.open(path, flags, 0o666))
+
+
+def append(path: Path, descriptor: int, content: bytes) -> None:
+    """Append all of `content` to the open file at `path`, or nothing. Raises OSError."""
+    before = os.lseek(descriptor, 0, os.SEEK_END)
+
+    def attempt() -> None:
+        # A partial record would corrupt everything after it.
+        os.ftruncate(descriptor, before)
+        left = memoryview(content)
+        while left:
+            left = left[os.write(descriptor, left) :]
+
+    try:
+        patiently(path, attempt)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, before)
+        raise
+
+
+def file_sha256(path: Path | str) -> str:
+    """SHA-256 of a file, as hex digits. Raises OSError."""
+
+    def digest() -> str:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    return patiently(path, digest)
+
+
+def sha256_below(folder: Path, suffixes: Sequence[str]) -> dict[str, str]:
+    """SHA-256 of the files below a folder whose names end so, by path relative to it. Raises OSError."""
+    return {
+        path.relative_to(folder).as_posix(): file_sha256(path)
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in suffixes
+    }
 
 
 def sha256_of(content: bytes | memoryview) -> str:
     """SHA-256 of the bytes, as hex digits."""
     return hashlib.sha256(content).hexdigest()
+
+
+def state_of(path: str) -> State:
+    """Current state of a file."""
+    try:
+        now = os.stat(path)
+    except OSError:  # the reader reports what is wrong
+        return [-1, 0, 0]
+    return [now.st_size, now.st_mtime_ns, now.st_ctime_ns]
 
 
 def files_below(folder: Path | str) -> list[str]:

@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from ledgers import header
-from segpipe import disk, native
+from segpipe import files, native
 from segpipe.data.readers import read_header, read_image
-from segpipe.disk import PAUSES_S, append, sha256
 from segpipe.errors import CheckpointError, DataError, SegpipeError
-from segpipe.files import put, write_atomically
+from segpipe.files import PAUSES_S, append, file_sha256, put, write_atomically
 from segpipe.ledger.rows import LedgerWriter, read_file
 from segpipe.run.tracking import Tracker, read_metrics
 
@@ -32,7 +31,7 @@ ALWAYS = 99
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses that were made; none is waited for."""
     made: list[float] = []
-    monkeypatch.setattr(disk.time, "sleep", made.append)
+    monkeypatch.setattr(files.time, "sleep", made.append)
     return made
 
 
@@ -101,7 +100,7 @@ def test_a_file_is_whole_or_named(
         write_atomically(path, NEW)
         assert path.read_bytes() == NEW
     assert [each.name for each in tmp_path.iterdir()] == ["last.pt"]
-    waits = number in disk.PASSING
+    waits = number in files.PASSING
     assert pauses == list(PAUSES_S[: min(times, len(PAUSES_S))] if waits else ())
     assert pauses == sorted(pauses)
     assert capsys.readouterr().err.count("\n") == int(waits), (
@@ -167,7 +166,7 @@ def test_an_append_by_two_hands_is_no_place_to_cut(tmp_path: Path) -> None:
 READS: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: read_image(str(path)), "builtins.open"),
     (lambda path: read_header(str(path)), "builtins.open"),
-    (sha256, "builtins.open"),
+    (file_sha256, "builtins.open"),
 ]
 
 
@@ -201,7 +200,7 @@ def test_reads_are_tried_again(
         with pytest.raises((DataError, OSError)) as caught:
             read(path)
         assert said in str(caught.value) or not isinstance(caught.value, SegpipeError)
-    assert len(pauses) == (min(times, len(PAUSES_S)) if number in disk.PASSING else 0)
+    assert len(pauses) == (min(times, len(PAUSES_S)) if number in files.PASSING else 0)
 
 
 def test_what_is_put_is_whole_or_not_there(

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from segpipe.data.catalog import load_masks
 from segpipe.data.data_set import FileSamples
+from segpipe.data.facts import Facts
 from segpipe.data.masks import settled
 from segpipe.data.pairs import Pair
 from segpipe.data.readers import read_header
@@ -69,7 +70,9 @@ class Bucket:
             for i, m in self.objects
         )
         first = str(self._fetched(self.objects[0][1]))
-        self.samples = FileSamples(settled(table, [first]), tuple(pairs))
+        self.samples = FileSamples(
+            settled(table, [first]), tuple(pairs), Facts(str(self.cache))
+        )
         self.classes = self.samples.classes
         self.sizes = [
             (int(row["height"]), int(row["width"]))

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from segpipe.data.samples import absent_root, open_splits
 from segpipe.determinism.flags import mapping_differences
-from segpipe.disk import sha256
 from segpipe.errors import CheckpointError, ConfigError, SegpipeError, listed
+from segpipe.files import file_sha256
 from segpipe.ledger import inputs
 from segpipe.ledger.reader import RunLedger, changes, read_inputs, read_object, read_run
 from segpipe.ledger.rows import INPUTS
@@ -90,7 +90,7 @@ def check_weights(config: Config) -> list[Line]:
     status = UNCHECKED
     if not path.is_file():
         text = "does not exist here. Set model.weights=FILE to replay from step 0"
-    elif sha256(path) != expected:
+    elif file_sha256(path) != expected:
         text = f"is not the file that the run started from: its SHA-256 was {expected}"
     else:
         status, text = PASSED, f"is unchanged: {expected}"

@@ -8,7 +8,6 @@ from safetensors.torch import save
 
 from segpipe import __version__
 from segpipe.cli.commands import Given
-from segpipe.disk import sha256
 from segpipe.errors import (
     ConfigError,
     DataError,
@@ -26,7 +25,7 @@ from segpipe.export.verify_report import (
     ExportReport,
     integrity_refusal,
 )
-from segpipe.files import write_atomically
+from segpipe.files import file_sha256, write_atomically
 from segpipe.ledger.inputs import changed_since
 from segpipe.models.weights import FORMAT, published_key
 from segpipe.run.console import CONSOLE, ERRORS
@@ -142,7 +141,7 @@ def weights_main(given: Given) -> int:
     print(
         f"{out}: {len(tensors)} tensors of {trained.config.model.name} after {trained.step} updates"
     )
-    print(f"{sha256(out)}  {out}")
+    print(f"{file_sha256(out)}  {out}")
     return 0
 
 

@@ -18,7 +18,6 @@ import numpy as np
 from segpipe import IGNORE_INDEX, plugins
 from segpipe.data import Int64, Sample, Size, Uint8
 from segpipe.data.catalog import STREET, ClassTable, MaskTable, mask_table_of
-from segpipe.data.facts import Facts
 from segpipe.data.masks import check_sizes, counts_of, read_target
 from segpipe.data.readers import Progress, read_image, silent
 from segpipe.errors import DataError
@@ -26,6 +25,7 @@ from segpipe.files import sha256_of
 from segpipe.keys import generator, sample_key
 
 if TYPE_CHECKING:
+    from segpipe.data.facts import Facts
     from segpipe.data.pack import Pack
     from segpipe.data.pairs import Pair
     from segpipe.settings.groups import DataConfig
@@ -179,8 +179,8 @@ class FileSamples(DataSet):
 
     table: MaskTable
     pairs: tuple[Pair, ...]
+    facts: Facts = field(repr=False, compare=False)
     pack: Pack | None = None
-    facts: Facts = field(default_factory=lambda: Facts("/"), repr=False, compare=False)
     sources: tuple[str, ...] = ()  # class table and list of pairs, if they are files
     notes: tuple[str, ...] = ()  # about skipped files
 

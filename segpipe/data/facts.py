@@ -29,7 +29,7 @@ from segpipe.data.readers import (
     read_header,
 )
 from segpipe.errors import CheckpointError
-from segpipe.files import read_json, sha256_of, write_atomically
+from segpipe.files import State, read_json, sha256_of, state_of, write_atomically
 
 CACHE = ".segpipe-cache/facts"  # readers of a data set skip hidden folders
 # Raise the number when a reader's result changes; new decoders may change it too.
@@ -37,18 +37,6 @@ FORMAT = f"5 {cv2.__version__} {PIL.__version__}"
 # A file that changes twice within a clock tick (4 ms, on some file systems 10) keeps its
 # times, so facts about a file that changed more recently than this are not stored.
 SETTLED_NS = 50_000_000
-# Size, and modification times of content and inode: cp -p, touch and archives set the first
-# time, nothing sets the second.
-State = list[int]
-
-
-def state_of(path: str) -> State:
-    """Current state of a file."""
-    try:
-        now = os.stat(path)
-    except OSError:  # the reader reports what is wrong
-        return [-1, 0, 0]
-    return [now.st_size, now.st_mtime_ns, now.st_ctime_ns]
 
 
 class Known(NamedTuple):

@@ -27,9 +27,8 @@ import numpy as np
 import PIL
 
 from segpipe.data import Sample, Uint8
-from segpipe.data.facts import State, state_of
-from segpipe.disk import sha256
 from segpipe.errors import DataError
+from segpipe.files import State, file_sha256, state_of
 
 if TYPE_CHECKING:
     from segpipe.data.pairs import Pair
@@ -95,7 +94,7 @@ class Pack:
 
         before = _states(pair)
         sample = decode()
-        digests = [sha256(path) for path in pair[1:]]
+        digests = [file_sha256(path) for path in pair[1:]]
         if _states(pair) == before:
             height, width = sample[1].shape
             entry = PackEntry(key, height, width, before, digests)
@@ -142,7 +141,7 @@ class Pack:
 
         facts = zip(pair[1:], _states(pair), entry.states, entry.sha256, strict=True)
         for path, now, then, packed in facts:
-            if now != then and (now[0] != then[0] or sha256(path) != packed):
+            if now != then and (now[0] != then[0] or file_sha256(path) != packed):
                 raise ValueError(f"{path} has changed since it was packed")
 
         size = entry.height, entry.width

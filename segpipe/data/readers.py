@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, PngImagePlugin, TiffImagePlugin
 
 from segpipe.data import Size, Uint8
-from segpipe.disk import PASSING, patiently
 from segpipe.errors import DataError
+from segpipe.files import PASSING, patiently
 
 # Signature and end marker of each format.
 PNG = (b"\x89PNG\r\n\x1a\n", b"\x00\x00\x00\x00IEND\xaeB`\x82")

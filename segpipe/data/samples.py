@@ -174,8 +174,8 @@ def file_samples(data: DataConfig, found: Scan) -> FileSamples:
     return FileSamples(
         table,
         tuple(found.pairs),
-        pack,
         facts,
+        pack,
         tuple(map(str, sources)),
         tuple(found.notes),
     )

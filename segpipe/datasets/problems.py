@@ -35,8 +35,8 @@ from segpipe.data.samples import (
     over,
     parts,
 )
-from segpipe.disk import sha256
 from segpipe.errors import DataError, listed
+from segpipe.files import file_sha256
 from segpipe.settings.groups import DataConfig
 
 FULL_VERIFY_PIXELS = 300_000_000  # about 6 s of decoding on two cores
@@ -242,7 +242,7 @@ def check_overlap(train: DataSet, val: DataSet, split: str) -> None:
     common = set.intersection(*({size for size, _ in side.values()} for side in sides))
     one, two = (
         [
-            (facts.hashes([path]).get(path) or sha256(path), path)
+            (facts.hashes([path]).get(path) or file_sha256(path), path)
             for path, (size, facts) in side.items()
             if size in common
         ]

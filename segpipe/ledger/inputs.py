@@ -17,9 +17,14 @@ import segpipe
 from segpipe.data.data_set import DataSet, Input
 from segpipe.data.readers import threaded
 from segpipe.data.samples import main_set, open_samples
-from segpipe.disk import sha256, sha256_below
 from segpipe.errors import DataError, listed
-from segpipe.files import sha256_of, to_json, write_atomically
+from segpipe.files import (
+    file_sha256,
+    sha256_below,
+    sha256_of,
+    to_json,
+    write_atomically,
+)
 from segpipe.ledger.reader import changes, read_inputs
 from segpipe.ledger.rows import FOLDER, INPUTS
 from segpipe.settings.config import Config
@@ -175,7 +180,7 @@ def hashes_of(
         for source in found.values()
         if isinstance(source, str) and source not in known
     ]
-    hashes = {**known, **dict(zip(paths, threaded(sha256, paths), strict=True))}
+    hashes = {**known, **dict(zip(paths, threaded(file_sha256, paths), strict=True))}
     return {
         name: hashes[source] if isinstance(source, str) else source()
         for name, source in found.items()

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from segpipe.disk import append, open_to_append
 from segpipe.errors import CheckpointError
-from segpipe.files import not_written
+from segpipe.files import append, not_written, open_to_append
 
 if TYPE_CHECKING:
     from torch import Tensor

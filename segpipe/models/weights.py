@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from segpipe.disk import patiently
 from segpipe.errors import CheckpointError, WeightsError, first_line, listed
+from segpipe.files import patiently
 from segpipe.models.layers import Keys
 
 # Entries of a file that hold the state dict, most likely first.

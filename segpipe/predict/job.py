@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from segpipe.data.pairs import SUFFIXES as IMAGES
 from segpipe.data.readers import read_image, threaded
-from segpipe.disk import sha256
 from segpipe.errors import ConfigError, DataError, Interrupted, listed
-from segpipe.files import files_below, plain, read_json, to_json
+from segpipe.files import file_sha256, files_below, plain, read_json, to_json
 from segpipe.predict.outputs import (
     VIDEOS,
     Input,
@@ -182,7 +181,7 @@ class PredictJob:
         todo = []
         for source in self.sources:
             try:
-                digest = "" if source.live else sha256(source.path)
+                digest = "" if source.live else file_sha256(source.path)
             except OSError as error:
                 self.problems.append(f"{source.path} cannot be read: {error.strerror}.")
                 continue

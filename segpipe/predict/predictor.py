@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from segpipe.disk import sha256
 from segpipe.distributed.health import is_out_of_memory
 from segpipe.errors import (
     ConfigError,
@@ -19,6 +18,7 @@ from segpipe.errors import (
     IntegrityError,
     OutOfMemory,
 )
+from segpipe.files import file_sha256
 from segpipe.predict.inference import SMALLEST, Inference, answers
 from segpipe.runtime.artifact import MANIFEST, ArtifactError, read_artifact
 from segpipe.runtime.engines import EngineError
@@ -139,7 +139,7 @@ def of_exported(
         {
             "ema_digest": artifact.manifest["source"]["ema_digest"],
             "artifact": artifact.model_id,
-            "manifest_sha256": sha256(folder / MANIFEST),
+            "manifest_sha256": file_sha256(folder / MANIFEST),
         },
         {"precision": precision},
     )

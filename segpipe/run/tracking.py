@@ -19,9 +19,16 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from segpipe.disk import append, open_to_append
 from segpipe.errors import CollectiveError, SegpipeError
-from segpipe.files import not_written, plain, read_json, to_json, write_atomically
+from segpipe.files import (
+    append,
+    not_written,
+    open_to_append,
+    plain,
+    read_json,
+    to_json,
+    write_atomically,
+)
 from segpipe.run.console import ERRORS
 from segpipe.run.pages import Picture
 from segpipe.run.report import (

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from segpipe.disk import sha256
 from segpipe.errors import CheckpointError, ConfigError
-from segpipe.files import read_json
+from segpipe.files import file_sha256, read_json
 from segpipe.settings.config import Config, saved_config
 from segpipe.settings.groups import LossConfig
 
@@ -58,7 +57,7 @@ def pinned_teacher(loss: LossConfig) -> Path:
 def _pinned(path: Path, key: str, expected: str) -> str:
     """SHA-256 of the file. Raises CheckpointError if it cannot be read or is not the expected one."""
     try:
-        found = sha256(path)
+        found = file_sha256(path)
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read: {error.strerror or error}. Copy it again, or check its permissions."

@@ -18,6 +18,7 @@ from PIL import Image
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import load_masks
 from segpipe.data.data_set import FileSamples
+from segpipe.data.facts import Facts
 from segpipe.data.pack import Pack
 from segpipe.data.pairs import Pair
 from segpipe.errors import DataError
@@ -167,7 +168,10 @@ def read(
         str(root / f"{kind}/train/n{number:03d}.png") for kind in ("images", "masks")
     )
     return FileSamples(
-        load_masks(root / "classes.yaml"), (Pair(f"n{number:03d}", image, mask),), pack
+        load_masks(root / "classes.yaml"),
+        (Pair(f"n{number:03d}", image, mask),),
+        Facts(str(root)),
+        pack,
     ).read(0)
 
 

@@ -185,7 +185,7 @@ def test_a_file_that_changes_while_it_is_packed_is_not_packed(
     data: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pixels would be those before, its hash that of the new content."""
-    digest = pack_module.sha256
+    digest = pack_module.file_sha256
 
     def changed(path: Path) -> str:
         write(Path(data.root), "train", 1, seed=5)
@@ -195,7 +195,7 @@ def test_a_file_that_changes_while_it_is_packed_is_not_packed(
     samples.read(2)
     kept = files(data)
     with monkeypatch.context() as patch:
-        patch.setattr(pack_module, "sha256", changed)
+        patch.setattr(pack_module, "file_sha256", changed)
         samples.read(1)
     assert files(data) == kept
     samples.read(1)

@@ -31,7 +31,7 @@ import PIL.Image
 import pytest
 from artifacts import SIZE, answer, frame, toy_manifest, write_artifact, write_sums
 
-from segpipe.disk import sha256
+from segpipe.files import file_sha256
 from segpipe.runtime import (
     ArtifactError,
     EngineError,
@@ -830,7 +830,7 @@ def test_a_file_with_new_checksums_is_not_the_one_of_the_manifest(
         files={
             "model.onnx": {
                 **toy_manifest()["files"]["model.onnx"],
-                "sha256": sha256(path),
+                "sha256": file_sha256(path),
             }
         },
     )

@@ -18,7 +18,6 @@ from tables import CAMVID
 
 import runs
 from ranks import launched
-from segpipe import disk
 from segpipe.errors import CheckpointError, NotWritten, WeightsError
 from segpipe.files import write_atomically
 from segpipe.models import build_model
@@ -580,7 +579,7 @@ def test_a_file_that_cannot_be_read_now_is_not_taken_for_a_torn_one(
         return read(path)
 
     monkeypatch.setattr(Path, "read_bytes", stale)
-    monkeypatch.setattr(disk, "PAUSES_S", (0.0,))
+    monkeypatch.setattr("segpipe.files.PAUSES_S", (0.0,))
     with pytest.raises(CheckpointError, match=r"step_6\.pt .*Stale file handle"):
         newest_whole(tmp_path)
     unreadable = "step_3.pt"  # which is older than what is found

@@ -19,9 +19,9 @@ from ranks import launched
 from runs import outcome, result, run, torch_restored
 from segpipe.cli.main import main as segpipe
 from segpipe.data.catalog import STREET
-from segpipe.disk import sha256
 from segpipe.distributed.group import Group
 from segpipe.errors import CheckpointError, ConfigError, WeightsError
+from segpipe.files import file_sha256
 from segpipe.models import build_model
 from segpipe.settings.config import Config, check, from_mapping, recipe
 from segpipe.train import checkpoint
@@ -141,7 +141,7 @@ def test_both_files_of_a_run_start_the_same_state(
                 for name, value in model.state_dict().items()
             )
         assert state.weights is not None
-        expected = sha256(path / "last.pt" if path == pretrained else path)
+        expected = file_sha256(path / "last.pt" if path == pretrained else path)
         assert state.weights["sha256"] == settings.model.weights_sha256 == expected
         assert f"kept {len(ema)} tensors, 100.0 %" in state.notes[0]
         assert len(state.notes) == 1
@@ -182,7 +182,7 @@ def test_weights_that_cannot_be_read_are_named(
     def refused(path: Path) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("segpipe.train.start.sha256", refused)
+    monkeypatch.setattr("segpipe.train.start.file_sha256", refused)
     with pytest.raises(CheckpointError, match=r"of_others\.pth cannot be read: Permis"):
         pin_weights(config(path))
 
@@ -196,7 +196,7 @@ def test_the_hash_is_part_of_the_recipe_and_the_path_is_not(tmp_path: Path) -> N
     for each in pinned:
         pin_weights(each)
     assert recipe(pinned[0]) == recipe(pinned[1]) != recipe(pinned[2])
-    expected = config(one, weights_sha256=sha256(other))
+    expected = config(one, weights_sha256=file_sha256(other))
     with pytest.raises(
         CheckpointError,
         match=r"1\.pth has SHA-256 \w{64}, but model\.weights_sha256 = ",
@@ -281,7 +281,7 @@ def test_frozen_parts_keep_their_bits_and_a_resumed_run_needs_no_file(
     assert (recorded["kept"], recorded["adapted"], recorded["sha256"]) == (
         276,
         0,
-        sha256(path),
+        file_sha256(path),
     )
     shutil.copytree(whole, parts)
     for name in ("last.pt", "best.pt", "result.json"):
@@ -324,7 +324,7 @@ def test_a_rank_with_another_file_of_that_name_is_refused_before_the_first_step(
     said = capfd.readouterr().err
     assert f"{key} = start.pt" in said
     for rank, path in enumerate(files):
-        assert f"rank {rank} {sha256(path)[:12]}" in said
+        assert f"rank {rank} {file_sha256(path)[:12]}" in said
     assert "Copy one file to all" in said
     assert not (tmp_path / "run" / "last.pt").exists()
     shutil.copy(*files)

@@ -14,7 +14,6 @@ import torch
 from jsonschema import Draft202012Validator
 
 from segpipe import __version__
-from segpipe.disk import sha256
 from segpipe.errors import DataError
 from segpipe.export.artifact.frame_statistics import frames_of
 from segpipe.export.artifact.golden import golden_entry
@@ -30,7 +29,7 @@ from segpipe.export.graph.network import (
 )
 from segpipe.export.graph.onnx_format import OLDEST_ONNXRUNTIME
 from segpipe.export.verify_report import NOT_EXPORTED, integrity_refusal
-from segpipe.files import ROOT, git_state, plain, read_json
+from segpipe.files import ROOT, file_sha256, git_state, plain, read_json
 from segpipe.runtime.artifact import FORMAT
 from segpipe.runtime.frames import NO_ANSWER
 from segpipe.settings.config import config_hash
@@ -75,7 +74,7 @@ def origin_of(trained: TrainedNetwork) -> Manifest:
         "git": {**git, "known_at": "train"}
         if isinstance(git, dict)
         else git_state(ROOT),
-        "checkpoint": {"file": path.name, "sha256": sha256(path)},
+        "checkpoint": {"file": path.name, "sha256": file_sha256(path)},
         "warnings": [] if is_whole else [warning],
     }
 

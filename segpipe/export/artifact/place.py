@@ -7,9 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from segpipe.disk import sha256
 from segpipe.errors import ConfigError
-from segpipe.files import sync
+from segpipe.files import file_sha256, sync
 from segpipe.runtime.artifact import MANIFEST, SUMS, ArtifactError, read_file, read_sums
 
 
@@ -45,13 +44,15 @@ def check_place(out_dir: Path) -> None:
 
 def write_sums(folder: Path) -> None:
     """Writes SHA256SUMS of all files below `folder`, in the format of `sha256sum --check`."""
-    lines = [f"{sha256(folder / name)}  {name}\n" for name in sorted(_files(folder))]
+    lines = [
+        f"{file_sha256(folder / name)}  {name}\n" for name in sorted(_files(folder))
+    ]
     (folder / SUMS).write_text("".join(lines))
 
 
 def sums_line(folder: Path) -> str:
     """A line with the digest of SHA256SUMS, which covers every file: folders with the same digest are equal."""
-    return f"{SUMS} has sha256 {sha256(folder / SUMS)}"
+    return f"{SUMS} has sha256 {file_sha256(folder / SUMS)}"
 
 
 def sums_problems(folder: Path) -> list[str]:

@@ -18,7 +18,6 @@ import onnx
 import torch
 from onnx import numpy_helper
 
-from segpipe.disk import sha256
 from segpipe.errors import ExportError
 from segpipe.export.graph.lowprec import to_fp16, to_int8
 from segpipe.export.graph.network import (
@@ -41,6 +40,7 @@ from segpipe.export.graph.onnx_format import (
     write_both,
 )
 from segpipe.export.verify_report import ExportReport, one_line
+from segpipe.files import file_sha256
 from segpipe.runtime.artifact import MANIFEST
 from segpipe.runtime.engines import BF16
 
@@ -288,7 +288,7 @@ def convert(
                 continue
             write_both(onnx.load(shipped), manifest, shipped, probe)
 
-        entry |= {"bytes": shipped.stat().st_size, "sha256": sha256(shipped)}
+        entry |= {"bytes": shipped.stat().st_size, "sha256": file_sha256(shipped)}
         result.files[file_name] = entry
         files.append(ModelFile(name, precision, shipped, probe, manifest))
     return files
