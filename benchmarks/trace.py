@@ -1,6 +1,7 @@
 """What a reader of a run walks through: modules and moves between files, and how often the data is looked at.
 
-A run of 3 updates on 8 images, in one process. A move is a call from one module of segpipe into another.
+A run of 3 updates on 8 images, in one process. A move is a call from one module of segpipe into another. The steady
+update is the third, the first that writes no line of the log.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Walk:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Modules and moves before the first update, modules of the second, and reads of files before the first."""
+    """Modules and moves before the first update, modules of the third, and reads of files before the first."""
     from benchmarks import frames
     from segpipe.cli.main import main
 
@@ -83,7 +84,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             ]
             for kind in ("images", "masks")
         }
-    (modules, moves), (steady, _) = walk.updates[0], walk.updates[1]
+    (modules, moves), _, (steady, _) = walk.updates
     found = {
         "modules": len(modules),
         "moves": moves,

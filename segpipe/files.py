@@ -35,9 +35,6 @@ ADVICE = {
     errno.EFBIG: "This process may not write a file of this size: raise the limit (ulimit -f)",
     **dict.fromkeys(PASSING, FAULTY),
 }
-# Size, and modification times of content and inode: cp -p, touch and archives set the first
-# time, nothing sets the second.
-State = list[int]
 FOLDER = "A folder is in its place: move it away"
 
 
@@ -57,6 +54,20 @@ def patiently(path: Path | str, work: Callable[[], T]) -> T:
                 print(f"{path}: {error.strerror}. {again}", file=sys.stderr, flush=True)
         time.sleep(pause)
     return work()
+
+
+def read(path: Path | str, head: int = 0, tail: int = 0) -> bytes:
+    """Content of a file, or only its first `head` and last `tail` bytes. Raises OSError."""
+
+    def attempt() -> bytes:
+        with open(path, "rb", buffering=0) as file:
+            if not head:
+                return file.read()
+            first = file.read(head)
+            file.seek(-tail, os.SEEK_END)
+            return first + file.read()
+
+    return patiently(path, attempt)
 
 
 def open_to_append(path: Path) -> int:
@@ -109,15 +120,6 @@ def sha256_below(folder: Path, suffixes: Sequence[str]) -> dict[str, str]:
 def sha256_of(content: bytes | memoryview) -> str:
     """SHA-256 of the bytes, as hex digits."""
     return hashlib.sha256(content).hexdigest()
-
-
-def state_of(path: str) -> State:
-    """Current state of a file."""
-    try:
-        now = os.stat(path)
-    except OSError:  # the reader reports what is wrong
-        return [-1, 0, 0]
-    return [now.st_size, now.st_mtime_ns, now.st_ctime_ns]
 
 
 def files_below(folder: Path | str) -> list[str]:

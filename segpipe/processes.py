@@ -9,6 +9,7 @@ import platform
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 PERIOD_S = 0.3  # between looks of a Watcher
@@ -26,6 +27,7 @@ def proc_lines(name: str) -> list[str]:
         return []
 
 
+@cache
 def this_host() -> str:
     """This machine's name, boot id and pid namespace, within which a pid identifies one process.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from segpipe.cli.commands import Given
-from segpipe.data.samples import open_samples, sequences
+from segpipe.data.samples import check_scorable, open_samples, sequences
 from segpipe.datasets.problems import verify
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group, choose_device
@@ -50,6 +50,7 @@ def scored(given: Given) -> tuple[Given, list[int]]:
     flags.apply(config.compute.threads)
     samples = open_samples(config.data, config.data.split, config.seed)
     verify(config.data, {config.data.split: samples})
+    check_scorable(samples, config.data.split)
     if samples.classes.names != trained.classes.names:
         raise ConfigError(
             f"data.root = {config.data.root} has the classes {', '.join(samples.classes.names)}, but the network has "

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from segpipe import IGNORE_INDEX
 from segpipe.data import Pixels, Uint8
 from segpipe.errors import DataError, did_you_mean, listed
+from segpipe.files import sha256_of
 
 if TYPE_CHECKING:
     from segpipe.settings.groups import DataConfig
@@ -122,10 +123,10 @@ class MaskTable:
         )
         return repr((ids, self.kind, colors, self.exif))
 
-    @property
+    @cached_property
     def key(self) -> str:
-        """What decides whether a mask is refused, and its train ids otherwise."""
-        return f"{self.meaning} {bool(self.first)}"
+        """Digest of what decides whether a mask is refused, and its train ids otherwise."""
+        return sha256_of(f"{self.meaning} {bool(self.first)}".encode())[:16]
 
     @cached_property
     def color_keys(self) -> tuple[NDArray[np.uint32], Uint8]:

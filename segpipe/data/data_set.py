@@ -18,7 +18,7 @@ import numpy as np
 from segpipe import IGNORE_INDEX, plugins
 from segpipe.data import Int64, Sample, Size, Uint8
 from segpipe.data.catalog import STREET, ClassTable, MaskTable, mask_table_of
-from segpipe.data.masks import check_sizes, counts_of, read_target
+from segpipe.data.masks import check_sizes, counted, counts_of, read_target
 from segpipe.data.readers import Progress, read_image, silent
 from segpipe.errors import DataError
 from segpipe.files import sha256_of
@@ -233,7 +233,10 @@ class FileSamples(DataSet):
         return header.height, header.width
 
     def content(self, index: int) -> Int64:
-        return np.array(self.facts.whole(self.pairs[index].mask, self.table).content)
+        count = partial(counted, self.table)
+        mask = self.pairs[index].mask
+        known = self.facts.whole(mask, key=self.table.key, read=count)
+        return np.array(known.content)
 
     def countable(self) -> list[int]:
         return list(range(len(self)))

@@ -8,7 +8,7 @@ that the next start reads only changed files. Faults are never stored: such file
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache, cached_property
 from pathlib import Path
@@ -17,26 +17,36 @@ from typing import Any, NamedTuple
 import cv2
 import PIL
 
-from segpipe.data.catalog import MaskTable
-from segpipe.data.masks import counts_of, target_of
 from segpipe.data.readers import (
     Check,
     Header,
     anything,
     image_of,
-    mask_of,
     read_file,
     read_header,
 )
 from segpipe.errors import CheckpointError
-from segpipe.files import State, read_json, sha256_of, state_of, write_atomically
+from segpipe.files import read_json, sha256_of, write_atomically
 
 CACHE = ".segpipe-cache/facts"  # readers of a data set skip hidden folders
 # Raise the number when a reader's result changes; new decoders may change it too.
-FORMAT = f"5 {cv2.__version__} {PIL.__version__}"
+FORMAT = f"6 {cv2.__version__} {PIL.__version__}"
 # A file that changes twice within a clock tick (4 ms, on some file systems 10) keeps its
 # times, so facts about a file that changed more recently than this are not stored.
 SETTLED_NS = 50_000_000
+
+# Size, and modification times of content and inode: cp -p, touch and archives set the first
+# time, nothing sets the second.
+State = list[int]
+
+
+def state_of(path: str) -> State:
+    """Current state of a file."""
+    try:
+        now = os.stat(path)
+    except OSError:  # the reader reports what is wrong
+        return [-1, 0, 0]
+    return [now.st_size, now.st_mtime_ns, now.st_ctime_ns]
 
 
 class Known(NamedTuple):
@@ -46,7 +56,7 @@ class Known(NamedTuple):
     header: Header
     # Empty: only the header was read. Otherwise the whole file was read and can be decoded.
     sha256: str = ""
-    # Of a mask: digest of the `MaskTable.key` for which its pixels were counted, and these counts, as `counts_of`.
+    # Of a mask: `MaskTable.key` for which its pixels were counted, and these counts, as `counts_of`.
     table: str = ""
     content: list[int] = []  # noqa: RUF012
 
@@ -74,30 +84,29 @@ class Facts:
         return known.header
 
     def whole(
-        self, path: str, table: MaskTable | None = None, check: Check = anything
+        self,
+        path: str,
+        check: Check = anything,
+        key: str = "",
+        read: Callable[[bytes, str, Check], tuple[Header, Any]] = image_of,
     ) -> Known:
-        """Facts about an image, or a mask if there is a table; decodes the file if they are not known.
+        """Facts about an image; decodes the file if they are not known.
 
-        `check` may refuse the file by its header before it is decoded. Raises DataError for a damaged file, and for a
-        mask with a value that is not in the table.
+        For a mask, `read` also counts the pixels of its classes, and `key` is the `MaskTable.key` for which they are
+        counted. `check` may refuse the file by its header before it is decoded. Raises DataError for a damaged file,
+        and what `read` raises.
         """
         known = self._known(path)
-        key = sha256_of(table.key.encode())[:16] if table else ""
         if known and known.sha256 and key in ("", known.table):
             check(known.header)
             return known
 
         state, content = state_of(path), read_file(path)
+        header, counts = read(content, path, check)
         digest = sha256_of(content)
-        if table:
-            mask = mask_of(content, path, check)
-            target = target_of(table, mask, path)
-            counts = counts_of(target, table.classes.num_classes).tolist()
-            known = Known(state, mask.header, digest, key, counts)
-        else:
-            header, _ = image_of(content, path, check)
-            known = Known(state, header, digest)
-        return self._learn(path, known)
+        return self._learn(
+            path, Known(state, header, digest, key, counts if key else [])
+        )
 
     def hashes(self, paths: Iterable[str]) -> dict[str, str]:
         """SHA-256 of the unchanged files that were read completely."""

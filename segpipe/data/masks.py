@@ -26,8 +26,10 @@ from segpipe.data import Int64, Pixels, Uint8
 from segpipe.data.catalog import ClassTable, MaskTable
 from segpipe.data.readers import (
     OPAQUE,
+    Check,
     Header,
     RawMask,
+    mask_of,
     packed,
     read_header,
     read_mask,
@@ -94,6 +96,15 @@ def target_of_ids(classes: ClassTable, ids: Pixels, path: str) -> Uint8:
             return np.asarray(cv2.LUT(ids, classes.lut[:256]), np.uint8)
 
     raise classes.unknown(ids, path)
+
+
+def counted(
+    table: MaskTable, content: bytes, path: str, check: Check
+) -> tuple[Header, list[int]]:
+    """Header of a mask file with this content, and its `counts_of`. Raises as `read_target` does."""
+    mask = mask_of(content, path, check)
+    target = target_of(table, mask, path)
+    return mask.header, counts_of(target, table.classes.num_classes).tolist()
 
 
 def counts_of(target: Uint8, num_classes: int) -> Int64:

@@ -27,8 +27,9 @@ import numpy as np
 import PIL
 
 from segpipe.data import Sample, Uint8
+from segpipe.data.facts import State, state_of
 from segpipe.errors import DataError
-from segpipe.files import State, file_sha256, state_of
+from segpipe.files import file_sha256
 
 if TYPE_CHECKING:
     from segpipe.data.pairs import Pair

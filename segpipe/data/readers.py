@@ -27,7 +27,7 @@ from PIL import Image, ImageOps, PngImagePlugin, TiffImagePlugin
 
 from segpipe.data import Size, Uint8
 from segpipe.errors import DataError
-from segpipe.files import PASSING, patiently
+from segpipe.files import PASSING, read
 
 # Signature and end marker of each format.
 PNG = (b"\x89PNG\r\n\x1a\n", b"\x00\x00\x00\x00IEND\xaeB`\x82")
@@ -114,22 +114,15 @@ def read_file(path: str, *, part: bool = False) -> bytes:
 
     Raises DataError for anything but a regular file: opening a FIFO blocks forever, and a device has no end.
     """
-
-    def read() -> bytes:
-        with open(path, "rb", buffering=0) as file:
-            if not part or state.st_size < 2 * PART_BYTES:
-                return file.read()
-            head = file.read(PART_BYTES)
-            file.seek(-TAIL_BYTES, os.SEEK_END)
-            return head + file.read()
-
     try:
         state = os.stat(path)
         if not stat.S_ISREG(state.st_mode):
             raise DataError(
                 f"{path} is a folder, a FIFO or a device, but an image file was needed. Remove it."
             )
-        return patiently(path, read)
+        if part and state.st_size >= 2 * PART_BYTES:
+            return read(path, PART_BYTES, TAIL_BYTES)
+        return read(path)
     except OSError as error:
         advice = ""
         if error.errno in PASSING:

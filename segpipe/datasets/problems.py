@@ -14,6 +14,7 @@ from segpipe.data.data_set import DataSet, FileSamples
 from segpipe.data.masks import (
     check_kind,
     check_sizes,
+    counted,
 )
 from segpipe.data.order import spaced
 from segpipe.data.pairs import Pair
@@ -29,7 +30,6 @@ from segpipe.data.readers import (
     threaded,
 )
 from segpipe.data.samples import (
-    check_scorable,
     keep_facts,
     open_readable,
     over,
@@ -53,7 +53,7 @@ def verify(data: DataConfig, sets: Mapping[str, DataSet]) -> None:
     million pixels of a split.
     """
     try:
-        for split, samples in sets.items():
+        for samples in sets.values():
             for part in samples.parts():
                 for error in _errors(data, part.samples, silent):
                     raise error
@@ -61,8 +61,6 @@ def verify(data: DataConfig, sets: Mapping[str, DataSet]) -> None:
                     files.check_pack()
                     for note in files.notes:
                         print(note, file=sys.stderr)
-            if split != "train":
-                check_scorable(samples, split)
     finally:  # once, since splits of one folder share their facts
         for samples in sets.values():
             keep_facts(samples)
@@ -107,8 +105,8 @@ def _file_errors(
     data: DataConfig, files: FileSamples, progress: Progress
 ) -> Iterator[DataError]:
     """Every problem of image and mask files."""
-    num_pixels = 0
-    for start in range(0, len(files), BLOCK):
+    num_pixels, total = 0, len(files)
+    for start in range(0, total, BLOCK):
         decode = data.verify == "full"
         if data.verify == "auto":
             decode = num_pixels < FULL_VERIFY_PIXELS
@@ -122,7 +120,7 @@ def _file_errors(
                 damaged = JPEG_DAMAGE.search(written())
                 for pair in block if damaged else ():
                     files.facts.forget(pair.image)
-        progress(start + len(block), len(files))
+        progress(start + len(block), total)
         for pair, (pixels, errors) in zip(block, checked, strict=True):
             num_pixels += pixels
             if damaged and (message := jpeg_damage(pair.image)):
@@ -155,7 +153,8 @@ def _checked(
         own = partial(check, path, is_mask)
         try:
             if decode:
-                header = facts.whole(path, table if is_mask else None, own).header
+                counting = (table.key, partial(counted, table)) if is_mask else ()
+                header = facts.whole(path, own, *counting).header
             else:
                 header = facts.header(path)
                 own(header)

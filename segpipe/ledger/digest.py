@@ -171,7 +171,8 @@ def _by_c(
 
     before = np.append(0, words.cumsum())  # words before each tensor
     longest = int(np.diff(before[until], prepend=0).max(initial=0))
-    threads = min(native.threads(), longest // (THREAD_BLOCKS * BLOCK) + 1)
+    most = longest // (THREAD_BLOCKS * BLOCK) + 1
+    threads = min(native.threads(), most) if most > 1 else 1
     width = -(-longest // (threads * BLOCK)) * BLOCK  # words of a thread's share
     shares = torch.empty(threads, len(ends), dtype=torch.int64)
     kernels().segpipe_digests(

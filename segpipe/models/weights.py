@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from segpipe.errors import CheckpointError, WeightsError, first_line, listed
-from segpipe.files import patiently
+from segpipe.files import read
 from segpipe.models.layers import Keys
 
 # Entries of a file that hold the state dict, most likely first.
@@ -89,7 +89,7 @@ def read_torch(path: Path) -> Any:
             f"{path} does not exist. A run writes last.pt and best.pt."
         )
     try:
-        content = patiently(path, path.read_bytes)
+        content = read(path)
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read now: {error.strerror or error}. It may be intact: check the disk, then try again."

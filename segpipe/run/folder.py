@@ -22,14 +22,15 @@ def claim_folder(config: Config, *, create: bool = True) -> None:
 
     Raises ConfigError if a living process trains into it, `run.exists` forbids its contents, or it cannot be created.
     """
+    folder = config.run_dir
     try:
-        dead_lock(config.run_dir / LOCK)
+        dead_lock(folder / LOCK)
         _check_earlier_run(config)
         if create:
-            config.run_dir.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"run.root = {config.run.root}: {config.run_dir} cannot be created or read: {error.strerror}. Set run.root "
+            f"run.root = {config.run.root}: {folder} cannot be created or read: {error.strerror}. Set run.root "
             f"to a folder that you may write to."
         ) from error
 

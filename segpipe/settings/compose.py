@@ -182,18 +182,18 @@ def _override(text: str, line: CommandLine) -> str:
 def _check_value(key: str, text: str) -> None:
     """Raise ConfigError unless `text` is a value of the setting `key`, or of an entry of a mapping."""
     if key not in SETTINGS:
-        _parsed(key, text, "{name: value}")
+        _parsed(key, text, {})
     elif "${" not in text and text != "???":
         entry = SETTINGS[key]
-        if problem := entry.problem(entry.convert(_value(entry, text))):
-            raise ConfigError(problem)
+        entry.checked(_value(entry, text))
 
 
-def _parsed(key: str, text: str, example: str) -> Override:
+def _parsed(key: str, text: str, example: Any) -> Override:
     """An override, parsed by Hydra's grammar. Raises ConfigError for a syntax error."""
     try:
         return OverridesParser.create().parse_override(f"{key}={text}")
     except HydraException:
+        example = shown(example) if example != {} else "{name: value}"
         raise ConfigError(
             f"'{key}={text}' cannot be parsed. Write it like {key}={example}."
         ) from None
@@ -215,8 +215,7 @@ def _value(entry: Setting, text: str) -> Any:
     """Value of `text` for a setting: strings are taken literally, all else is parsed by Hydra's grammar."""
     if entry.is_text:
         return unquoted(text)
-    example = "{name: value}" if entry.default == {} else shown(entry.default)
-    parsed = _parsed(entry.key, text, example)
+    parsed = _parsed(entry.key, text, entry.default)
     if parsed.is_sweep_override():
         raise ConfigError(
             f"'{entry.key}={text}' has several values. For a list, write {entry.key}=[{text}]; "

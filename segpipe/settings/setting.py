@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class Setting:
     # An import path package.module:Name is valid too; its form is checked on import.
     plugin: bool = False
 
-    @property
+    @cached_property
     def is_text(self) -> bool:
         """Whether every value is text, taken literally."""
         return isinstance(self.default, str) and self.item is None
@@ -155,6 +155,13 @@ class Setting:
         if len(set(names)) < len(names):
             return f"{self.key} = {value} contains a name twice. Give each name once."
         return ""
+
+    def checked(self, value: Any) -> Any:
+        """`value`, converted. Raises ConfigError for one that is not valid."""
+        found = self.convert(value)
+        if problem := self.problem(found):
+            raise ConfigError(problem)
+        return found
 
     def _is_choice(self, name: str) -> bool:
         if not self.choices or name in self.choices or (self.plugin and ":" in name):

@@ -280,7 +280,7 @@ def header(
 
     height, width = config.augment.crop_size
     compute, steps = config.compute, config.train.steps
-    epochs = steps * config.global_batch / len(train)
+    images, batch, classes = len(train), config.global_batch, val.classes
     held_out = f" (sequence {config.data.hold_out})" if config.data.hold_out else ""
     split = config.data.train_split
     of = "" if split == "train" else f" of {split}"
@@ -292,11 +292,11 @@ def header(
 
     return (
         f"model   {config.model.name}, {_elements(parameters):,} parameters, {frozen:,} of them frozen, "
-        f"{val.classes.num_classes} classes\n"
-        f"data    {val.classes.name}: {len(train)} training images{of}, crop {height}x{width}; "
+        f"{classes.num_classes} classes\n"
+        f"data    {classes.name}: {images} training images{of}, crop {height}x{width}; "
         f"{len(val)} validation images{held_out}\n"
-        f"batch   {config.global_batch} = {compute.shards} shards x {compute.samples_per_shard} samples; {steps} steps,"
-        f" {epochs:.1f} epochs; {config.train.precision}\n"
+        f"batch   {batch} = {compute.shards} shards x {compute.samples_per_shard} samples; {steps} steps,"
+        f" {steps * batch / images:.1f} epochs; {config.train.precision}\n"
         f"device  {device}; processes {group.world_size}, threads per process {compute.threads}; mode {compute.mode}"
         f"{compiled}"
     )
@@ -316,15 +316,15 @@ def check_space(config: Config, state: TrainState, group: Group) -> None:
     every, last = config.checkpoint.keep_every, config.checkpoint.keep_last
     kept = (config.train.steps - state.step - 1) // every if every else 0
     files = 3 + (min(kept, last) if last else kept)
-    paths = (config.run_dir / "last.pt", config.run_dir / "best.pt")
+    folder = config.run_dir.absolute()
+    paths = (folder / "last.pt", folder / "best.pt")
     needed = files * one - sum(path.stat().st_size for path in paths if path.is_file())
 
-    folder = config.run_dir.absolute()
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if needed > (free := shutil.disk_usage(nearest).free):
         fewer = ", or keep fewer checkpoints: checkpoint.keep_last" * (files > 3)
         raise CheckpointError(
-            f"{config.run_dir} will need {math.ceil(needed / MIB)} MiB ({files} checkpoints of {one / MIB:.0f} MiB), "
+            f"{folder} will need {math.ceil(needed / MIB)} MiB ({files} checkpoints of {one / MIB:.0f} MiB), "
             f"but its disk has {free // MIB:.0f} MiB free. Free some space or choose another run.root{fewer}."
         )
 

@@ -139,9 +139,10 @@ class Recorder(Watch):
         for name in named:
             del self._statistics[name]
 
-        session = next_session(config.run_dir) if group.is_main else 0
+        folder, is_main = config.run_dir, group.is_main
+        session = next_session(folder) if is_main else 0
         kinds = {"gradient": self._trained, **self._kinds()} if self.audits else {}
-        indices = range(len(samples)) if group.is_main else ()
+        indices = range(len(samples)) if is_main else ()
         header = SessionHeader(
             session=group.gather(session)[0],
             first_step=state.step,
@@ -155,7 +156,7 @@ class Recorder(Watch):
             sample_names=[samples.name(index) for index in indices],
         )
 
-        path = ledger_path(config.run_dir, group.rank)
+        path = ledger_path(folder, group.rank)
         self._writer = LedgerWriter(path, header)
         self._step: dict[str, Tensor] = {}
 

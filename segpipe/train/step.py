@@ -214,7 +214,9 @@ class BatchLoss:
             self.device
         )
         assert bool(config.loss.teacher) == (self.state.teacher is not None)
-        self.guard = ShardGuard(config, self.state.model)
+        self.guard = (
+            ShardGuard(config, self.state.model) if config.import_paths else None
+        )
         self.norms = Norms(self.state.model)
         on_gpu = self.device.type == "cuda"
         self._copies = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -226,7 +228,8 @@ class BatchLoss:
         config, watch = self.config, self.watch
         # User code, including data sets and trackers, may have changed the switches. Takes 40 us.
         flags.apply(config.compute.threads, config.compute.mode)
-        self.guard.start()
+        if self.guard:
+            self.guard.start()
         torch.manual_seed(
             torch_seed(config.seed, self.state.step, batch.shard, "dropout")
         )
@@ -338,7 +341,8 @@ class ElasticGradients:
 
             with watch.span("backward"), tf32(config.train.precision):
                 self.state.scaler.scale(parts["total"]).backward()  # type: ignore[no-untyped-call]
-            self.loss.guard.check(self.state.step, batch.shard)
+            if self.loss.guard:
+                self.loss.guard.check(self.state.step, batch.shard)
             losses[batch.shard] = parts["total"].detach()
 
             with watch.span("reduction"):
@@ -560,7 +564,8 @@ class DdpGradients:
             if "mark a variable ready only once" not in str(error):
                 raise
             raise CollectiveError(f"DDP got a gradient twice: {REENTRANT}") from error
-        self.loss.guard.check(self.state.step, whole.shard)
+        if self.loss.guard:
+            self.loss.guard.check(self.state.step, whole.shard)
 
         with watch.span("reduction"):
             losses = torch.stack([part.detach() for part in parts.values()])

@@ -237,7 +237,7 @@ def test_without_further_keys_a_rare_fault_goes_through(monkeypatch):
     augmenter = Augmenter(config(extra=["impure:RareBank"]))
     assert len(set(purity.KEYS)) == purity.MANY == 32
     assert len(forked(augmenter)) == 1
-    monkeypatch.setattr(purity, "KEYS", purity.KEYS[:4] * 8)
+    monkeypatch.setattr(purity, "KEYS", [*range(4, 8)] * 8)
     assert forked(augmenter) == []
 
 

@@ -164,6 +164,12 @@ def test_files_that_changed_since_the_run_are_told(
     cv2.imwrite(str(mask), labels)
     restored = evaluated(capsys, f"run={folder}")[0]["note"]
     assert "changed" not in restored, "the control: restored"
+    for path in (root / "valannot").iterdir():
+        cv2.imwrite(str(path), np.full_like(labels, 11))
+    with torch_restored():
+        assert segpipe(["evaluate", f"run={folder}"]) == 2
+    unlabelled = "none of the 3 images of split val has a labelled pixel"
+    assert unlabelled in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

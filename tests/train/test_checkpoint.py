@@ -571,14 +571,14 @@ def test_a_file_that_cannot_be_read_now_is_not_taken_for_a_torn_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder_of(tmp_path, best=4, step_6=6, step_3=3)
-    read, unreadable = Path.read_bytes, "step_6.pt"
+    unreadable = "step_6.pt"
 
     def stale(path: Path) -> bytes:
         if path.name == unreadable:
             raise OSError(errno.ESTALE, "Stale file handle")
-        return read(path)
+        return path.read_bytes()
 
-    monkeypatch.setattr(Path, "read_bytes", stale)
+    monkeypatch.setattr("segpipe.models.weights.read", stale)
     monkeypatch.setattr("segpipe.files.PAUSES_S", (0.0,))
     with pytest.raises(CheckpointError, match=r"step_6\.pt .*Stale file handle"):
         newest_whole(tmp_path)
