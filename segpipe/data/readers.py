@@ -269,6 +269,8 @@ def _opened(content: bytes) -> tuple[Image.Image, Header]:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
         pages = 1
         scaled = image.format == "PPM" and image.tile[0][0] != "raw"
+        # Pillow turns a TIFF when it loads it, and forgets its orientation.
+        turned = getattr(image, "tag_v2", {}).get(ORIENTATION_TAG, 1) != 1
         if image.format not in BY_OPENCV:
             pages = getattr(image, "n_frames", 1)
             image.load()
@@ -288,6 +290,10 @@ def _opened(content: bytes) -> tuple[Image.Image, Header]:
         )
     if pages > 1:
         raise ValueError("has several pages. Write each to its own file.")
+    if turned:
+        raise ValueError(
+            "has an orientation, which decoders treat differently in TIFF. Write it upright."
+        )
     return image, _header(image, content)
 
 
@@ -329,10 +335,6 @@ def _header(image: Image.Image, content: bytes) -> Header:
         bits = content[content.index(b"IHDR") + 12]  # per channel
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         bits = image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))[0]
-        if image.tag_v2.get(ORIENTATION_TAG, 1) != 1:
-            raise ValueError(
-                "has an orientation, which decoders treat differently in TIFF. Write it upright."
-            )
 
     fault = _mask_fault(image, layout, bits)
     return Header(image.height, image.width, layout, bits, orientation, fault)

@@ -394,6 +394,11 @@ CASES: dict[str, Case] = {
         ("several pages",),
     ),
     "tiff truncated": (lambda: encoded(grey(), "TIFF")[:-9], IDS, ("is truncated",)),
+    "tiff upside down": (
+        lambda: encoded(grey(), "TIFF", exif=exif(3)),
+        IDS,
+        ("has an orientation, which decoders treat differently",),
+    ),
     "jpeg": (
         lambda: encoded(grey(), "JPEG"),
         IDS,
