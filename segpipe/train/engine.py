@@ -247,8 +247,8 @@ def _open(
     trained = found and found.content["config"]["train"]["steps"]
     view, log = open_outputs(done)  # clears the folder of an earlier run
     if group.is_main:
-        if trained != config.train.steps:  # new, or longer
-            write_atomically(folder / "config.json", to_json(to_mapping(config)))
+        # Also of a resumed run, whose export may be another.
+        write_atomically(folder / "config.json", to_json(to_mapping(config)))
         if state.weights and not found:
             write_atomically(folder / WEIGHTS, to_json(state.weights))
         inputs.record(config, data, fresh=not found, ledger=keeps_ledger(config))

@@ -382,7 +382,7 @@ def test_the_copy_itself_passes(copy: Path) -> None:
 
 
 def test_a_resume_may_set_what_reaches_no_number(copy: Path) -> None:
-    """Its checkpoints then have other settings than config.json, which are those of its session."""
+    """Config.json and its checkpoints then have other settings than the header of the first session."""
     again = (
         "data=camvid",
         f"data.root={copy / 'data'}",
@@ -390,11 +390,13 @@ def test_a_resume_may_set_what_reaches_no_number(copy: Path) -> None:
         "compute.shards=2",
         "data.workers=1",
     )
+    before = compose_of(copy).data.workers
     for name in ("last.pt", "best.pt"):
         (copy / "run" / name).unlink()
     assert run(copy / "run", *again, "run.exists=resume") == 0
     saved = checkpoint.load(copy / "run" / "last.pt")["config"]
-    assert (saved["data"]["workers"], compose_of(copy).data.workers) == (1, 0)
+    after = compose_of(copy).data.workers
+    assert (before, saved["data"]["workers"], after) == (0, 1, 1)
     assert failures(audited(copy)) == {}
 
 

@@ -124,7 +124,9 @@ def test_a_run_stores_steps_and_resumes_with_epochs(
     assert run(folder, *length) == 0
     stored = json.loads((folder / "config.json").read_text())["train"]
     assert (stored["steps"], stored["epochs"], result(folder)["steps"]) == (2, 0, 2)
-    assert run(folder, *length, "run.exists=resume") == 0
+    assert run(folder, *length, "export.images=2", "run.exists=resume") == 0
+    # By which a sweep sees that this export is made.
+    assert saved_config(folder).export.images == 2
     assert run(folder, *length, "train.epochs=2", "run.exists=resume") == 2
     said = capsys.readouterr().err
     for part in (
