@@ -247,4 +247,4 @@ def run(config: Config) -> RunResult:
 def _kinds(root: type[SegpipeError]) -> Iterator[type[SegpipeError]]:
     for kind in root.__subclasses__():
         yield from _kinds(kind)
-        yield kind
+    yield root  # last, as some of its kinds have its exit code

@@ -17,11 +17,11 @@ import pytest
 
 import segpipe
 from runs import outcome, run, settings, torch_restored
-from segpipe.cli import predict
+from segpipe.cli import api, predict
 from segpipe.cli.api import configuration
 from segpipe.data import Sample
 from segpipe.data.data_set import SyntheticSamples
-from segpipe.errors import ConfigError, NumericsError
+from segpipe.errors import ConfigError, NumericsError, SegpipeError
 from segpipe.run.trackers import TRACKERS
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
@@ -79,6 +79,19 @@ def test_an_error_is_raised_with_its_message(
     assert capsys.readouterr().err == ""
     with torch_restored(), pytest.raises(NumericsError, match="step"):
         segpipe.train([*broken, "run.exists=replace"])  # the same once more
+
+
+def test_an_unforeseen_error_of_a_rank_has_no_special_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was that of a check that got no answer, which has exit code 1, too."""
+    from segpipe.checks import elsewhere
+
+    assert elsewhere.UnansweredError.exit_code == 1
+    monkeypatch.setattr(api, "launch", lambda config: 1)
+    with pytest.raises(SegpipeError) as caught:
+        segpipe.train(settings(tmp_path / "run"))
+    assert type(caught.value) is SegpipeError
 
 
 def test_a_second_training_of_a_process_is_refused(
