@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from mmap import mmap
@@ -262,6 +262,7 @@ def changed_by_call(first: State, other_key: State, same_key: State) -> list[str
 
 def _parts(path: str, thing: Any) -> Parts:
     """An object's own data, as an atom, and the objects it refers to."""
+    yield from _added(thing)
     content = _memory(thing)
     if content is not None:
         yield path, content
@@ -284,6 +285,14 @@ def _parts(path: str, thing: Any) -> Parts:
             yield path, getattr(thing, name, ())
     elif not isinstance(thing, BuiltinFunctionType | MemberDescriptorType):
         yield from _object(path, thing)
+
+
+def _added(thing: Any) -> Parts:
+    """What the user's class of a collection adds to its entries."""
+    kind = type(thing)
+    if isinstance(thing, Collection) and not is_foreign(kind.__module__):
+        yield from ((owner.__name__, owner) for owner in kind.__mro__)
+        yield from _members(kind.__name__, _attributes(thing))
 
 
 def _members(path: str, values: Mapping[str, Any]) -> Parts:

@@ -132,6 +132,16 @@ class Slots:
         self.number = 1
 
 
+class Bank(dict[str, int]):
+    """A container with data of its own."""
+
+    used = 0
+
+    def __init__(self) -> None:
+        super().__init__(rain=0)
+        self.number = 1
+
+
 class Holder:
     shared: ClassVar = [0]
 
@@ -148,7 +158,7 @@ class Holder:
         )
         self.owns = [np.random.default_rng(number) for number in range(4)]
         self.itself, self.tensor = self, torch.zeros(2, dtype=torch.int64)
-        self.slots = Slots()
+        self.slots, self.bank = Slots(), Bank()
         self.objects = np.array([[1], [2]], object).reshape(-1)
         self.objects[0] = []
         self.buffer = bytearray(3)
@@ -183,6 +193,9 @@ MODULE = {"number": 0}
         (lambda holder: setattr(holder.shared_number, "value", 1), True),
         (lambda holder: holder.generator.manual_seed(1), True),
         (lambda holder: setattr(Slots, "total", 1), True),
+        (lambda holder: holder.bank.update(rain=1), True),
+        (lambda holder: setattr(holder.bank, "number", 2), True),
+        (lambda holder: setattr(Bank, "used", 1), True),
         (lambda holder: holder(), False),
     ],
 )
