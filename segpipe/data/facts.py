@@ -88,7 +88,7 @@ class Facts:
         path: str,
         check: Check = anything,
         key: str = "",
-        read: Callable[[bytes, str, Check], tuple[Header, Any]] = image_of,
+        read: Callable[..., tuple[Header, Any]] = image_of,
     ) -> Known:
         """Facts about an image; decodes the file if they are not known.
 
