@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from segpipe import IGNORE_INDEX, plugins
-from segpipe.checks import purity, tripwire
+from segpipe.checks import tripwire
 from segpipe.checks.elsewhere import UnansweredError, elsewhere
 from segpipe.checks.tripwire import preserved, seed_globals
-from segpipe.data.augment import Augmenter
 from segpipe.data.catalog import ClassTable
 from segpipe.data.data_set import CachedSamples, DataSet, Samples
 from segpipe.data.order import spaced
@@ -207,6 +206,10 @@ def augment_clauses(
     config: Config, progress: Callable[..., None] = lambda *_: None
 ) -> Iterator[Clause]:
     """A purity clause for each transform and for all together. Raises ConfigError if the check cannot run."""
+    # Here: albumentations takes a second, in every process that checks a network or a loss.
+    from segpipe.checks import purity
+    from segpipe.data.augment import Augmenter
+
     samples = CachedSamples(open_samples(config.data, "train", config.seed), 64)
     augmenter = Augmenter(config.augment)
     findings = purity.check(augmenter, samples, progress=progress)
