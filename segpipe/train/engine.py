@@ -244,7 +244,6 @@ def _open(
 
     sampling = counted(config, group, data.train, say)
     stream = sampling.batches(group, range(state.step, config.train.steps))
-    trained = found and found.content["config"]["train"]["steps"]
     view, log = open_outputs(done)  # clears the folder of an earlier run
     if group.is_main:
         # Also of a resumed run, whose export may be another.
@@ -265,7 +264,7 @@ def _open(
         view,
         log,
         saved=None if found and found.note else done,
-        ended=found is not None and trained == done,
+        ended=found is not None and found.content["config"]["train"]["steps"] == done,
         kept=group.gather(kept)[0],
     )
     return run, stream, notes
