@@ -18,7 +18,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+import runs
 from benchmarks.measure import held_port
+from segpipe.settings.config import Config
 
 PATIENCE_S = 300.0  # for all the work of a pool, on a loaded machine
 THREAD_PATIENCE_S = 120.0  # for the other threads to reach a collective
@@ -26,7 +28,7 @@ Work = Callable[..., Any]
 # What a rank would import for itself, again and again.
 PRELOADED = [
     "segpipe.train.engine", "segpipe.run.launch", "segpipe.settings.compose", "matplotlib.figure", "onnxruntime",
-    "pytest", "psutil",
+    "pytest", "psutil", "runs",
 ]  # fmt: skip
 
 
@@ -36,9 +38,7 @@ def trained_by(num_ranks: int, folder: Path, *changes: str) -> None:
 
 
 def _train(rank: int, folder: str, changes: tuple[str, ...]) -> int:
-    from runs import run
-
-    return run(Path(folder), *changes)
+    return runs.run(Path(folder), *changes)
 
 
 def forked(work: Work, *arguments: Any, stderr: Path | None = None) -> Any:
@@ -48,12 +48,20 @@ def forked(work: Work, *arguments: Any, stderr: Path | None = None) -> Any:
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=_lead, args=(work, arguments, stderr))
+    process = context.Process(
+        target=_lead, args=(work, arguments, stderr, runs.COMPOSED)
+    )
     process.start()
     return process
 
 
-def _lead(work: Work, arguments: tuple[Any, ...], stderr: Path | None) -> None:
+def _lead(
+    work: Work,
+    arguments: tuple[Any, ...],
+    stderr: Path | None,
+    composed: dict[tuple[str, ...], Config],
+) -> None:
+    runs.COMPOSED.update(composed)
     os.setsid()
     with open(stderr or os.devnull, "w") as file:
         os.dup2(file.fileno(), 2)
@@ -88,7 +96,7 @@ def launched(num_ranks: int, work: Work, *arguments: Any) -> list[Any]:
     driver = context.Process(
         target=_drive,
         args=(num_ranks, work, arguments, theirs),
-        kwargs={"outputs": _Outputs()},
+        kwargs={"outputs": _Outputs(), "composed": runs.COMPOSED},
     )
     driver.start()
     theirs.close()  # so that `poll` returns when the driver dies
@@ -122,7 +130,9 @@ def _drive(
     pipe: Connection,
     *,
     outputs: _Outputs,
+    composed: dict[tuple[str, ...], Config],
 ) -> None:
+    runs.COMPOSED.update(composed)  # else every rank composes what this run is given
     torch.set_num_threads(1)
     context = mp.get_context("fork")
     pairs = [context.Pipe() for _ in range(num_ranks)]
