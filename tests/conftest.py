@@ -7,6 +7,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,25 @@ def pytest_runtest_setup() -> None:
     np.random.seed(0)
     torch.manual_seed(0)
     torch.set_num_threads(1)  # a test before may have left more, with other sums
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_fork_server() -> Iterator[None]:
+    """All ranks of a test process are forks of one server, which imports what `ranks` lists: 5 s of processor time.
+
+    A run of several processes that was started here would stop it at its end.
+    """
+    preload = forkserver.set_forkserver_preload
+
+    def listed(_: object) -> None:
+        from ranks import PRELOADED
+
+        preload(PRELOADED)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forkserver, "set_forkserver_preload", listed)
+        patch.setattr(forkserver._forkserver, "_stop", lambda: None)  # type: ignore[attr-defined]
+        yield
 
 
 @pytest.fixture

@@ -23,13 +23,13 @@ from torch.multiprocessing import ProcessExitedException
 from ranks import launched
 from runs import (
     TORCHRUN,
-    command,
     finished,
     outcome,
     result,
     run,
     settings,
     start,
+    torch_restored,
     updates,
     wait_for,
     write_camvid,
@@ -87,7 +87,9 @@ def test_sixteen_processes_compute_the_same_bits(
 
 
 @pytest.mark.slow
-def test_multirun_makes_two_runs_and_a_table(alone: Path, tmp_path: Path) -> None:
+def test_multirun_makes_two_runs_and_a_table(
+    alone: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """In processes of 5, 5 and 6 shards: one has the bits of one process, the other recipe has others (the control)."""
     changes = (
         *RECIPE,
@@ -95,10 +97,14 @@ def test_multirun_makes_two_runs_and_a_table(alone: Path, tmp_path: Path) -> Non
         "optim.clip_norm=1,2",
         "run.name=clip${optim.clip_norm}",
     )
-    done = command("train.py", "--multirun", *settings(tmp_path / "unused", *changes))
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    table = done.stdout[done.stdout.index("┃ name") :]
+    with torch_restored():
+        code = segpipe(
+            ["train", "--multirun", *settings(tmp_path / "unused", *changes)]
+        )
+    said = capfd.readouterr()
+    assert code == 0, said.err
+    assert "Traceback" not in said.err
+    table = said.out[said.out.index("┃ name") :]
     for name in ("clip1.0", "clip2.0"):
         assert f"{100 * result(tmp_path / name)['miou']:.2f}" in next(
             x for x in table.splitlines() if name in x
