@@ -108,7 +108,7 @@ def test_the_same_updates_give_the_same_weights(
     bench: gpu.Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "MODELS", {"fast_scnn": gpu.MODELS["fast_scnn"]})
-    passed, figures = ran(bench, "steps")
+    passed, figures = ran(replace(bench, size=32), "steps")
     assert passed, figures
     assert {"fast_scnn_fp32", "fast_scnn_bf16", "fast_scnn_fp16"} <= figures.keys()
 
@@ -193,7 +193,7 @@ def test_control_weights_that_differ_fail(
     torch.seed()
     monkeypatch.setattr(gpu, "build_state", drifting)
     monkeypatch.setattr("segpipe.train.state.torch_seed", lambda *args: torch.seed())
-    passed, figures = ran(bench, "steps")
+    passed, figures = ran(replace(bench, size=32), "steps")
     assert not passed, figures
 
 

@@ -751,7 +751,7 @@ def test_a_recorded_network_has_the_bits_of_eager(
                 AllHeads(state.model), settings.train.precision
             )
         for number in range(2):
-            train_step(step, batches(number, 64))
+            train_step(step, batches(number, 32))
         found.append(bits(state))
     assert found[0] == found[1]
     assert len(made) == 1, "recorded once"
