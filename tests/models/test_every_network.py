@@ -160,7 +160,7 @@ def test_auxiliary_heads_train_themselves_and_the_trunk(
         assert not any(key.startswith(("head.", "classifier.")) for key in reached)
 
 
-@every_network
+@every_architecture
 @torch.no_grad()
 def test_channels_last_and_bf16_compute_the_same(
     name: str, fresh: Callable[[], SegmentationNet]
