@@ -196,7 +196,7 @@ def test_importing_segpipe_is_light() -> None:
     code = (
         "import sys, segpipe; print([n for n in ('torch', 'hydra', 'numpy') if n in sys.modules]); "
         "print(callable(segpipe.train), callable(segpipe.export), 'torch' in sys.modules); "
-        "import segpipe.train.step; print(callable(segpipe.train), segpipe.train.step.__name__)"
+        "import segpipe.train.stop; print(callable(segpipe.train), segpipe.train.stop.__name__)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -209,7 +209,7 @@ def test_importing_segpipe_is_light() -> None:
     assert done.stdout.splitlines() == [
         "[]",
         "True True False",
-        "True segpipe.train.step",
+        "True segpipe.train.stop",
     ]
 
 

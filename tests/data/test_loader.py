@@ -624,7 +624,8 @@ def fill(block: ring.SharedBlock) -> None:
 def test_a_block_that_was_used_is_shared_with_a_process_that_starts_later():
     block = ring.SharedBlock(2, 8)
     assert not block.slot(1).any()
-    process = multiprocessing.get_context("spawn").Process(target=fill, args=(block,))
+    context = multiprocessing.get_context("forkserver")  # which does not have it
+    process = context.Process(target=fill, args=(block,))
     process.start()
     process.join(PATIENCE_S)
     assert (block.slot(1) == 7).all()
