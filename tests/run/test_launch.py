@@ -20,8 +20,10 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException
 
-from ranks import launched
+import ranks
+from ranks import forked, launched
 from runs import (
+    PATIENCE_S,
     TORCHRUN,
     finished,
     outcome,
@@ -143,11 +145,12 @@ def test_processes_of_one_machine_listen_on_the_loopback_alone(tmp_path: Path) -
     At the end a scheduler sends SIGTERM to all processes, the one that forks the ranks among them.
     """
     folder = tmp_path / "run"
-    process = start("train.py", *settings(folder, *ENDLESS))
-    wait_for(lambda: len(updates(folder)) > 1, process)
+    process = forked(run, folder, *ENDLESS)
+    ranks.wait_for(lambda: len(updates(folder)) > 1, process)
     found = _listening(process.pid)
     os.killpg(process.pid, signal.SIGTERM)
-    assert finished(process).returncode == Interrupted.exit_code
+    process.join(PATIENCE_S)
+    assert process.exitcode == Interrupted.exit_code
     assert updates(folder)[-1]["step"] > 1
     assert (folder / "last.pt").exists()
     assert len(found) >= 3, "the store, and a socket of each rank"
