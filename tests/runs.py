@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import runpy
@@ -27,6 +28,7 @@ from segpipe.cli import api
 from segpipe.cli.main import main as segpipe
 from segpipe.data import Sample, scenes
 from segpipe.data.scenes import paint_scene
+from segpipe.ledger import inputs
 from segpipe.run import report
 from segpipe.run.pages import Points, chart
 from segpipe.settings.compose import CommandLine, composed, unquoted
@@ -58,6 +60,7 @@ FOLDER = ("run.root", "run.name")
 COMPOSED: dict[tuple[str, ...], Config] = {}
 PAINTED: dict[tuple[int, ...], Sample] = {}
 DRAWN: dict[tuple[object, ...], str] = {}
+hashed_once = functools.cache(inputs.source_hashes)
 
 
 def run(folder: Path, *changes: str) -> int:
@@ -67,6 +70,7 @@ def run(folder: Path, *changes: str) -> int:
         scenes_painted_once(),
         charts_drawn_once(),
         settings_composed_once(),
+        mock.patch.object(inputs, "source_hashes", hashed_once),
     ):
         return segpipe(["train", *settings(folder, *changes)])
 
