@@ -263,14 +263,21 @@ def command(folder: Path, name: str, *options: str) -> list[str]:
     return [*words, f"run.root={folder}", f"run.name={name}"]
 
 
-def alone(folder: Path, name: str, *changes: str) -> int:
+# As the next attempt of the same job.
+NEXT = {"SLURM_JOB_ID": "24", "SLURM_RESTART_COUNT": "1"}
+
+
+def by_itself(folder: Path, name: str) -> list[str]:
+    """Settings of the run in one process."""
+    words = [*RECIPE, f"train.steps={STEPS}", "compute.nproc=1"]
+    return [*words, f"run.root={folder}", f"run.name={name}"]
+
+
+def alone(folder: Path, name: str) -> int:
     """Exit code of the run in one process on this machine."""
-    words = [sys.executable, "-m", "segpipe", "train", *RECIPE, f"train.steps={STEPS}", *changes]  # fmt: skip
-    words += [f"run.root={folder}", f"run.name={name}", "compute.nproc=1"]
-    # As the next attempt of the same job.
-    variables = {**os.environ, "SLURM_JOB_ID": "24", "SLURM_RESTART_COUNT": "1"}
+    words = [sys.executable, "-m", "segpipe", "train", *by_itself(folder, name)]
     with (folder / f"{name}.log").open("ab") as log:
-        done = subprocess.run(words, cwd=ROOT, stdout=log, stderr=log, env=variables)
+        done = subprocess.run(words, cwd=ROOT, stdout=log, stderr=log, env=os.environ | NEXT)  # fmt: skip
     return done.returncode
 
 

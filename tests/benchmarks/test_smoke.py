@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import runs
-from benchmarks import run
+from benchmarks import cluster, run
+from segpipe.cli.main import main as segpipe
 
 pytestmark = pytest.mark.slow
 DRIVES = ("0001TP", "0006R0", "0016E5")
@@ -56,6 +57,13 @@ def settings_of(claim: str, exported: Path, folder: Path) -> list[str]:
     return [f"run={exported}"] if claim == "engines" else []
 
 
+def alone(folder: Path, name: str) -> int:
+    """As in benchmarks.cluster, but inside this process."""
+    with runs.torch_restored():
+        os.environ |= cluster.NEXT
+        return segpipe(["train", *cluster.by_itself(folder, name)])
+
+
 # Whose verdict holds at any size; those of the others depend on time.
 PROMISES = ("bits", "plants", "attacks", "augment", "chaos")
 # The rest is what tests/cli/test_gpu_check.py and test_gpu_bits.py try out.
@@ -71,6 +79,8 @@ def test_every_benchmark_runs(
     tmp_path: Path,
 ) -> None:
     module = import_module(f"benchmarks.{run.CLAIMS[claim][1]}")
+    if claim == "cluster":
+        monkeypatch.setattr(module, "alone", alone)
     if claim == "rare":
         monkeypatch.setitem(module.SMOKE, "FOLDER", tmp_path / "runs")
     for name, value in module.SMOKE.items():  # main sets them too; this puts them back
