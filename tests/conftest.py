@@ -11,9 +11,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,8 +52,11 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup() -> None:
     """Seed the global generators before any fixture, and undo the determinism that a command of an earlier test set.
 
-    Tests of one process share both, and their order varies.
+    Tests of one process share both, and their order varies. Imported here: the process that hands out tests runs none.
     """
+    import numpy as np
+    import torch
+
     torch.set_deterministic_debug_mode("default")
     random.seed(0)
     np.random.seed(0)
@@ -88,6 +89,8 @@ def strict_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     They stay so: an update sets the switches of a training, which fills nothing.
     """
+    import torch
+
     monkeypatch.setattr("segpipe.determinism.flags.apply", lambda *_: None)
     threads = torch.get_num_threads()
     fill = torch.utils.deterministic.fill_uninitialized_memory
@@ -142,6 +145,7 @@ def quick_exports() -> Iterator[None]:
 
     Conversions share torch's table of ONNX functions, which takes a third of their time to make.
     """
+    import torch
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     from segpipe.export.gates import judge
