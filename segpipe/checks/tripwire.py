@@ -262,7 +262,7 @@ def changed_by_call(first: State, other_key: State, same_key: State) -> list[str
 
 def _parts(path: str, thing: Any) -> Parts:
     """An object's own data, as an atom, and the objects it refers to."""
-    yield from _added(thing)
+    yield from _added(path, thing)
     content = _memory(thing)
     if content is not None:
         yield path, content
@@ -287,12 +287,13 @@ def _parts(path: str, thing: Any) -> Parts:
         yield from _object(path, thing)
 
 
-def _added(thing: Any) -> Parts:
+def _added(path: str, thing: Any) -> Parts:
     """What the user's class of a collection adds to its entries."""
     kind = type(thing)
     if isinstance(thing, Collection) and not is_foreign(kind.__module__):
-        yield from ((owner.__name__, owner) for owner in kind.__mro__)
-        yield from _members(kind.__name__, _attributes(thing))
+        for owner in kind.__mro__:
+            yield owner.__name__, owner
+        yield from _members(path, _attributes(thing))
 
 
 def _members(path: str, values: Mapping[str, Any]) -> Parts:

@@ -236,6 +236,7 @@ def test_a_memo_is_no_fault():
     holder = Holder()
     before = object_state(holder)
     holder.nested["b"] = 1
+    holder.nested["c"] = Bank()  # beside another one
     _squared(3)
     now = object_state(holder)
     assert changed(before, now) == []
