@@ -246,11 +246,11 @@ def _open(
     stream = sampling.batches(group, range(state.step, config.train.steps))
     view, log = open_outputs(done)  # clears the folder of an earlier run
     if group.is_main:
-        # Also of a resumed run, whose export may be another.
+        inputs.record(config, data, fresh=not found, ledger=keeps_ledger(config))
+        # Also of a resumed run, whose export may be another; not if its data is.
         write_atomically(folder / "config.json", to_json(to_mapping(config)))
         if state.weights and not found:
             write_atomically(folder / WEIGHTS, to_json(state.weights))
-        inputs.record(config, data, fresh=not found, ledger=keeps_ledger(config))
     group.keep_stacks(folder)
     run = Run(
         config,

@@ -573,6 +573,7 @@ def test_a_resume_without_hashes_refuses_other_names_and_sizes(
         without,
     )
     assert run(folder, *changes, "train.steps=1") == 0
+    kept = (folder / "config.json").read_bytes()
     recorded = read_inputs(folder / "inputs.json")["data"]
     assert (recorded["files"], recorded["hashed"], len(recorded["sizes"])) == (
         {},
@@ -593,6 +594,7 @@ def test_a_resume_without_hashes_refuses_other_names_and_sizes(
             f"data.root = {data}: {name} was altered since the run"
             in capsys.readouterr().err
         )
+        assert (folder / "config.json").read_bytes() == kept
         path.write_bytes(content)
     shutil.copy(image, data / "train" / "frame99.png")
     shutil.copy(
