@@ -111,17 +111,23 @@ def clear_folder(config: Config) -> None:
 def finished(config: Config) -> bool:
     """Whether the run is complete, so that `run.exists=resume` has nothing left to do."""
     folder, export = config.run_dir, config.export
-    manifest = Path(export.dir or folder / "export", "manifest.json")
     try:
         result = dict(read_json(folder / "result.json"))
-        done = int(result.get("steps", 0)) >= config.train.steps
-        whole = not is_live(folder / PAGE) and not failure(folder).exit_code
-        if export.enabled:
-            same = saved_config(folder).export == export
-            whole = whole and same and manifest.is_file()
+        done = (
+            result.get("stopped_early")
+            or int(result.get("steps", 0)) >= config.train.steps
+        )
+        # A resume that was killed leaves its lock, and perhaps a config.json with an export that it did not make.
+        whole = not (
+            is_live(folder / PAGE)
+            or failure(folder).exit_code
+            or dead_lock(folder / LOCK)
+        )
+        if whole and export.enabled:
+            manifest = Path(export.dir or folder / "export", "manifest.json")
+            whole = saved_config(folder).export == export and manifest.is_file()
     except (ConfigError, OSError, ValueError, TypeError):
         return False
-    done = done or bool(result.get("stopped_early"))
     return config.run.exists == "resume" and done and whole
 
 

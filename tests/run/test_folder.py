@@ -682,6 +682,24 @@ def test_a_run_that_failed_after_its_training_is_not_finished(tmp_path: Path) ->
     assert not folders.finished(config)
 
 
+def test_a_run_whose_resume_was_killed_is_not_finished(tmp_path: Path) -> None:
+    """Config.json already has the export that the resume was to make; the one there is older."""
+    config = compose(settings(tmp_path / "run", "run.exists=resume"))
+    config.export.enabled = True
+    (config.run_dir / "export").mkdir(parents=True)
+    for name, content in {
+        "report.html": "",
+        "result.json": '{"steps": 3}',
+        "config.json": json.dumps(to_mapping(config)),
+        "export/manifest.json": "{}",
+    }.items():
+        (config.run_dir / name).write_text(content)
+    assert folders.finished(config)
+    dead = lock.Owner(this_host(), 2**30, "1", "process 2**30", "")
+    (config.run_dir / lock.LOCK).write_text(json.dumps(dead._asdict()))
+    assert not folders.finished(config)
+
+
 def test_another_recipe_is_refused_before_anything_is_loaded(
     stepped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
