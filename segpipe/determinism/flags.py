@@ -111,9 +111,6 @@ def apply(threads: int, mode: str = "elastic") -> None:
         place.fp32_precision = "ieee"  # also ends any mix of torch's two interfaces
     at.cuda.matmul.allow_tf32 = not exact
     at.cudnn.allow_tf32 = not exact
-    # A backward pass would run in the autocast of whoever calls the training.
-    for kind in ("cpu", "cuda"):
-        torch.set_autocast_enabled(kind, False)
     # Backward hooks run in the thread that calls backward, on GPU and CPU alike.
     torch.autograd.set_multithreading_enabled(False)
 

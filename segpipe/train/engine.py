@@ -342,6 +342,8 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
     with (
         StopRequest(outlive_error=run.group.world_size > 1) as stop,
         contextlib.closing(stream),
+        # Or a backward pass would run in the autocast of whoever calls the training.
+        torch.autocast(run.group.device.type, enabled=False),
     ):
         if run.ended:
             _keep(run)  # as an uninterrupted run does at this step

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import segpipe
 from runs import outcome, run, settings, torch_restored
 from segpipe.cli import api, predict
-from segpipe.cli.api import configuration
+from segpipe.cli.api import RunResult, configuration
 from segpipe.data import Sample
 from segpipe.data.data_set import SyntheticSamples
 from segpipe.errors import ConfigError, NumericsError, SegpipeError
@@ -33,10 +34,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that a thread trained, as a notebook's server may."""
+    """A run that a thread trained, as a notebook's server may, in an autocast that is none of ours."""
     folder = tmp_path_factory.mktemp("api") / "run"
+
+    def train() -> RunResult:
+        with torch.autocast("cpu", torch.bfloat16):
+            done = segpipe.train(settings(folder))
+            assert torch.is_autocast_enabled("cpu"), "it is the caller's"
+        return done
+
     with torch_restored(), ThreadPoolExecutor(1) as thread:
-        done = thread.submit(segpipe.train, settings(folder)).result()
+        done = thread.submit(train).result()
     assert done.folder == folder
     assert done.miou == done.figures["miou"]
     return folder

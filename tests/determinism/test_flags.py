@@ -343,7 +343,6 @@ def test_gradients_arrive_in_the_thread_that_asks_for_them() -> None:
         lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
         lambda: setattr(torch.backends.mkldnn.conv, "fp32_precision", "bf16"),
         lambda: setattr(torch.backends, "fp32_precision", "tf32"),
-        lambda: torch.set_autocast_enabled("cpu", True),
     ],
 )
 def test_products_in_fp32_are_exact_whatever_was_set(
