@@ -222,7 +222,7 @@ def open_tracker(
 
 def _warn(name: str, error: BaseException) -> None:
     ERRORS.print(
-        f"{name} stopped: {type(error).__name__}: {error}. Training "
+        f"{name} stopped: {type(error).__name__}: {str(error).rstrip('.')}. Training "
         f"continues; {FILE_NAME} has every value.",
         style="yellow",
     )
