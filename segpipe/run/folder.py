@@ -41,12 +41,13 @@ def owned(config: Config) -> Iterator[None]:
 
     Raises ConfigError while another process owns the folder.
     """
-    with held(config.run_dir) as taken_over:
+    folder = config.run_dir
+    with held(folder) as taken_over:
         if taken_over:
             print(taken_over, file=sys.stderr)
         # Again: another job may have trained here since it was claimed.
         _check_earlier_run(config)
-        (config.run_dir / FAILURE).unlink(missing_ok=True)
+        (folder / FAILURE).unlink(missing_ok=True)
         yield
 
 
