@@ -735,6 +735,8 @@ def test_a_recorded_network_has_the_bits_of_eager(
         lambda *given, **more: made.append(Recorded(*given, **more)) or made[0],
     )
     settings = config(model={"name": name}, train={"precision": precision})
+    # On maps of 1x1, oneDNN's bf16 leaves gradients unwritten: docs/determinism.md.
+    size = 64 if name == "pidnet_s" else 32
 
     def loss(heads: dict[str, Tensor], *given: Any, **more: Any) -> dict[str, Tensor]:
         assert all(logits.is_contiguous() for logits in heads.values())
@@ -751,7 +753,7 @@ def test_a_recorded_network_has_the_bits_of_eager(
                 AllHeads(state.model), settings.train.precision
             )
         for number in range(2):
-            train_step(step, batches(number, 32))
+            train_step(step, batches(number, size))
         found.append(bits(state))
     assert found[0] == found[1]
     assert len(made) == 1, "recorded once"
