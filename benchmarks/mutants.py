@@ -496,6 +496,11 @@ def main() -> int:
         "--out", type=Path, default=RESULTS, help="JSON; entries of other modules stay"
     )
     given = parser.parse_args()
+    for part in given.module:
+        if not any(part in name for name in MODULES):
+            parser.error(
+                f"--module {part}: no module of MODULES has it in its path. Valid: {', '.join(MODULES)}."
+            )
     os.environ.update(OMP_NUM_THREADS="1", NO_ALBUMENTATIONS_UPDATE="1")
     signal.signal(
         signal.SIGTERM, signal.default_int_handler
