@@ -95,6 +95,22 @@ def test_the_same_bytes_every_time(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "again.onnx").read_bytes() == (folder / "fp16.onnx").read_bytes()
 
 
+def test_a_constant_of_both_parts_has_two_types(folder: Path, tmp_path: Path) -> None:
+    """As 1 in the variance of model.standardize and in the 1 - x of pidnet_s."""
+    model = onnx.load(folder / "fp32.onnx")
+    node = next(node for node in model.graph.node if "fuse_relu" in node.output)
+    node.op_type = "Sub"
+    node.input.append("levels")
+    onnx.save(model, tmp_path / "fp32.onnx")
+    to_fp16(tmp_path / "fp32.onnx", tmp_path / "fp16.onnx")
+    half = onnx.load(tmp_path / "fp16.onnx")
+    onnx.checker.check_model(half, full_check=True)
+    kinds = {
+        tensor.data_type for tensor in half.graph.initializer if "levels" in tensor.name
+    }
+    assert kinds == {TensorProto.FLOAT, TensorProto.FLOAT16}
+
+
 def test_a_weight_that_fp16_cannot_hold_is_refused(
     folder: Path, tmp_path: Path
 ) -> None:

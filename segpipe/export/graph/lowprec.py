@@ -148,13 +148,11 @@ def to_fp16(source: Path, out: Path) -> None:
     after, _ = convolution_sides(graph)
     early = [node for node in outer if after.isdisjoint(node.input)]
     late = [node for node in outer if not after.isdisjoint(node.input)]
-    # Weights that both parts read stay in fp32.
     kept = [weight for weight in graph.initializer if weight.name in read]
-    rounded = [weight for weight in half.initializer if weight.name not in read]
     result = onnx.GraphProto(
         name=graph.name,
         node=[*early, *half.node, *late],
-        initializer=[*kept, *rounded],
+        initializer=[*kept, *half.initializer],
         input=graph.input,
         output=graph.output,
     )
@@ -193,14 +191,14 @@ def _in_half(network: onnx.ModelProto) -> onnx.GraphProto:
         convert_float_to_float16(network, keep_io_types=True, op_block_list=[])
     )
     half.topological_sort()  # the converter appends its casts at the end
+    # A constant that the rest of the graph reads too, such as 1, stays in fp32 there.
+    half.add_prefix_to_names("half_")
     graph: onnx.GraphProto = half.model.graph
     return graph
 
 
-_BINS, _PERCENTILE = (
-    2048,
-    99.99,
-)  # of each activation; docs/log.md compares alternatives
+# Of each activation; docs/log.md compares alternatives
+_BINS, _PERCENTILE = 2048, 99.99
 # These stay in int8 between two convolutions, to avoid conversions back and forth.
 _ALONG = ("Relu", "Add", "Concat", "Resize", "SpaceToDepth")
 # Number of inputs that are activations; all for other operators
