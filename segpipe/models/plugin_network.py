@@ -25,7 +25,7 @@ RESERVED = ("total", "dice", "edge", "lovasz", "teacher")
 BOUNDARY = "boundary"
 # Buffers of BatchNorm; a subclass may have more.
 AVERAGED = ("running_mean", "running_var", "num_batches_tracked")
-PROBE_SIZE = 256  # image side for measuring an unknown stride
+PROBE_SIZE = 448  # image side for measuring an unknown stride; a multiple of 14 and 64
 
 
 def check_heads(
@@ -61,9 +61,8 @@ class PluginNetwork(SegmentationNet):
         self.align_corners = bool(getattr(net, "align_corners", False))
         # Weights files have the tensor names of `net`.
         self.published_keys = ((r"^net\.", ""),)
-        self.train_only = (
-            nn.ModuleDict()
-        )  # empty: auxiliary heads are somewhere inside `net`
+        # Empty: auxiliary heads are somewhere inside `net`.
+        self.train_only = nn.ModuleDict()
         self._stride: int | None = getattr(net, "output_stride", None)
         self._trained_heads: tuple[str, ...] = ()  # heads of the first training forward
 

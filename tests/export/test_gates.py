@@ -592,6 +592,8 @@ def test_the_scaled_weight_is_the_one_that_moves_the_logits_most() -> None:
         assert controls._most_influential(alone) is alone.bias, (
             "there is no convolution"
         )
+        patches = nn.Sequential(nn.PixelUnshuffle(14), nn.Conv2d(588, 4, 1))
+        assert controls._most_influential(patches) is patches[1].weight
     assert all(map(torch.equal, before, network.parameters()))
 
 

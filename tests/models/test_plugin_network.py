@@ -238,6 +238,7 @@ def test_it_is_built_from_an_import_path(project: Callable[[str, str], None]) ->
         False,
         True,
     )
+    assert PluginNetwork(nn.PixelUnshuffle(14), 588, "patches").output_stride == 14
     with pytest.raises(
         ConfigError,
         match=r"net:nothing returned a int, but a torch.nn.Module was needed",

@@ -26,7 +26,9 @@ from segpipe.models.preprocess import Preprocess
 _MAX_CHECKS = 3  # check images that a control runs on
 # Smallest effect that the gates must detect: ten times G2's limit, in standard deviations of the logits.
 _EFFECT = 1e-2
-_NOISE = (1, 3, 96, 96)  # image used to measure the influence of weights
+# Sides of the image that measures the influence of weights; the larger one, if the smaller one fails, is a multiple of
+# 14 and 64
+_NOISE, _LARGE = 96, 448
 
 
 def _bgr(model: DeployModel) -> None:
@@ -60,8 +62,12 @@ def _most_influential(network: nn.Module) -> Tensor:
         module.weight for module in network.modules() if isinstance(module, nn.Conv2d)
     ]
     weights = convolutions or list(network.parameters())
-    image = torch.randn(_NOISE, generator=torch.Generator().manual_seed(0))
-    logits = network(image)
+    try:
+        image = _noise(_NOISE)
+        logits = network(image)
+    except Exception:  # of a user's network
+        image = _noise(_LARGE)
+        logits = network(image)
 
     def influence(weight: Tensor) -> float:
         kept = weight.clone()
@@ -71,6 +77,10 @@ def _most_influential(network: nn.Module) -> Tensor:
         return moved
 
     return max(weights, key=influence)
+
+
+def _noise(side: int) -> Tensor:
+    return torch.randn((1, 3, side, side), generator=torch.Generator().manual_seed(0))
 
 
 def _classes_permuted(model: DeployModel) -> None:
