@@ -269,7 +269,9 @@ class PredictJob:
 
         Raises DataError when a video is truncated.
         """
-        given, paths = source.live or str(source.path), self._written(source)
+        # FFmpeg takes what precedes a colon in a bare name, such as 12:30.mp4, for a protocol.
+        given = source.live or str(source.path.absolute())
+        paths = self._written(source)
         fps = frames_per_second(given)
         pixels: Any = 0
         done = 0

@@ -126,6 +126,13 @@ def test_a_few_frames_may_be_missing_from_the_end(
         assert len(list(read_frames(clip))) == FRAMES
 
 
+def test_a_colon_in_a_name_is_no_protocol(
+    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(clip.rename("12:30.mp4"), Path("out")) == []
+
+
 def test_a_video_that_breaks_off_is_named(tmp_path: Path) -> None:
     path = tmp_path / "cut.avi"
     writer = cv2.VideoWriter(
