@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -404,11 +405,9 @@ def test_an_older_export_is_replaced(tiny: TrainedNetwork, tmp_path: Path) -> No
         export_run(
             tiny, IMAGES[:1], tmp_path / "export", ["torchscript"], names=[label]
         )
-        (tmp_path / "export" / label).touch()
     assert json.loads((tmp_path / "export" / "manifest.json").read_text())["golden"][
         "images"
     ] == ["second"]
-    assert not (tmp_path / "export" / "first").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
@@ -486,18 +485,23 @@ def test_a_kill_between_the_renames_is_mended(
 ) -> None:
     out_dir = tmp_path / "export"
     export_run(tiny, IMAGES[:1], out_dir, ["torchscript"])
-    out_dir.rename(tmp_path / "export.old")
+    backup = tmp_path / "export.old"  # of the user
+    shutil.copytree(out_dir, backup)
+    out_dir.rename(tmp_path / "export.replaced")
     place.recover(out_dir)
-    assert model_files(tmp_path) == [str(out_dir / "model.torchscript.pt")]
+    assert model_files(out_dir) == [str(out_dir / "model.torchscript.pt")]
+    place.recover(out_dir)
+    assert model_files(backup)
 
 
+@pytest.mark.parametrize("name", ["thesis.txt", "manifest.json"])
 def test_a_folder_that_is_not_an_export_is_never_replaced(
-    tiny: TrainedNetwork, tmp_path: Path
+    tiny: TrainedNetwork, tmp_path: Path, name: str
 ) -> None:
-    (tmp_path / "thesis.txt").touch()
-    with pytest.raises(ConfigError, match="holds other files"):
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=f"holds other files .{name}."):
         export_run(tiny, IMAGES, tmp_path, ["torchscript"])
-    assert (tmp_path / "thesis.txt").exists()
+    assert (tmp_path / name).exists()
 
 
 def test_what_torch_cannot_convert_is_an_export_error(

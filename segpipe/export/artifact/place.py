@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, listed
 from segpipe.files import file_sha256, sync
-from segpipe.runtime.artifact import MANIFEST, SUMS, ArtifactError, read_file, read_sums
+from segpipe.runtime.artifact import SUMS, ArtifactError, read_file, read_sums
 
 
 def beside(out_dir: Path, suffix: str) -> Path:
@@ -30,15 +30,17 @@ def writing(out_dir: Path) -> Iterator[None]:
 
 
 def check_place(out_dir: Path) -> None:
-    """Raises ConfigError when `out_dir` cannot be written, or holds files other than an export."""
+    """Raises ConfigError when `out_dir` cannot be written, or holds files that no export wrote."""
     with writing(out_dir):
         nearest = next(path for path in out_dir.absolute().parents if path.exists())
         tempfile.TemporaryFile(dir=nearest).close()
-        is_export = (out_dir / MANIFEST).is_file() or not out_dir.exists()
-        is_taken = not is_export and (out_dir.is_file() or any(out_dir.iterdir()))
-    if is_taken:
+        sums = out_dir / SUMS
+        own = sums.read_text(errors="replace") if sums.is_file() else ""
+        others = [name for name in _files(out_dir) if f"  {name}\n" not in own]
+    if others or out_dir.is_file():
         raise ConfigError(
-            f"export.dir = {out_dir} holds other files, and an export replaces it. Choose a new folder."
+            f"export.dir = {out_dir} holds other files ({listed(sorted(others))}), and an export replaces it. Choose "
+            "a new folder, or move them."
         )
 
 
@@ -80,7 +82,7 @@ def put_in_place(folder: Path, out_dir: Path) -> None:
     """Renames `folder` to `out_dir`, replacing an earlier export; an error restores the earlier one."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
-    old = beside(out_dir, "old")
+    old = beside(out_dir, "replaced")
     try:
         if out_dir.exists():
             os.rename(out_dir, old)
@@ -94,7 +96,7 @@ def put_in_place(folder: Path, out_dir: Path) -> None:
 
 def recover(out_dir: Path) -> None:
     """Restores the earlier export after a crash between the two renames of `put_in_place`."""
-    old = beside(out_dir, "old")
+    old = beside(out_dir, "replaced")
     if old.exists() and not out_dir.exists():
         os.rename(old, out_dir)
     shutil.rmtree(old, ignore_errors=True)
