@@ -177,9 +177,8 @@ def _model_files(
             result.gates[name] = [gate_integrity([problem])]
             continue
         file = replace(made[name], path=path)
-        if (
-            file.format == "onnx"
-        ):  # the probe exposes tensors of the shipped graph itself
+        # The probe exposes tensors of the shipped graph itself.
+        if file.format == "onnx":
             file = replace(file, probe=scratch / name)
             write_probe(path, file.probe)
         files.append(file)

@@ -45,9 +45,8 @@ class WeightsSource:
     others: tuple[str, ...] = ()  # entries that hold other tensors and were not read
     sha256: str = ""  # of the file
     class_names: tuple[str, ...] = ()  # if the file has them
-    standardize: bool | None = (
-        None  # model.standardize in its training, if the file says
-    )
+    # model.standardize in its training, if the file says
+    standardize: bool | None = None
 
     @property
     def where(self) -> str:

@@ -17,9 +17,8 @@ from .frames import Pixels
 
 _CPU = ("CPUExecutionProvider",)
 BF16 = "openvino_bf16"
-_FATAL = (
-    4  # log severity: errors are raised anyway, including a run that its deadline ends
-)
+# Log severity: errors are raised anyway, including a run that its deadline ends.
+_FATAL = 4
 Run = Callable[[Pixels], list[Pixels]]
 # A function that runs one input batch, and one that ends that run from another thread
 Prepared = tuple[Run, Callable[[], None]]

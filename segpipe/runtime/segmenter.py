@@ -117,8 +117,10 @@ class Segmenter:
                     f"mask holds id {highest}, but there are {self.artifact.num_classes} classes"
                 )
             if time.perf_counter() > due:
-                why = f"the answer came after deadline_ms = {self.deadline_ms}"
-                raise Refused(Status.DEADLINE, why)
+                raise Refused(
+                    Status.DEADLINE,
+                    f"the answer came after deadline_ms = {self.deadline_ms}",
+                )
             result = Result(Status.OK, mask, confidence, 0.0, self.artifact.model_id)
         except Refused as refused:
             self.last_error = str(refused)
@@ -147,8 +149,9 @@ class Segmenter:
             )
         left = min(max(due - time.perf_counter(), 0.0), threading.TIMEOUT_MAX)
         if not self._lock.acquire(timeout=-1 if math.isinf(due) else left):
-            why = "another thread's frame took until the deadline"
-            raise Refused(Status.DEADLINE, why)
+            raise Refused(
+                Status.DEADLINE, "another thread's frame took until the deadline"
+            )
         try:
             yield
         finally:
@@ -158,22 +161,29 @@ class Segmenter:
         """Raise Refused for a frame that must not reach the network."""
         # Masked elements of a masked array are not pixels.
         if not isinstance(image, np.ndarray) or isinstance(image, np.ma.MaskedArray):
-            why = f"{type(image).__name__}, but a numpy array of uint8 was needed"
-            raise Refused(Status.BAD_DTYPE, why)
+            raise Refused(
+                Status.BAD_DTYPE,
+                f"{type(image).__name__}, but a numpy array of uint8 was needed",
+            )
         frame = self.artifact.frame
         if image.shape != frame:
-            why = f"{image.shape}, but {frame} was needed: height, width, 3"
-            raise Refused(Status.BAD_SHAPE, why)
+            raise Refused(
+                Status.BAD_SHAPE,
+                f"{image.shape}, but {frame} was needed: height, width, 3",
+            )
         if image.dtype != np.uint8:
-            why = f"{image.dtype}, but uint8 was needed: 0 to 255"
-            raise Refused(Status.BAD_DTYPE, why)
+            raise Refused(
+                Status.BAD_DTYPE, f"{image.dtype}, but uint8 was needed: 0 to 255"
+            )
         repeated = self._repeats.count(image) if self.frozen_after else 0
         if stamp is not None:
             self._check_stamp(stamp)
         self.artifact.limits.check(image)
         if self.frozen_after and repeated >= self.frozen_after:
-            why = f"{repeated} frames in a row equal one of the last different ones"
-            raise Refused(Status.FROZEN, why)
+            raise Refused(
+                Status.FROZEN,
+                f"{repeated} frames in a row equal one of the last different ones",
+            )
 
     def _check_stamp(self, stamp: float) -> None:
         """Raises Refused unless the frame is recent, and not older than its predecessors.
@@ -186,9 +196,9 @@ class Segmenter:
             self._newest = -math.inf
         self._now = now
         if not (abs(now - stamp) <= self.max_age_s and stamp >= self._newest):
-            why = (
+            raise Refused(
+                Status.STALE,
                 f"stamp = {stamp} and the clock says {now}, but it must be within {self.max_age_s} s of the clock and "
-                "not before that of an earlier frame"
+                "not before that of an earlier frame",
             )
-            raise Refused(Status.STALE, why)
         self._newest = stamp

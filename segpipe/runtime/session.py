@@ -100,8 +100,7 @@ class Session:
         Otherwise raises whatever the engine raises.
         """
         if time.perf_counter() >= due:
-            why = "the deadline had passed before the run"
-            raise Refused(Status.DEADLINE, why)
+            raise Refused(Status.DEADLINE, "the deadline had passed before the run")
         run, end = self.engine.prepare(OUTPUTS)
         try:
             with self._watchdog.ending(end, due) if due < math.inf else nullcontext():
@@ -109,8 +108,9 @@ class Session:
         except Exception as error:
             if time.perf_counter() < due:
                 raise
-            why = "the run was ended at its deadline"
-            raise Refused(Status.DEADLINE, why) from error
+            raise Refused(
+                Status.DEADLINE, "the run was ended at its deadline"
+            ) from error
         shapes = self._artifact.answers
         for name, output, shape in zip(OUTPUTS, outputs, shapes, strict=True):
             if output.shape != (1, *shape) or output.dtype != np.uint8:
