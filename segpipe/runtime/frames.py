@@ -176,8 +176,8 @@ def enlarged(
     align_corners: as in the manifest. Then the cells at the borders are centered on the first and the last pixel.
     """
     places = nearest if align_corners else _cells
-    rows, columns = places(height, mask.shape[0]), places(width, mask.shape[1])
-    return np.asarray(mask[np.ix_(rows, columns)])
+    rows_columns = map(places, (height, width), mask.shape)
+    return np.asarray(mask[np.ix_(*rows_columns)])
 
 
 def nearest(num: int, others: int) -> NDArray[Any]:
@@ -187,4 +187,4 @@ def nearest(num: int, others: int) -> NDArray[Any]:
 
 
 def _cells(num: int, cells: int) -> NDArray[Any]:
-    return np.arange(num) * cells // num
+    return (2 * np.arange(num) + 1) * cells // (2 * num)  # of the pixels' centers

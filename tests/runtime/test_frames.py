@@ -173,17 +173,20 @@ def test_the_check_takes_well_below_a_millisecond(limits: FrameLimits) -> None:
 
 
 @pytest.mark.parametrize("align_corners", [False, True])
-def test_enlarged_masks_have_the_geometry_of_the_network(align_corners: bool) -> None:
+@pytest.mark.parametrize("size", [(40, 56), (37, 50)])
+def test_enlarged_masks_have_the_geometry_of_the_network(
+    size: tuple[int, int], align_corners: bool
+) -> None:
     """As torch resizes logits: the nearest cell is that of the larger of the two weights."""
     ids = np.arange(5)[:, None] * 7 + np.arange(7)
-    found = enlarged(ids, 40, 56, align_corners=align_corners)
+    found = enlarged(ids, *size, align_corners=align_corners)
     logits = torch.eye(35)[torch.from_numpy(ids).ravel()].T.reshape(1, 35, 5, 7)
     resized = functional.interpolate(
-        logits, (40, 56), mode="bilinear", align_corners=align_corners
+        logits, size, mode="bilinear", align_corners=align_corners
     )
     share = (resized[0].argmax(0).numpy() == found).mean()
     assert share > 0.98
-    other = enlarged(ids, 40, 56, align_corners=not align_corners)
+    other = enlarged(ids, *size, align_corners=not align_corners)
     assert (resized[0].argmax(0).numpy() == other).mean() < 0.95, "the control"
 
 
