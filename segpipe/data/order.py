@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -375,10 +375,10 @@ def _shares(sets: Sets) -> Float64:
     return np.asarray(weights / weights.sum())
 
 
-def spaced(indices: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the indices, evenly spaced."""
-    count = min(count, len(indices))
-    return [indices[place * len(indices) // count] for place in range(count)]
+def spaced(items: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` of the items, evenly spaced."""
+    count = min(count, len(items))
+    return [items[place * len(items) // count] for place in range(count)]
 
 
 def check_given_weights(weights: Sequence[float], names: Sequence[str]) -> None:

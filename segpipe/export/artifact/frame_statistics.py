@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from segpipe.data.order import spaced
 from segpipe.export.graph.network import Image
 from segpipe.runtime.frames import QUANTITIES, look_at
 
@@ -60,14 +61,15 @@ def frames_of(
     kept: list[Image] = []
 
     def watched() -> Iterator[Image]:
-        """Yields the training images and keeps the first ones that fit."""
+        """Yields the training images and keeps those that fit."""
         for image in train_images:
-            if image.shape == shape and len(kept) < _CALIBRATION_IMAGES:
+            if image.shape == shape:
                 kept.append(image)
             yield image
 
     entries = frame_entries(watched(), "train")
-    return entries, kept or list(images)
+    # Not the first ones, which would be those of a few drives.
+    return entries, spaced(kept, _CALIBRATION_IMAGES) or list(images)
 
 
 def _limits(quantiles: dict[str, list[float]]) -> dict[str, list[float]]:
