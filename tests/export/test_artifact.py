@@ -495,6 +495,7 @@ def test_the_card_tells_quality_source_and_limits(exported: Path) -> None:
         "0123456789abcdef",
         "| 4 | class_4 | #c83780 | - |",
         "6 train images",
+        "that are covered or torn.",  # too few images to tell up from down
     ):
         assert text in card, text
 
