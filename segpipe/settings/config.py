@@ -325,7 +325,7 @@ def _network_and_loss(config: Config) -> Iterator[str]:
     if loss.label_smoothing and (loss.name == "ohem" or weighted_focal):
         yield (
             f"loss.label_smoothing = {loss.label_smoothing}, but loss.name = {loss.name} needs the probability of a "
-            "pixel's class without smoothing. Set loss.label_smoothing=0, or another loss."
+            "pixel's class without smoothing. Set loss.label_smoothing=0, or another loss; focal: or no class weights."
         )
     own = ":" in loss.name
     if own and loss.label_smoothing:
