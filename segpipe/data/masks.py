@@ -147,7 +147,9 @@ def _check_opaque(alpha: Uint8, path: str) -> None:
         row, column = np.argwhere(alpha < OPAQUE)[0]
         raise DataError(
             f"{path} has {np.count_nonzero(alpha < OPAQUE)} transparent pixels, the first at row {row}, column "
-            f"{column}, which cannot be a class. Write the mask without an alpha channel."
+            f"{column}, which cannot be a class. Write the mask without an alpha channel.",
+            cause="transparent pixels",
+            where=path,
         )
 
 
@@ -158,13 +160,11 @@ def _equal_channels(table: MaskTable, pixels: Uint8, path: str) -> Uint8:
     differ = (red != green) | (red != blue)
     if differ.any():
         row, column = np.argwhere(differ)[0]
-        other = ""
-        if table.classes.name == "camvid":
-            other = " For CamVid's 32 colors, set data=camvid32."
         raise DataError(
             f"{path} holds colors, such as {tuple(pixels[row, column, :3].tolist())} at row {row}, column "
             f"{column}, but masks = ids, or the class table has no palette. Set `masks: colors` and one color per "
-            f"class (`palette`) in classes.yaml.{other}",
+            "class (`palette`) in classes.yaml."
+            f"{' For the 32 colors of CamVid, set data=camvid32.' * (table.classes.name == 'camvid')}",
             cause="colors, not ids",
             where=path,
         )
@@ -181,7 +181,7 @@ def _target_of_colors(table: MaskTable, pixels: Uint8, path: str) -> Uint8:
     places = np.minimum(np.searchsorted(keys, colors[starts]), len(keys) - 1)
     if (keys[places] != colors[starts]).any():
         unknown = ~np.isin(colors, keys).reshape(pixels.shape[:2])
-        raise DataError(_unknown_color(table, pixels, unknown, path))
+        raise _unknown_color(table, pixels, unknown, path)
 
     lengths = np.diff(starts, append=colors.size)
     return np.repeat(trains[places], lengths).reshape(pixels.shape[:2])
@@ -189,11 +189,11 @@ def _target_of_colors(table: MaskTable, pixels: Uint8, path: str) -> Uint8:
 
 def _unknown_color(
     table: MaskTable, pixels: Uint8, unknown: NDArray[np.bool_], path: str
-) -> str:
-    """Message about the first color that is not in the class table."""
+) -> DataError:
+    """The error for a mask with a color that is not in the class table; names the first."""
     row, column = np.argwhere(unknown)[0]
     color = tuple(pixels[row, column, :3].tolist())
-    count = np.count_nonzero((pixels[..., :3] == color).all(axis=2))
+    count = np.count_nonzero((pixels[..., :3] == color).all(2))
     kinds = len(np.unique(pixels[unknown].view("<u4")))
     near = min(table.colors, key=lambda other: dist(color, other))
     more = f" and {kinds - 1} other unknown colors" if kinds > 1 else ""
@@ -203,10 +203,12 @@ def _unknown_color(
     if len(set(color)) == 1:
         advice += " If gray values are ids, set `masks: ids`."
 
-    return (
+    return DataError(
         f"{path} has the color {color} ({count} pixels, the first at row {row}, column {column}){more}, which the "
         f"{table.classes.name} table does not have; the nearest is {near} of {_name(table, table.colors[near])}. "
-        f"Correct the mask, or {advice}"
+        f"Correct the mask, or {advice}",
+        cause=f"color {color}",
+        where=path,
     )
 
 

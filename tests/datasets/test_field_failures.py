@@ -30,6 +30,10 @@ def colored(number: int) -> np.ndarray:
     return np.stack([stripes(0, 128, 192)(number)] * 2 + [stripes(7, 1, 9)(number)], 2)
 
 
+def transparent(number: int) -> np.ndarray:
+    return np.dstack([colored(number), stripes(0, 255, 255)(number)])
+
+
 def first_ignored(number: int) -> np.ndarray:
     return stripes(0, 1, 2)(number) if number else np.full(SIZE, 255, np.uint8)
 
@@ -135,6 +139,18 @@ CASES: dict[str, tuple[Mask, str, int, tuple[str, ...]]] = {
         2,
         ("holds colors, such as (7, 0, 0)", "Set `masks: colors`"),
     ),
+    "a color beyond the table": (
+        colored,
+        f"{THREE}palette: [[7, 0, 0], [1, 128, 128], [0, 0, 0]]\n",
+        2,
+        ("the color (9, 192, 192)", "The same in 5 more", "1 problem in"),
+    ),
+    "transparent pixels": (
+        transparent,
+        f"{THREE}palette: [[7, 0, 0], [1, 128, 128], [9, 192, 192]]\n",
+        2,
+        ("2048 transparent pixels", "The same in 5 more"),
+    ),
     "an image of ignored pixels": (
         first_ignored,
         THREE,
@@ -197,7 +213,7 @@ def test_the_same_images_in_training_and_validation(
     ("mask", "part"),
     [
         (stripes(*range(32)), "has ids 12, 13, 14"),
-        (colored, "CamVid's 32 colors, set data=camvid32"),
+        (colored, "the 32 colors of CamVid, set data=camvid32"),
     ],
 )
 def test_camvid_of_32_classes_is_not_that_of_12(
