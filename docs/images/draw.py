@@ -200,7 +200,7 @@ SPEEDS = (
     ("c7", "threads/2/over_ours/torchvision", "validation after the logits / torchvision"),
     ("c7", "threads/2/over_ours/pidnet", "the same / PIDNet"),
     ("c5", "threads/2/recipe_over/native", "upsampling and loss / interpolate + cross_entropy"),
-    ("c8", "times_as_fast_as_eager/onnx int8 U8S8", "exported fast_scnn, int8 / eager torch"),
+    ("c8", "times_as_fast_as_eager/onnx int8 U8S7", "exported fast_scnn, int8 / eager torch"),
     ("c6", "speedup_over_pidnet_style_fp32/segpipe bf16", "update of PIDNet-S, bf16 / PIDNet-style, fp32"),
     ("c8", "times_as_fast_as_eager/onnx fp32", "exported fast_scnn, fp32 / eager torch"),
     ("c1", "times_as_fast/torchvision", "samples from PNG files / torchvision's recipe"),
