@@ -42,7 +42,7 @@ def main(given: Given) -> int:
     rows = [(line.part, verdict(line.status), line.text) for line in found.lines]
     columns = ("part", "verdict", "finding")
     CONSOLE.print(table(columns, rows, f"audit of {found.run}"))
-    CONSOLE.print(f"{found.sentence}.")
+    CONSOLE.print(f"{found.sentence.rstrip('.')}.")
     report = out / "report.json"
     try:
         write_atomically(report, to_json(found.to_json()))

@@ -527,7 +527,7 @@ def test_a_verdict_is_told_though_its_report_cannot_be_written(
     code: int,
 ) -> None:
     found = Audit(
-        str(tmp_path), (Line("config", status, "what it is"),), "", 0, 1, 1, 0.0
+        str(tmp_path), (Line("config", status, "what it is."),), "", 0, 1, 1, 0.0
     )
     monkeypatch.setattr(
         command, "examine", lambda *_, **__: (tmp_path / "audit").touch() or found
@@ -535,7 +535,7 @@ def test_a_verdict_is_told_though_its_report_cannot_be_written(
     assert segpipe(["audit", f"run={tmp_path}"]) == code
     told = capsys.readouterr()
     assert "what it is" in told.out
-    assert f"{found.sentence}." in told.out
+    assert f"{found.sentence.rstrip('.')}.\n" in told.out
     assert "report.json" in told.err
     assert "Set out=FOLDER" in told.err
 
