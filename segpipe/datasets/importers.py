@@ -290,7 +290,10 @@ def _labelme_shape(shape: dict[str, Any]) -> tuple[str, Shape | str]:
         left, top = np.min(points, axis=0)
         return label, partial(_png, str(shape.get("mask")), round(left), round(top))
 
-    return label, f"is a {kind} of {len(points)} points, which is not supported"
+    return (
+        label,
+        f"is a {kind} of {len(points)} points, which is not supported. Draw a polygon",
+    )
 
 
 def _png(text: str, left: int, top: int, size: Size) -> Area:
