@@ -30,9 +30,10 @@ HEAD = """# Performance
 
 `segpipe profile experiment=...` runs a few updates of a fresh network and prints where they spend their time: the wait
 for data, the copy to the device, forward, loss, backward, reduction, clipping, optimizer, average and ledger. It
-says how many `data.workers` keep up with the network. A trace for ui.perfetto.dev lies in `runs/NAME_profile`. Of the
-loss, `loss.stride=2` takes a quarter of the pixels; where updates wait for gradients, raise
-`compute.samples_per_shard`. Settings are those of `segpipe train`; under torchrun every process takes its own shards.
+says how many `data.workers` keep up with the network, and writes a trace for ui.perfetto.dev to `runs/NAME_profile`.
+If the loss takes long, `loss.stride=2` computes it on a quarter of the pixels. If updates wait for the exchange of
+gradients, raise `compute.samples_per_shard`. Settings are those of `segpipe train`; under torchrun every process takes
+its own shards.
 
 ## What a step does, and why
 
@@ -41,21 +42,21 @@ loss, `loss.stride=2` takes a quarter of the pixels; where updates wait for grad
 - `train.precision=tf32` lets GPUs round the inputs of convolutions and matrix products to 10 bits of mantissa: faster
   than fp32 (not measured here), with the same bits in every run on GPUs of one kind. The last validation and
   `result.json` are fp32.
-- On a CPU the optimizer goes through one parameter after the other, on a GPU through all at once (`foreach`). The bits
-  are the same. `fused` kernels give others, and are used for fp16 on GPUs alone, where they leave out an update that
-  overflowed without the host looking at a flag in every step.
+- On a CPU the optimizer updates one parameter after the other, on a GPU all at once (`foreach`), with the same bits.
+  `fused` kernels give other bits. They are used only for fp16 on GPUs, where they skip an update that overflowed
+  without a wait of the host.
 - Between logs the host does not wait for a GPU: a test counts the operators that would make it. Exceptions: the ledger
   is written every 50 updates, and a trained parameter that no shard of this process used is looked up in every step.
-- Equal bits, and the ledger, take a number of kernels that does not depend on the size of the network: two for the
-  digests of any number of tensors (Triton, on a GPU), a few for gradients, statistics and counters. A test counts.
+- Equal bits and the ledger need the same few kernels for a network of any size: two for the digests of all tensors
+  (Triton, on a GPU), a few for gradients, statistics and counters. A test counts them.
 - Feature maps are resized by one Triton kernel forward and one backward on a GPU, in their dtype and memory format.
 - Batches are copied from page-locked memory in the order of the updates, on a separate stream while the GPU computes
-  the previous update; the host does not wait for them. This saves 0.9 ms per update of 12 x 1024x1024 (H200).
+  the previous update; the host does not wait for them. This saves 0.9 ms per update of pidnet_s, 12 x 1024x1024 (H200).
 - A validation runs between two updates, on all ranks, each with its share of the images. It is not overlapped with
   training: both would wait for the same GPU. What can be hidden is loading, which `data.cache_mib` saves.
 - Gradients are sent bucket by bucket during the backward of the last shard, and their sums come back during it too.
-- `compute.compile=true` trains through `torch.compile`. Numbers: other bits than without it, close to those of eager;
-  equal bits for any number of processes as long as hardware and torch are equal, since every shard has one shape and
+- `compute.compile=true` trains through `torch.compile`. Its bits differ from those of eager, by rounding. They are
+  equal for any number of processes as long as hardware and torch are equal, since every shard has one shape and
   the compiler is told not to choose kernels by trials (`torch._inductor.config.deterministic`). It works with
   `compute.mode=elastic` alone. A compiled backward hands over all gradients at its end, so with several processes
   nothing is sent while it runs. The first update takes up to minutes. Every network is one graph
@@ -64,21 +65,21 @@ loss, `loss.stride=2` takes a quarter of the pixels; where updates wait for grad
 - On a GPU, in mode elastic, forward and backward are recorded at the first batch as CUDA graphs, and replayed. The
   kernels are those of eager, or of the compiled network with `compute.compile=true`; on an H200 an update of pidnet_s
   without a recording is bound by the host, which starts 1,478 kernels. The first batch compares digests of logits,
-  gradients and statistics of a replay with theirs; where they differ, training goes on without, with a warning.
-  `auto` records the 15 networks of which that was tried on a GPU, `on` others too, `off` none. A network that cannot
-  be recorded, because it asks the device for a value, ends the run. The Python of a recorded forward runs once: mind
-  that with a network of yours. A recording keeps its memory for the whole run, beside that of validations. Recorded
-  networks hand over all gradients at the end, as compiled ones do.
-  A graph of the whole step is not offered: learning rate, step and decay of the average are values of the host.
+  gradients and statistics of a replay with theirs; if they differ, training continues without it, with a warning.
+  `auto` records the 15 networks that were tried on a GPU, `on` any network, `off` none. A network that cannot
+  be recorded, because it asks the device for a value, ends the run. The Python code of a recorded forward runs once;
+  keep that in mind for a network of your own. A recording keeps its memory for the whole run, in addition to that of
+  validations. Like compiled networks, recorded ones hand over all gradients at the end of the backward.
+  There is no graph of the whole step: learning rate, step and decay of the average are values on the host.
 """
 
 UNMEASURED = """Not measured on a GPU yet. [gpu.md](gpu.md) has the two commands that measure these rows."""
 RESULTS_HEAD = """## Results
 
 Every row is one command, `python benchmarks/run.py ID`, which prints JSON; `benchmarks/results/` keeps it. Arms are
-interleaved in one run; a figure in brackets is its 95 % interval. A row is met by the end of the interval that speaks
-against it. What is not met stays in the table. Figures of a CPU say nothing about a GPU; [gpu.md](gpu.md) says what
-those of the GPU are worth.
+interleaved in one run; a figure in brackets is its 95 % interval. A goal is met if the worse end of the interval meets
+it. What is not met stays in the table. Figures of a CPU say nothing about a GPU; [gpu.md](gpu.md) says what those of
+the GPU are worth.
 
 The name of a figure is its place in the JSON. `A over B` is the time of A divided by that of B, and `over B` before a
 name the time under that name divided by that of B; `times as fast` and `speedup` are above 1 where segpipe is faster.
