@@ -295,7 +295,7 @@ class Contract:
         """
         if self._store is None or isinstance(error, CollectiveError):
             return
-        if verdict := self.verdict(lost=lost):
+        if verdict := self.verdict(error, lost=lost):
             raise verdict from None
 
         own = _on([self._rank], self._hosts)
@@ -308,11 +308,18 @@ class Contract:
         self._post("verdict", self._as_json(text, code, self._elsewhere()))
         self._wait(REPORT_S)
 
-    def verdict(self, *, lost: bool) -> CollectiveError | None:
-        """The ranks' verdict; if a collective failed because another rank is `lost`, waits for it."""
+    def verdict(
+        self, error: BaseException, *, lost: bool = False
+    ) -> CollectiveError | None:
+        """The ranks' verdict. Waits for it if `error` says that another rank is `lost`, and a moment after a signal.
+
+        Launchers send SIGTERM to all other ranks as soon as the one that failed has ended.
+        """
         if self._store is None:
             return None
-        return self._wait(REPORT_S) or self._ask() if lost else self._wait(0.0)
+        if lost:
+            return self._wait(REPORT_S) or self._ask()
+        return self._wait(ANSWERS_S * isinstance(error, KeyboardInterrupt))
 
     def keep_stacks(self, folder: Path) -> None:
         """From now on, write the stacks of all threads to `folder`/stacks/rankNN.txt on SIGUSR1 and on a failure."""
@@ -516,11 +523,11 @@ def exit_code_of(error: BaseException, contract: Contract) -> int:
 
     If another rank is the cause, waits for the verdict.
     """
+    lost = lost_another_rank(error)
+    if verdict := contract.verdict(error, lost=lost):
+        return verdict.exit_code
     if isinstance(error, KeyboardInterrupt):
         return Interrupted.exit_code
-    lost = lost_another_rank(error)
-    if verdict := contract.verdict(lost=lost):
-        return verdict.exit_code
     if isinstance(error, OSError) and error.errno in ADVICE:
         return NotWritten.exit_code
     return CollectiveError.exit_code if lost else getattr(error, "exit_code", 1)

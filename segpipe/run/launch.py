@@ -511,9 +511,8 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
 
     def own() -> None:
         """Rank 0 owns the folder that it writes; the parent of spawned processes may die before them."""
+        held.enter_context(stops_raised())
         if group.is_main:
-            if group.world_size == 1:  # with several, the parent removes the lock
-                held.enter_context(stops_raised())
             held.enter_context(owned(config))
 
     try:
@@ -582,6 +581,10 @@ def _failure_told(group: Group, config: Config, *, noted: bool) -> Iterator[None
         try:
             with _disk_named(config):
                 yield
+        except KeyboardInterrupt as error:
+            if verdict := group.contract.verdict(error):
+                raise verdict from None
+            raise
         except Exception as error:
             if not (_is_common(error) or getattr(error, "told", False)):
                 group.contract.fail(error, lost=lost_another_rank(error))
@@ -603,16 +606,13 @@ def _train(config: Config, group: Group, splits: Splits | None) -> int:
     if group.is_main:
         assert isinstance(run.log, Tracker)
         exit_code = 0
-        with (
-            stops_raised()
-        ):  # to the end of the trackers, which a repeated signal must not stop
-            try:
-                finish(run, validation, result)
-            except BaseException as error:
-                exit_code = exit_code_of(error, group.contract)
-                raise
-            finally:
-                run.log.end(config, result, exit_code)
+        try:
+            finish(run, validation, result)
+        except BaseException as error:
+            exit_code = exit_code_of(error, group.contract)
+            raise
+        finally:
+            run.log.end(config, result, exit_code)
     return 0
 
 

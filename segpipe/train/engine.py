@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -188,7 +188,6 @@ def train(
             for note in notes:
                 run.view.say(note)
             _loop(run, stream)
-            _save(run, "last.pt")  # before the validation, which may fail
             # After an early stop, the log already has this step's line.
             final = _validate(run, precision="fp32", log=not _stopped_early(run))
             _keep_best(run, final, final=True)
@@ -333,7 +332,7 @@ def _elements(tensors: Iterable[Tensor]) -> int:
 
 
 def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
-    """Do all remaining updates."""
+    """Do all remaining updates, or those until a signal, and save."""
     config, current, clock = run.config, run.state, run.clock
     own = run.group.own_shards(config.compute.shards)
     step = TrainStep(config, run.watch, run.sampling.loss_weights())
@@ -350,29 +349,28 @@ def _loop(run: Run, stream: Generator[ShardBatch, None, None]) -> None:
         while current.step < config.train.steps and not _stopped_early(run):
             with run.watch.span("data"):
                 shards = [next(stream) for _ in own]
-            check = partial(_check, run, step)
             result = train_step(
-                step, shards, stop=stop.asked, wait=_waits(run), check=check
+                step,
+                shards,
+                stop=stop.asked,
+                wait=_waits(run),
+                check=partial(_check, run, step),
             )
             if result is None:
-                _interrupt(run)
+                break
             clock.tick()
             if current.step == run.log_after:
                 _log(run, result)
             run.view.advance(current.step)
             with clock.paused():
                 _keep(run)
-        # A signal during the last update has no next update to stop.
+        _save(run, "last.pt")  # before the validation, which may fail
+        # A signal since the last update began has no next update to stop.
         if run.watch.sum([int(stop.asked)])[0]:
-            _interrupt(run)
-
-
-def _interrupt(run: Run) -> NoReturn:
-    _save(run, "last.pt")
-    raise Interrupted(
-        f"stopped at step {run.state.step}; {run.folder / 'last.pt'} is written. "
-        f"Continue with run.exists=resume."
-    )
+            raise Interrupted(
+                f"stopped at step {current.step}; {run.folder / 'last.pt'} is written. "
+                f"Continue with run.exists=resume."
+            )
 
 
 def _keep(run: Run) -> None:

@@ -481,12 +481,15 @@ def _ranks_raise(rank: int, folder: str, *errors: Exception | None) -> int:
     return _in_project(folder)
 
 
-def _rank_0_is_stopped(rank: int, folder: str) -> int:
-    def wait(*_: Any) -> None:
+def _is_stopped(rank: int, folder: str, where: str) -> int:
+    def wait(*_: Any, **__: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
-    launch.finish = wait
+    if where == "report":  # which rank 0 writes alone
+        launch.finish = wait
+    else:
+        engine.validate = wait
     return _in_project(folder)
 
 
@@ -523,13 +526,22 @@ def test_a_tracker_hears_the_verdict_of_the_ranks(
 
 
 @pytest.mark.slow
-def test_a_tracker_hears_that_the_report_was_stopped(
-    tmp_path: Path, project: Callable[[str, str], None]
+@pytest.mark.parametrize(
+    ("where", "codes"), [("validation", [130, 130]), ("report", [130, 0])]
+)
+def test_a_tracker_hears_that_the_end_was_stopped(
+    tmp_path: Path,
+    project: Callable[[str, str], None],
+    capfd: pytest.CaptureFixture[str],
+    where: str,
+    codes: list[int],
 ) -> None:
     """By SIGTERM, which ends a process of several without a word if nothing handles it."""
     project("mine.py", OWN)
-    assert launched(2, _rank_0_is_stopped, str(tmp_path)) == [130, 0]
+    assert launched(2, _is_stopped, str(tmp_path), where) == codes
     assert "exit 130 [" in (tmp_path / "run" / "own.txt").read_text()
+    assert capfd.readouterr().err.count("stopped. Continue with run.exists=resume") == 1
+    assert not (tmp_path / "run" / "run.lock").exists()
 
 
 def test_a_tracker_hears_of_a_ctrl_c_that_ends_the_wait_for_a_verdict(

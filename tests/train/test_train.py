@@ -273,7 +273,7 @@ def test_sigkill_in_a_write_then_resume_in_two_processes(
 def test_sigterm_of_one_process_is_kept_as_ctrl_c(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At a step, in the last one, and while the weights are validated at the end, when only that is left to do."""
+    """At a step, before the last checkpoint, and while the weights are validated, when only that is left to do."""
     folder = tmp_path / "run"
     apply = engine.TrainStep.apply
     monkeypatch.setattr(
@@ -283,10 +283,10 @@ def test_sigterm_of_one_process_is_kept_as_ctrl_c(
     )
     assert run(folder, *LONG, "checkpoint.every=0") == 130
     assert checkpoint.load(folder / "last.pt")["step"] == 9
+    monkeypatch.undo()
+    snapshot = checkpoint.snapshot
     monkeypatch.setattr(
-        engine.TrainStep,
-        "apply",
-        lambda step: (apply(step), step.state.step == STEPS and _terminate()),
+        checkpoint, "snapshot", lambda *given: (_terminate(), snapshot(*given))[1]
     )
     assert run(folder, *LONG, "run.exists=resume") == 130
     assert checkpoint.load(folder / "last.pt")["step"] == STEPS
