@@ -37,11 +37,11 @@ RESULT = "result"
 
 
 RESULT_FILE = "result.json"
-# Entries of result.json on how, where and how fast the run was trained. All others must be equal, above all
-# `weights_digest`, which covers every buffer of the network, including those in no ledger row.
+# Entries of result.json on how, where, how fast and how often validated the run was trained. All others must be equal,
+# above all `weights_digest`, which covers every buffer of the network, including those in no ledger row.
 NO_RESULT = (
     "name", "images_per_second", "wall_images_per_second", "train_seconds", "world_size", "config_hash", "segpipe",
-    "mode", "versions", "switches", "git", "weights",
+    "mode", "versions", "switches", "git", "weights", "best_miou",
 )  # fmt: skip
 LONGEST_VALUE = 200  # characters of a value in a message
 
@@ -143,7 +143,7 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
     common = steps_of(pair[0])
     spans = f"A has {_span(a)}, B has {_span(b)}"
     # Why equal common steps do not prove equal runs.
-    limits = [spans] if _span(a) != _span(b) else []
+    limits = [spans] * (_span(a) != _span(b))
     notes = []
     for name, run, other in (("A", a, b), ("B", b, a)):
         limits += [f"{name}: {fault}" for fault in run.faults]
@@ -252,7 +252,7 @@ def _explain(
     own = wrong.get(key)
     place = (own or wrong[first.kind, first.name + PARTS, shard])[0]
     words = [f"step {step}" if step >= 0 else "before step 0"]
-    words += [f"shard {shard}"] if shard >= 0 else []
+    words += [f"shard {shard}"] * (shard >= 0)
     sample, file = None, None
     if first.stage in SAMPLE_STAGES and (SHARD, "order", shard) in a:
         sample = int(a[SHARD, "order", shard][place]) & LOW

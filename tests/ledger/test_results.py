@@ -49,11 +49,12 @@ def compared(
 
 
 def test_equal_results_and_files_are_identical(tmp_path: Path) -> None:
-    """Speed, name and time may differ."""
+    """Speed, name, time and the number of validations, from which `best_miou` is, may differ."""
 
     def change(content: Content) -> None:
         content["result"] |= {
             "images_per_second": 8.0,
+            "best_miou": 0.3,
             "name": "b",
             "world_size": 2,
             "segpipe": "2",
@@ -85,11 +86,6 @@ def test_equal_results_and_files_are_identical(tmp_path: Path) -> None:
         ),
         ("iou", {"road": 0.1}, "iou in result.json"),
         ("pixels", 91, "pixels in result.json"),
-        (
-            "best_miou",
-            0.3,
-            "best_miou in result.json is 0.2 in A and 0.3 in B",
-        ),
         (
             "f1",
             {"road": 0.4},
