@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from segpipe import plugins
+from segpipe import errors, plugins
 from segpipe.cli.commands import COMMANDS, Given
 from segpipe.distributed.environment import local_rank, rank, wait_to_be_ended
 from segpipe.errors import Interrupted, SegpipeError
 from segpipe.files import read_json
 from segpipe.run.launch import alone, check_job, examine, launch, launch_apart
-from segpipe.run.tracking import failure
+from segpipe.run.tracking import Failure, failure
 from segpipe.settings.compose import (
     command_line,
     complete,
@@ -237,14 +237,12 @@ def run(config: Config) -> RunResult:
         # Rank 0 writes.
         result = {} if rank() else read_json(config.run_dir / "result.json")
         return RunResult(config.run_dir, result)
-    kinds = {kind.exit_code: kind for kind in _kinds(SegpipeError)}
     now = failure(config.run_dir)
-    error = kinds.get(code, SegpipeError)("" if now == before else now.reason)
+    if now == before:
+        now = Failure()
+    own = (
+        each for each in vars(errors).values() if getattr(each, "exit_code", 0) == code
+    )
+    error = getattr(errors, now.kind, next(own, SegpipeError))(now.reason)
     error.exit_code, error.told = code, True
     raise error
-
-
-def _kinds(root: type[SegpipeError]) -> Iterator[type[SegpipeError]]:
-    for kind in root.__subclasses__():
-        yield from _kinds(kind)
-    yield root  # last, as some of its kinds have its exit code

@@ -130,7 +130,7 @@ def read_row(folder: Path, name: str) -> Row:
         found |= {"steps": steps, "state": state}
     except (OSError, ValueError, TypeError, LookupError):
         found["state"] = "result.json is damaged"
-    code, reason, _ = failure(folder)
+    code, reason, *_ = failure(folder)
     # A finished run stays finished when a resume is refused.
     if reason and not ("digest" in found and code == CheckpointError.exit_code):
         state = "interrupted" if code == Interrupted.exit_code else "failed"

@@ -289,7 +289,8 @@ class LivePage:
 
 def note_failure(config: Config, error: SegpipeError) -> None:
     """Record why the run ended. On a full disk it writes nothing, so the error itself stays visible."""
-    noted = Failure(error.exit_code, str(error), time.time())
+    kind = type(error).__name__
+    noted = Failure(error.exit_code, str(error), time.time(), kind)
     with contextlib.suppress(SegpipeError, OSError):
         write_atomically(config.run_dir / FAILURE, to_json(noted._asdict()))
 
@@ -300,6 +301,7 @@ class Failure(NamedTuple):
     exit_code: int = 0
     reason: str = ""  # on one line
     time: float = 0.0  # as time.time(): the same failure may occur twice
+    kind: str = ""  # class of the error: several share an exit code
 
 
 def failure(folder: Path) -> Failure:
@@ -307,7 +309,8 @@ def failure(folder: Path) -> Failure:
     try:
         noted = read_json(folder / FAILURE)
         reason = " ".join(str(noted["reason"]).split())
-        return Failure(int(noted["exit_code"]), reason, float(noted.get("time", 0)))
+        at, kind = float(noted.get("time", 0)), str(noted.get("kind"))
+        return Failure(int(noted["exit_code"]), reason, at, kind)
     except (OSError, ValueError, TypeError, LookupError):
         return Failure()
 

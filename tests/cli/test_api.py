@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,10 +23,17 @@ from segpipe.cli import api, predict
 from segpipe.cli.api import RunResult, configuration
 from segpipe.data import Sample
 from segpipe.data.data_set import SyntheticSamples
-from segpipe.errors import ConfigError, NumericsError, SegpipeError
+from segpipe.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NumericsError,
+    SegpipeError,
+)
 from segpipe.run.trackers import TRACKERS
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config
+from segpipe.train import engine
 
 pytestmark = pytest.mark.slow
 
@@ -87,6 +95,17 @@ def test_an_error_is_raised_with_its_message(
     assert capsys.readouterr().err == ""
     with torch_restored(), pytest.raises(NumericsError, match="step"):
         segpipe.train([*broken, "run.exists=replace"])  # the same once more
+
+
+def test_an_error_of_a_training_has_its_own_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several classes share exit code 2: a damaged image was a CheckpointError."""
+    for kind in (DataError, CheckpointError):
+        monkeypatch.setattr(engine, "train", Mock(side_effect=kind("a.png is damaged")))
+        with torch_restored(), pytest.raises(kind, match="is damaged") as caught:
+            segpipe.train(settings(tmp_path / kind.__name__))
+        assert (caught.value.exit_code, caught.value.told) == (2, True)
 
 
 def test_an_unforeseen_error_of_a_rank_has_no_special_kind(
