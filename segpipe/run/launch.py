@@ -124,7 +124,15 @@ def alone(*, reads: bool = False) -> Iterator[None]:
             )
         _USERS.append(me)
     try:
-        yield
+        with contextlib.ExitStack() as held:
+            # What the caller has set must reach no network. If torch is not imported, nothing is set.
+            if torch := sys.modules.get("torch"):
+                held.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(torch.float32)
+                held.enter_context(torch.inference_mode(mode=False))
+                if torch.get_default_device().type != "cpu":
+                    held.enter_context(torch.device("cpu"))
+            yield
     finally:
         with _HERE:
             _USERS.remove(me)

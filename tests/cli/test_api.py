@@ -42,13 +42,25 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that a thread trained, as a notebook's server may, in an autocast that is none of ours."""
+    """A run that a thread trained, as a notebook's server may, where torch has other defaults than ours."""
     folder = tmp_path_factory.mktemp("api") / "run"
 
     def train() -> RunResult:
-        with torch.autocast("cpu", torch.bfloat16):
-            done = segpipe.train(settings(folder))
-            assert torch.is_autocast_enabled("cpu"), "it is the caller's"
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            torch.inference_mode(),
+            torch.device("meta"),
+        ):
+            torch.set_default_dtype(torch.float64)
+            try:
+                done = segpipe.train(settings(folder))
+                assert segpipe.evaluate(folder)["miou"] == done.miou
+                assert torch.is_autocast_enabled("cpu"), "it is the caller's"
+                assert torch.is_inference_mode_enabled()
+                found = torch.empty(0)
+            finally:
+                torch.set_default_dtype(torch.float32)
+            assert (found.dtype, found.device.type) == (torch.float64, "meta")
         return done
 
     with torch_restored(), ThreadPoolExecutor(1) as thread:
