@@ -14,7 +14,7 @@ import json
 import multiprocessing
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -156,6 +156,9 @@ def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, Mapping) and key not in SETTINGS:
             yield from _overrides(value, f"{key}.")
         else:
+            entry = SETTINGS.get(key)
+            if entry and entry.is_text and not hasattr(value, "tolist"):
+                value = entry.convert(value)  # refuses None, say
             is_text = isinstance(value, str | Path)
             yield f"{key}={value if is_text else _typed(value)}"
 
@@ -166,11 +169,13 @@ def _typed(value: Any) -> str:
     if isinstance(value, Mapping):
         entries = (f"{_key(name)}: {_typed(each)}" for name, each in value.items())
         return f"{{{', '.join(entries)}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_typed, value))}]"
     if isinstance(value, str | Path):
         return quoted(str(value))
-    return json.dumps(value)
+    if isinstance(value, Iterable):
+        if isinstance(value, Set):  # whose order differs between processes
+            value = sorted(value)
+        return f"[{', '.join(map(_typed, value))}]"
+    return json.dumps(value, default=repr)
 
 
 def _key(name: Any) -> str:

@@ -223,6 +223,12 @@ def test_settings_are_given_as_typed_by_name_or_whole() -> None:
     assert crop.augment.crop_size == [64, 96]
     args = configuration({"model.args": {"a (b), c:d": 1}}).model.args
     assert args == {"a (b), c:d": 1}
+    formats = ["onnx", "torchscript"]
+    for given in (set(formats), iter(formats)):
+        assert configuration({"export.formats": given}).export.formats == formats
+    for wrong in ({"model.weights": None}, {"optim.lr": object()}):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))} = .* was needed"):
+            configuration(wrong)
     with pytest.raises(ConfigError, match="not of the form"):
         configuration("seed")
     assert configuration("seed=3").seed == 3
