@@ -41,11 +41,11 @@ def elsewhere(method: str, function: Callable[..., Any], *arguments: Any) -> Any
     """
     tripwire.set_opencv_threads(cv2.getNumThreads())
     context: Any = get_context(method)
-    receiver, sender = context.Pipe(duplex=False)
-    call = partial(function, *arguments)
+    receiver, sender = context.Pipe()
+    call, content = partial(function, *arguments), b""
     if method == "spawn":
-        content, threads = _pickled(call), torch.get_num_threads()
-        given = (sender, content, threads)
+        content = _pickled(call)
+        given = sender, torch.get_num_threads()
         with _another_environment():
             process = context.Process(
                 target=_send_from_another_start, args=given, daemon=True
@@ -61,10 +61,12 @@ def elsewhere(method: str, function: Callable[..., Any], *arguments: Any) -> Any
             process.start()
     sender.close()
     try:
+        # As an argument, a large call would block start() forever if the process ends early.
+        receiver.send_bytes(content)
         if not receiver.poll(PATIENCE_S):
             raise UnansweredError(f"no answer in {PATIENCE_S:.0f} s")
         answer = receiver.recv()
-    except EOFError:
+    except (EOFError, ConnectionError):
         raise UnansweredError("the process ended without an answer") from None
     finally:
         receiver.close()
@@ -95,7 +97,7 @@ def _send(sender: Connection, call: Callable[[], Any]) -> None:
         sender.send(ConfigError(text))
 
 
-def _send_from_another_start(sender: Connection, content: bytes, threads: int) -> None:
+def _send_from_another_start(sender: Connection, threads: int) -> None:
     """`_send` for a pickled call; imports the user's code after all looks like the main process of rank 1."""
     process: Any = multiprocessing.current_process()
     process.name = "MainProcess"
@@ -109,6 +111,7 @@ def _send_from_another_start(sender: Connection, content: bytes, threads: int) -
 
     torch.set_num_threads(threads)
     tripwire.seed_globals(START_SEED)
+    content = sender.recv_bytes()
     _send(sender, lambda: pickle.loads(content)())
 
 

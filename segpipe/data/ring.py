@@ -225,7 +225,9 @@ class Ring:
             # torch is imported once instead of once per worker.
             context.set_forkserver_preload(["segpipe.data.loader"])
         ours, theirs = context.Pipe()
-        given = self._items, self._block, theirs
+        # As an argument, large items would block start() forever if a spawned worker ends early.
+        items = self._items if self._how.start_method == "fork" else None
+        given = items, self._block, theirs
         process = context.Process(target=work, args=given, daemon=True)  # type: ignore[attr-defined]
         with warnings.catch_warnings():
             # Python 3.12 and later warn about any thread; workers take no lock that a torch thread could hold.
@@ -236,6 +238,9 @@ class Ring:
             )
             process.start()
         theirs.close()
+        if not items:
+            with contextlib.suppress(OSError):  # as in `_ask`
+                ours.send(self._items)
         self._processes.append(process)
         self._pipes.append(ours)
 
@@ -336,13 +341,14 @@ def _kill(processes: list[BaseProcess]) -> None:
         process.join(EXIT_S)
 
 
-def work(items: Items, block: SharedBlock, pipe: Connection) -> None:
+def work(items: Items | None, block: SharedBlock, pipe: Connection) -> None:
     """Main loop of a loader process: makes requested items until the trainer is gone.
 
     The process has one thread and no random state of its own.
     """
     isolate()
     starter = os.getppid()
+    items = items or _received(pipe, starter)
     with contextlib.suppress(OSError):
         while (message := _received(pipe, starter)) is not None:
             number, slot, request = message

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from multiprocessing import resource_tracker, spawn
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from segpipe.checks.elsewhere import UnansweredError, elsewhere
 from segpipe.data import loader, ring
 from segpipe.data.augment import Augmenter
 from segpipe.data.loader import eval_images, train_batches
@@ -415,6 +417,17 @@ def test_a_worker_that_a_sample_kills_is_named_with_it():
     with pytest.raises(DataError, match=named):
         list(batches(Deadly(), workers=2))
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.timeout(60)
+def test_a_spawned_process_that_ends_as_it_starts_is_no_hang(monkeypatch):
+    """As in a script without `if __name__ == "__main__":`. More than a pipe holds waited for it forever."""
+    resource_tracker.ensure_running()
+    monkeypatch.setattr(spawn, "_python_exe", b"/bin/false")
+    with pytest.raises(DataError, match=r"worker [01] ended with exit code 1"):
+        list(batches(Raising(bytes(2**20)), workers=1, how="spawn"))
+    with pytest.raises(UnansweredError, match="without an answer"):
+        elsewhere("spawn", len, bytes(2**20))
 
 
 def test_a_worker_that_was_stopped_is_named():
