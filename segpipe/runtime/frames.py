@@ -13,7 +13,7 @@ NO_ANSWER = 255  # mask value of pixels without an answer; no class has this id
 DARK_LEVEL = 8  # a pixel is dark if no channel exceeds it
 BRIGHT_LEVEL = 247  # a pixel is bright if no channel is below it
 _ROWS, _COLUMNS = 64, 128  # at most about twice as many are sampled
-_BLOCKS = 8  # along either side
+BLOCKS = 8  # along either side
 _LOST = 0.95  # share of pixels equal to a neighbour above which a row or column is lost
 _ROWS_APART = 61  # between the rows that are compared before the whole frame
 _BUFFERS = 4  # frames that a driver may send in turn
@@ -98,7 +98,7 @@ def look_at(image: Pixels) -> tuple[dict[str, float], NDArray[np.float64]]:
         _in_bands(np.log1p(detail)),
         _in_bands((blue - red).mean(1)),
     )
-    opposite = [(band - band[::-1])[: _BLOCKS // 2] for band in bands]
+    opposite = [(band - band[::-1])[: BLOCKS // 2] for band in bands]
     found = {
         "mean": here.mean(),
         "dark_share": np.mean(highest <= DARK_LEVEL),
@@ -119,7 +119,7 @@ def _planes(pixels: Pixels) -> Pixels:
 
 def _in_bands(rows: NDArray[Any]) -> NDArray[np.float64]:
     """Means over eight bands of rows: (h, ...) -> (8, ...)."""
-    starts = np.arange(_BLOCKS) * len(rows) // _BLOCKS
+    starts = np.arange(BLOCKS) * len(rows) // BLOCKS
     sums = np.add.reduceat(rows, starts, axis=0, dtype=np.float64)
     return np.asarray((sums.T / np.diff([*starts, len(rows)])).T)
 

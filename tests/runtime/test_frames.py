@@ -243,8 +243,10 @@ def test_limits_leave_room_and_always_refuse_the_extremes() -> None:
     def scene(level: int) -> Image:
         return draw.integers(level - 30, level + 30, (64, 96, 3)).astype(np.uint8)
 
-    day = frame_entries([scene(level) for level in range(80, 121)], "check")
-    assert day["frame_statistics"]["images"] == 41
+    small = np.zeros((1, 1, 3), np.uint8), np.zeros((8, 500, 3), np.uint8)
+    images = [*small, *(scene(level) for level in range(80, 121))]
+    day = frame_entries(images, "check")
+    assert day["frame_statistics"]["images"] == 41, "less than a pixel per block"
     low, high = day["frame_limits"]["mean"]
     assert low == pytest.approx(82 / 4, abs=1)
     assert high == pytest.approx(255 - (255 - 118) / 4, abs=1)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from segpipe.data.order import spaced
 from segpipe.export.graph.network import Image
-from segpipe.runtime.frames import QUANTITIES, look_at
+from segpipe.runtime.frames import BLOCKS, QUANTITIES, look_at
 
 _QUANTILES = (0.05, 0.5, 0.95)  # images beyond the outer ones do not affect the limits
 _CALIBRATION_IMAGES = 32  # for the activation ranges of int8
@@ -21,7 +21,8 @@ _SHARES = ("dark_share", "bright_share", "flat_share")
 
 def frame_entries(images: Iterable[Image], source: str) -> dict[str, Any]:
     """Entries `frame_statistics` and `frame_limits` of the manifest. `source`: kind of the images, such as train."""
-    found, profiles = zip(*map(look_at, images), strict=True)
+    fit = (each for each in images if min(each.shape[:2]) > BLOCKS)
+    found, profiles = zip(*map(look_at, fit), strict=True)
     weights = _upright_weights(np.stack(profiles))
     values = {name: [entry[name] for entry in found] for name in found[0]}
     values["upright"] = list(np.stack(profiles) @ weights)
