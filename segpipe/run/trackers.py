@@ -247,7 +247,6 @@ class Mlflow:
         from mlflow import entities
 
         self._entities: Any = entities
-        self._model_name = config.track.register
         # MLflow defaults to a database, which mlflow-skinny cannot use; 3.x requires opting in to files.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         files = (Path(config.run.root) / "mlruns").resolve().as_uri()
@@ -290,14 +289,12 @@ class Mlflow:
             self._client.log_image(self._id, panels, f"step_{step:06}/{name}.png")
 
     def on_end(self, result: Values) -> None:
-        """Log the files, register the exported model, and end the run."""
+        """Log the files, and end the run."""
         for path in result.get("files", ()):
             if path.is_dir():
                 self._client.log_artifacts(self._id, str(path), path.name)
             else:
                 self._client.log_artifact(self._id, str(path))
-            if self._model_name and (path / "manifest.json").is_file():
-                self._register(path)
         status = "FAILED" if result["exit_code"] else "FINISHED"
         self._client.set_terminated(self._id, status)
 
@@ -312,51 +309,6 @@ class Mlflow:
             self._client.set_terminated(made.info.run_id)
         found = self._client.search_runs(*query, order_by=["attributes.start_time ASC"])
         return str(found[0].info.run_id)
-
-    def _register(self, folder: Path) -> None:
-        """Register the exported folder, which is already logged, as a version of the model."""
-        from mlflow.exceptions import MlflowException
-
-        manifest = json.loads((folder / "manifest.json").read_text())
-        text = json.dumps(_mlmodel(manifest, self._id))  # JSON is also YAML
-        self._client.log_text(self._id, text, f"{folder.name}/MLmodel")
-        try:
-            self._client.create_registered_model(self._model_name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-        place = f"{self._client.get_run(self._id).info.artifact_uri}/{folder.name}"
-        self._client.create_model_version(self._model_name, place, self._id)
-
-
-def _mlmodel(manifest: Values, run: str) -> Values:
-    """MLflow's description of an exported folder: its ONNX file, and shapes and types of inputs and outputs."""
-    file = next(name for name in manifest["files"] if name.endswith(".onnx"))
-    versions = manifest["versions"]
-
-    def columns(kind: str) -> str:
-        tensors = [
-            {
-                "name": tensor["name"],
-                "type": "tensor",
-                "tensor-spec": {key: tensor[key] for key in ("dtype", "shape")},
-            }
-            for tensor in manifest["io"][kind]
-        ]
-        return json.dumps(tensors)
-
-    return {
-        "flavors": {
-            "onnx": {"onnx_version": versions["onnx"], "data": file, "code": None},
-            "python_function": {
-                "loader_module": "mlflow.onnx",
-                "python_version": versions["python"],
-                "data": file,
-            },
-        },
-        "run_id": run,
-        "signature": {kind: columns(kind) for kind in ("inputs", "outputs")},
-    }
 
 
 def _side_by_side(scores: Values, pictures: Pictures) -> Iterator[tuple[str, str, Any]]:
@@ -407,17 +359,12 @@ class Prometheus:
 
     def on_metrics(self, step: int, metrics: Figures) -> None:
         """Show the figures; where there is one per rank, only this rank's."""
-        import torch
-
         for name, value in metrics.items():
             kind, figure, *rest = name.split("/")
             if kind != "memory":
                 self._set(f"{kind}_{figure}", value, "/".join(rest))
             elif rest == [str(self._rank)]:
                 self._set(f"memory_{figure}", value)
-        if torch.cuda.is_available() and find_spec("pynvml"):
-            self._set("gpu_utilization_percent", torch.cuda.utilization())
-            self._set("gpu_power_watts", torch.cuda.power_draw() / 1000)
         self._set("step", step)
         self._publish()
 

@@ -109,8 +109,9 @@ def from_mapping(values: Values) -> Config:
         else:
             given[str(name)] = value
 
-    if given.get("augment.color_on") == "worker":  # today's only behavior
-        del given["augment.color_on"]
+    for key, only in (("augment.color_on", "worker"), ("track.register", "")):
+        if given.get(key) == only:  # withdrawn: what was set is today's only behavior
+            del given[key]
     for key, value in converted(SETTINGS, given, no_setting).items():
         group, _, name = key.rpartition(".")
         setattr(getattr(config, group) if group else config, name, value)

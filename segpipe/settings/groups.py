@@ -473,10 +473,6 @@ class TrackConfig:
         "",
         "wandb: group of runs, empty: WANDB_RUN_GROUP; mlflow: parent run, for example of a sweep",
     )
-    register: str = setting(
-        "",
-        "mlflow: registered model that gets the exported model as a new version; empty: none",
-    )
     metrics: str = setting(
         "9464",
         "prometheus: port on 127.0.0.1 of a machine's first process, others take the next; or a folder for text files",

@@ -384,7 +384,11 @@ def test_with_patience_the_validations_belong_to_the_recipe() -> None:
 
 def test_a_run_of_an_earlier_version_is_read() -> None:
     """Its recipe has settings that are gone or free by now, and lacks later ones."""
-    old = {"augment": {"color_on": "worker"}, "compute": {"cuda_graph": False}}
+    old = {
+        "augment": {"color_on": "worker"},
+        "compute": {"cuda_graph": False},
+        "track": {"register": ""},
+    }
     assert from_mapping(old).compute.cuda_graph == "off"
     with pytest.raises(ConfigError, match=r"augment\.color_on is not a setting"):
         from_mapping({"augment": {"color_on": "device"}})
@@ -413,7 +417,7 @@ FREE = {
     "compute.timeout_s", "compute.ledger", "checkpoint.every", "checkpoint.every_s", "checkpoint.keep_every",
     "checkpoint.keep_last",
     "track.name", "track.project", "track.entity", "track.metrics", "track.mode", "model.weights",
-    "track.group", "track.register", "track.job_type", "track.tags", "track.notes",
+    "track.group", "track.job_type", "track.tags", "track.notes",
 }  # fmt: skip
 
 
