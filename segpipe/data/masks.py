@@ -160,11 +160,13 @@ def _equal_channels(table: MaskTable, pixels: Uint8, path: str) -> Uint8:
     differ = (red != green) | (red != blue)
     if differ.any():
         row, column = np.argwhere(differ)[0]
+        other = ""
+        if table.classes.name == "camvid":
+            other = " For CamVid's 32 colors, set data=camvid32."
         raise DataError(
             f"{path} holds colors, such as {tuple(pixels[row, column, :3].tolist())} at row {row}, column "
             f"{column}, but masks = ids, or the class table has no palette. Set `masks: colors` and one color per "
-            "class (`palette`) in classes.yaml."
-            f"{' For the 32 colors of CamVid, set data=camvid32.' * (table.classes.name == 'camvid')}",
+            f"class (`palette`) in classes.yaml.{other}",
             cause="colors, not ids",
             where=path,
         )

@@ -319,7 +319,7 @@ class Contract:
             return None
         if lost:
             return self._wait(REPORT_S) or self._ask()
-        return self._wait(ANSWERS_S * isinstance(error, KeyboardInterrupt))
+        return self._wait(ANSWERS_S if isinstance(error, KeyboardInterrupt) else 0.0)
 
     def keep_stacks(self, folder: Path) -> None:
         """From now on, write the stacks of all threads to `folder`/stacks/rankNN.txt on SIGUSR1 and on a failure."""

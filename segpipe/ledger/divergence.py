@@ -143,7 +143,7 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
     common = steps_of(pair[0])
     spans = f"A has {_span(a)}, B has {_span(b)}"
     # Why equal common steps do not prove equal runs.
-    limits = [spans] * (_span(a) != _span(b))
+    limits = [spans] if _span(a) != _span(b) else []
     notes = []
     for name, run, other in (("A", a, b), ("B", b, a)):
         limits += [f"{name}: {fault}" for fault in run.faults]
@@ -252,7 +252,7 @@ def _explain(
     own = wrong.get(key)
     place = (own or wrong[first.kind, first.name + PARTS, shard])[0]
     words = [f"step {step}" if step >= 0 else "before step 0"]
-    words += [f"shard {shard}"] * (shard >= 0)
+    words += [f"shard {shard}"] if shard >= 0 else []
     sample, file = None, None
     if first.stage in SAMPLE_STAGES and (SHARD, "order", shard) in a:
         sample = int(a[SHARD, "order", shard][place]) & LOW
