@@ -290,10 +290,7 @@ def _labelme_shape(shape: dict[str, Any]) -> tuple[str, Shape | str]:
         left, top = np.min(points, axis=0)
         return label, partial(_png, str(shape.get("mask")), round(left), round(top))
 
-    return (
-        label,
-        f"is a {kind} of {len(points)} points, which is not supported. Draw a polygon",
-    )
+    return label, f"is an unsupported {kind} of {len(points)} points. Draw a polygon"
 
 
 def _png(text: str, left: int, top: int, size: Size) -> Area:

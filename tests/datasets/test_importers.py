@@ -329,7 +329,7 @@ def test_all_faults_are_told_together_and_nothing_is_finished(
         "c.png has labels, but is not in",
         "d.png: a point of car has no area",
         "e.json cannot be read as JSON",
-        "an area of car is a circle of 1 points, which is not supported. Draw a polygon.",
+        "an area of car is an unsupported circle of 1 points. Draw a polygon.",
         "5 problems",
     ):
         assert part in text
