@@ -70,7 +70,8 @@ def find(given: str, out: Path) -> tuple[list[Input], str]:
     for path in paths:
         if path.name.startswith(".") or inside in path.resolve().parents:
             continue
-        if path.suffix.lower() in (*IMAGES, *VIDEOS):
+        # Reading a FIFO would block forever.
+        if path.suffix.lower() in (*IMAGES, *VIDEOS) and not path.is_fifo():
             places[path.relative_to(root).as_posix()] = path
         else:
             others[path.suffix or "no suffix"] += 1
@@ -197,18 +198,19 @@ class PredictJob:
 
     def _before(self) -> dict[str, dict[str, Any]]:
         """Entries that an earlier command with this model and these settings finished, by place."""
-        out = self.out
         try:
-            content = read_json(out / SUMMARY)
+            content = read_json(self.out / SUMMARY)
             is_same = self._head().items() <= content.items()
             known = {each["source"]: each for each in content["predictions"]}
         except (OSError, ValueError, LookupError, AttributeError):
-            is_same = not any((out / name).exists() for name in ("masks", "overlays"))
+            is_same = not any(
+                (self.out / name).exists() for name in ("masks", "overlays")
+            )
             known = {}
         if not is_same:
             raise ConfigError(
-                f"out = {out} holds predictions of another model or other settings. Choose another out=, or overwrite "
-                f"them with exists=replace."
+                f"out = {self.out} holds predictions of another model or other settings. Choose another out=, or "
+                "overwrite them with exists=replace."
             )
         return known
 
@@ -276,8 +278,9 @@ class PredictJob:
         pixels: Any = 0
         done = 0
         size: tuple[int, ...] = ()
-        limited = source.live and self.seconds
-        end = time.monotonic() + (self.seconds if limited else math.inf)
+        end = time.monotonic() + (
+            self.seconds if source.live and self.seconds else math.inf
+        )
         with (
             film(self.out / paths["overlay"], fps) if self.overlay else nullcontext()
         ) as add:

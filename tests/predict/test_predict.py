@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,9 +110,10 @@ def test_every_image_of_a_folder_gets_a_mask_and_an_overlay(
     out = (
         folder / "answers"
     )  # inside the source: a second run must not predict its own overlays
+    os.mkfifo(folder / "pipe.png")
     assert start(out, f"run={run}", f"source={folder}") == 0
     told = capsys.readouterr()
-    assert told.err == "skipped files of other types: 1 .txt.\n", (
+    assert told.err == "skipped files of other types: 1 .txt, 1 .png.\n", (
         "neither the hidden one nor outputs"
     )
     line = json.loads(told.out)
