@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from graphs import write_graph
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from exports import IMAGES
 from segpipe.errors import ExportError
@@ -125,6 +125,15 @@ def test_a_weight_that_fp16_cannot_hold_is_refused(
     with pytest.raises(ExportError, match=r"fuse_weight reaches .* 65504"):
         to_fp16(tmp_path / "large.onnx", tmp_path / "out.onnx")
     assert not (tmp_path / "out.onnx").exists()
+
+
+def test_a_network_without_convolutions_is_no_fp16_file(tmp_path: Path) -> None:
+    values = helper.make_tensor_value_info("image", TensorProto.FLOAT, (1, 3, 4, 4))
+    nodes = [helper.make_node("Relu", ["image"], ["image"])]
+    graph = helper.make_graph(nodes, "main_graph", [values], [values])
+    onnx.save(helper.make_model(graph), tmp_path / "fp32.onnx")
+    with pytest.raises(ExportError, match="no convolution"):
+        to_fp16(tmp_path / "fp32.onnx", tmp_path / "fp16.onnx")
 
 
 def test_the_network_lies_between_the_convolutions(folder: Path) -> None:

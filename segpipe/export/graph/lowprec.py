@@ -133,7 +133,8 @@ _LARGEST = float(np.finfo(np.float16).max)
 def to_fp16(source: Path, out: Path) -> None:
     """Writes `out`: the fp32 file `source` with the network in fp16.
 
-    Inputs, outputs, opset and metadata stay the same. Raises ExportError for a weight beyond 65504.
+    Inputs, outputs, opset and metadata stay the same. Raises ExportError for a weight beyond 65504, or without a
+    convolution.
     """
     model = onnx.load(source)
     graph = model.graph
@@ -141,6 +142,10 @@ def to_fp16(source: Path, out: Path) -> None:
     # Cut the network out and convert it.
     inner = [node for node, is_inside in placed_nodes(graph) if is_inside]
     outer = [node for node, is_inside in placed_nodes(graph) if not is_inside]
+    if not inner:
+        raise ExportError(
+            "the network has no convolution, so all of it would stay in fp32. Leave fp16 out of export.precision."
+        )
     read = {name for node in outer for name in node.input}
     half = _in_half(_cut_out(model, inner, read))
 
@@ -286,8 +291,12 @@ def _named(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _activations(graph: onnx.GraphProto, nodes: Sequence[str]) -> list[str]:
     """Names of the tensors that need a scale."""
-    chosen = (node for node in graph.node if node.name in nodes)
-    named = (name for node in chosen for name in (*_data(node), *node.output))
+    named = (
+        name
+        for node in graph.node
+        if node.name in nodes
+        for name in (*_data(node), *node.output)
+    )
     return list(dict.fromkeys(named))
 
 
