@@ -385,10 +385,16 @@ def _received(pipe: Connection, starter: int) -> Any:
 def isolate() -> None:
     """Give this process one thread, no shared random state, and no CUDA work.
 
-    Ctrl-C and a scheduler's signals reach all processes of a job at once. Workers ignore them, because the trainer
-    needs them until it has finished its step and written a checkpoint.
+    A terminal's and a scheduler's signals reach all processes of a job at once. Workers ignore them, because the
+    trainer needs them until it has finished its step and written a checkpoint.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
+    for number in (
+        signal.SIGINT,
+        signal.SIGQUIT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGUSR2,
+    ):
         signal.signal(number, signal.SIG_IGN)
     if sys.__stderr__ is not None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)

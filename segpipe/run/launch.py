@@ -496,8 +496,7 @@ def work(
     except RuntimeError as error:
         if not lost_another_rank(error):
             raise
-        number = environment.rank()
-        where = f"rank {number} on {platform.node()}"
+        where = f"rank {environment.rank()} on {platform.node()}"
         code = _report(lost_rank(error, where))
         # A launcher reports the rank that ends first: that must be the lost one, not this one.
         environment.wait_to_be_ended()

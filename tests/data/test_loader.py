@@ -456,7 +456,7 @@ def test_workers_leave_the_signals_of_the_whole_job_to_the_trainer(expected, how
     items = batches(workers=2, how=how)
     first = [next(items), next(items)]
     for child in multiprocessing.active_children():
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGQUIT):
             os.kill(child.pid, number)
     time.sleep(0.05)
     assert digests([*first, *items]) == expected
