@@ -216,7 +216,6 @@ def _open(
     data = splits or open_splits(config)
     folder, resumes = config.run_dir, config.run.exists == "resume"
     found = checkpoint.newest_whole(folder) if resumes else None
-    begun = resumes and (folder / "config.json").is_file()
     state, fingerprint, warnings = checkpoint.state_of(
         config, group, data.train.classes, found
     )
@@ -224,7 +223,7 @@ def _open(
     notes = [*state.notes, header(config, group, *data, state.model), *warnings]
     if found:
         notes.append(f"resuming {folder} at step {done}")
-    elif begun:
+    elif resumes and (folder / "config.json").is_file():
         notes.append(
             f"{folder} holds no checkpoint yet: the run starts again at step 0"
         )
@@ -232,10 +231,12 @@ def _open(
         found.path if found else folder / "last.pt", state.step, group
     )
     kept = state.best_miou
-    with contextlib.suppress(CheckpointError):  # there may be none yet
-        if found and group.is_main:
+    record = partial(inputs.record, config, data, ledger=keeps_ledger(config))
+    if found and group.is_main:
+        record()  # before trackers hear of a session that is refused
+        with contextlib.suppress(CheckpointError):  # there may be none yet
             kept = max(kept, checkpoint.load(folder / "best.pt")["best_miou"])
-    group.together(lambda: check_space(config, state, group))
+    group.together(lambda: check_space(config, state) if group.is_main else None)
 
     def say(text: str) -> None:
         if group.is_main and config.train.progress:
@@ -245,11 +246,12 @@ def _open(
     stream = sampling.batches(group, range(state.step, config.train.steps))
     view, log = open_outputs(done)  # clears the folder of an earlier run
     if group.is_main:
-        inputs.record(config, data, fresh=not found, ledger=keeps_ledger(config))
-        # Also of a resumed run, whose export may be another; not if its data is.
+        if not found:
+            record(fresh=True)
+            if state.weights:
+                write_atomically(folder / WEIGHTS, to_json(state.weights))
+        # Also of a resumed run, whose export may be another.
         write_atomically(folder / "config.json", to_json(to_mapping(config)))
-        if state.weights and not found:
-            write_atomically(folder / WEIGHTS, to_json(state.weights))
     group.keep_stacks(folder)
     run = Run(
         config,
@@ -300,11 +302,8 @@ def header(
     )
 
 
-def check_space(config: Config, state: TrainState, group: Group) -> None:
-    """Raise CheckpointError on rank 0 when the run's disk has too little space for its checkpoints."""
-    if not group.is_main:
-        return
-
+def check_space(config: Config, state: TrainState) -> None:
+    """Raise CheckpointError when the run's disk has too little space for its checkpoints."""
     weights = 4 * _elements(state.model.state_dict().values())
     trained = 4 * _elements(p for p in state.model.parameters() if p.requires_grad)
     moments = 2 if config.optim.name == "adamw" else 1

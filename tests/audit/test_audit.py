@@ -562,8 +562,12 @@ def test_a_resumed_run_refuses_data_that_changed(copy: Path) -> None:
     "without", ["data.hash=false", "compute.ledger=false", "compute.mode=off"]
 )
 def test_a_resume_without_hashes_refuses_other_names_and_sizes(
-    tmp_path: Path, without: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    without: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Before its trackers hear of the session."""
     data, folder = write_camvid(tmp_path / "data"), tmp_path / "run"
     changes = (
         "data=camvid",
@@ -574,6 +578,7 @@ def test_a_resume_without_hashes_refuses_other_names_and_sizes(
     )
     assert run(folder, *changes, "train.steps=1") == 0
     kept = (folder / "config.json").read_bytes()
+    monkeypatch.delattr("segpipe.run.launch.open_tracker")
     recorded = read_inputs(folder / "inputs.json")["data"]
     assert (recorded["files"], recorded["hashed"], len(recorded["sizes"])) == (
         {},
@@ -610,6 +615,7 @@ def test_a_resume_without_hashes_refuses_other_names_and_sizes(
     edit(
         folder / "inputs.json", lambda content: content["data"].pop("sizes")
     )  # of an older segpipe
+    monkeypatch.undo()
     assert run(folder, *changes, "train.steps=2", "run.exists=resume") == 0
 
 
