@@ -486,10 +486,10 @@ class NetworkContract:
         found = (*heads.values(), *grads.values())
         return [value.detach() for value in found if value is not None]
 
-    def _build(self) -> SegmentationNet:
+    def _build(self, seed: int = 0) -> SegmentationNet:
         """The network with its initial weights."""
-        torch.manual_seed(0)
         model = self.config.model
+        torch.manual_seed(seed)
         return build_model(model.name, self.num_classes, model.args)
 
     def _is_built(self) -> str:
@@ -632,7 +632,7 @@ class NetworkContract:
     def _round_trip(self) -> str:
         """Whether copies compute the same; the averaged weights and the exported network are copies."""
         expected = self._logits(self.image)
-        loaded = self._build()
+        loaded = self._build(1)  # layers in a list are not in the state dict
         loaded.load_state_dict(self.net.state_dict())
 
         copies = {
@@ -642,7 +642,10 @@ class NetworkContract:
 
         for what, net in copies.items():
             if not _same(self._logits(self.image, net), expected):
-                return f"{what} computes different logits. Keep all state in parameters and buffers."
+                return (
+                    f"{what} computes different logits. Keep all state in parameters and buffers, and layers in "
+                    "nn.ModuleList, not in a list."
+                )
         return ""
 
     def _export(self) -> str:

@@ -57,6 +57,8 @@ NET = """
             self.fault, self.calls = fault, 0
             self.conv = nn.Conv2d(3, num_classes, 3, padding=1)
             self.other = nn.Conv2d(3, num_classes, 3) if fault == "unused" else None
+            if fault == "list":
+                self.layers = [nn.Conv2d(3, 3, 1)]
             if fault == "double":
                 self.conv.bias.data = self.conv.bias.data.double()
             if fault == "weights":
@@ -66,6 +68,8 @@ NET = """
             self.calls += 1
             if self.fault == "written":
                 x.mul_(2)
+            if self.fault == "list":
+                x = self.layers[0](x)
             out = self.conv(x)
             if self.fault == "channels":
                 return out[:, 1:]
@@ -302,6 +306,7 @@ def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
             r"net.py:\d+ calls aten.grid_sampler_2d_backward.*raises under deterministic",
         ),
         ("state", "copies and state dict", "Keep all state in parameters and buffers"),
+        ("list", "copies and state dict", "layers in nn.ModuleList"),
     ],
 )
 def test_a_network_that_breaks_a_clause_is_told_which(
