@@ -489,6 +489,7 @@ class NetworkContract:
     def _build(self, seed: int = 0) -> SegmentationNet:
         """The network with its initial weights."""
         model = self.config.model
+        check_model(model.name, model.args)  # imports the module, which may draw
         torch.manual_seed(seed)
         return build_model(model.name, self.num_classes, model.args)
 

@@ -48,6 +48,7 @@ NET = """
     import torch.nn.functional as F
 
     HASH = 1 + hash("net") / 2**63
+    torch.rand(3)  # as users try their network at the end of its file
 
     class Net(nn.Module):
         def __init__(self, num_classes, fault=""):
