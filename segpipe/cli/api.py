@@ -245,9 +245,6 @@ def run(config: Config) -> RunResult:
     now = failure(config.run_dir)
     if now == before:
         now = Failure()
-    own = (
-        each for each in vars(errors).values() if getattr(each, "exit_code", 0) == code
-    )
-    error = getattr(errors, now.kind, next(own, SegpipeError))(now.reason)
+    error = getattr(errors, now.kind, SegpipeError)(now.reason)
     error.exit_code, error.told = code, True
     raise error

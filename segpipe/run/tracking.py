@@ -289,8 +289,7 @@ class LivePage:
 
 def note_failure(config: Config, error: SegpipeError) -> None:
     """Record why the run ended. On a full disk it writes nothing, so the error itself stays visible."""
-    kind = type(error).__name__
-    noted = Failure(error.exit_code, str(error), time.time(), kind)
+    noted = Failure(error.exit_code, str(error), time.time(), type(error).__name__)
     with contextlib.suppress(SegpipeError, OSError):
         write_atomically(config.run_dir / FAILURE, to_json(noted._asdict()))
 
@@ -309,8 +308,8 @@ def failure(folder: Path) -> Failure:
     try:
         noted = read_json(folder / FAILURE)
         reason = " ".join(str(noted["reason"]).split())
-        at, kind = float(noted.get("time", 0)), str(noted.get("kind"))
-        return Failure(int(noted["exit_code"]), reason, at, kind)
+        code, at = int(noted["exit_code"]), float(noted.get("time", 0))
+        return Failure(code, reason, at, str(noted.get("kind")))
     except (OSError, ValueError, TypeError, LookupError):
         return Failure()
 
