@@ -62,7 +62,8 @@ def elsewhere(method: str, function: Callable[..., Any], *arguments: Any) -> Any
     sender.close()
     try:
         # As an argument, a large call would block start() forever if the process ends early.
-        receiver.send_bytes(content)
+        if content:  # a forked process reads nothing, and may have answered already
+            receiver.send_bytes(content)
         if not receiver.poll(PATIENCE_S):
             raise UnansweredError(f"no answer in {PATIENCE_S:.0f} s")
         answer = receiver.recv()
