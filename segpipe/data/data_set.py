@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
@@ -424,6 +424,10 @@ class PluginSamples(DataSet):
         for index in range(len(self)):
             files = self.source.files(index) if hasattr(self.source, "files") else ()
             for path in map(os.fspath, files):
+                if not os.path.isfile(path):
+                    raise DataError(
+                        f"{self._where}: files({index}) has {path}, but there is no such file."
+                    )
                 found[os.path.relpath(path, self.root)] = path
             if not files:
                 found[f"{self.split}/{self.name(index)}"] = partial(self.sha256, index)
@@ -487,7 +491,10 @@ def _table(source: Any, path: str) -> ClassTable:
         return source.classes
     try:
         palette = [[*map(int, color)] for color in getattr(source, "palette", ())]
-        table = {"names": [*map(str, source.classes)], "palette": palette}
+        names = source.classes
+        if not isinstance(names, Mapping):  # which mask_table_of refuses
+            names = [*map(str, names)]
+        table = {"names": names, "palette": palette}
         return mask_table_of(table, path.rpartition(":")[2]).classes
     except (TypeError, ValueError) as error:
         raise DataError(f"data.name = {path}: {error}") from None

@@ -29,9 +29,12 @@ class Values(NamedTuple):
     palette: Mapping[Value, tuple[int, ...]]  # color of each id, in a palette file
 
 
-def _values(path: str) -> Values:
-    """What a mask file holds."""
-    mask = read_mask(path)
+def _values(path: str) -> Values | None:
+    """What a mask file holds; None if it cannot be read."""
+    try:
+        mask = read_mask(path)
+    except DataError:
+        return None
     if mask.pixels.ndim == 3:
         opaque = packed(mask.pixels) & 0xFFFFFF
         found, counts = np.unique(opaque, return_counts=True)
@@ -65,8 +68,15 @@ class Tally:
 
 
 def propose(masks: Sequence[str], progress: Progress = silent) -> str:
-    """Text of a classes.yaml for mask files. Raises DataError if they hold no classes, or both ids and colors."""
-    tally = _tally(masks, progress)
+    """Text of a classes.yaml for the mask files that can be read.
+
+    Raises DataError if there are none, and if they hold no classes, or both ids and colors.
+    """
+    read = zip(masks, threaded(_values, masks, progress), strict=True)
+    found = [(path, values) for path, values in read if values]
+    if not found:
+        read_mask(masks[0])  # raises what the other masks have, too
+    tally = _tally(found)
     values = sorted(tally.pixels)
     if len(values) > MOST_CLASSES:
         raise DataError(
@@ -81,13 +91,17 @@ def propose(masks: Sequence[str], progress: Progress = silent) -> str:
     if len(classes) < 2:
         held = " and ".join(map(str, values))
         raise DataError(
-            f"all {len(masks)} masks hold only {held}, but training needs at least "
+            f"all {len(found)} masks hold only {held}, but training needs at least "
             "two classes. Check that they were exported with their objects: many tools "
             "write black masks by default. (255 counts as ignored. If it is "
             "a class, write classes.yaml by hand, see docs/data.md.)"
         )
 
-    lines = [f"# Proposed from {len(masks)} masks. Name the classes."]
+    lines = [f"# Proposed from {len(found)} masks. Name the classes."]
+    if len(found) < len(masks):
+        lines.append(
+            f"# {len(masks) - len(found)} more cannot be read: the next doctor names them."
+        )
     if len(classes) > MANY:
         lines.append(MANY_CLASSES)
 
@@ -126,11 +140,10 @@ def _table(tally: Tally, classes: Sequence[Value]) -> list[str]:
     return [*lines, ignored]
 
 
-def _tally(masks: Sequence[str], progress: Progress) -> Tally:
+def _tally(masks: Sequence[tuple[str, Values]]) -> Tally:
     """Content of the masks: ids or colors. Colors with three equal channels count as ids if there are no others."""
-    found = threaded(_values, masks, progress)
-    examples = {mask.kind: path for path, mask in zip(masks, found, strict=True)}
-    values = {value for mask in found for value in mask.pixels}
+    examples = {mask.kind: path for path, mask in masks}
+    values = {value for _, mask in masks for value in mask.pixels}
     if all(isinstance(value, int) or len(set(value)) == 1 for value in values):
         examples = {"ids": ""}
     if len(examples) != 1:
@@ -141,7 +154,7 @@ def _tally(masks: Sequence[str], progress: Progress) -> Tally:
 
     (kind,) = examples
     tally = Tally(kind)
-    for path, mask in zip(masks, found, strict=True):
+    for path, mask in masks:
         tally.richest = max(tally.richest, (len(mask.pixels), path))
         for value, count in mask.pixels.items():
             if kind == "ids" and isinstance(value, tuple):

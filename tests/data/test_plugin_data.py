@@ -80,6 +80,9 @@ DATA = """
     class Twice(Data):
         classes = ("a", "a")
 
+    class ById(Data):
+        classes = {0: "a", 1: "b"}
+
     class Refilled(Data):
         image, target = np.zeros((8, 6, 3), np.uint8), np.zeros((8, 6), np.uint8)
 
@@ -210,6 +213,7 @@ def test_two_samples_of_one_name_are_refused() -> None:
         (config(num=0), "split train has no sample"),
         (config("data:Odd"), "data:Odd: the object has no name, read, classes"),
         (config("data:Twice"), "data.name = data:Twice: names has a twice"),
+        (config("data:ById"), "names has {0: 'a', 1: 'b'}, but a list"),
         (config("data:Date"), "data has no Date. Did you mean Data"),
     ],
 )
@@ -233,6 +237,8 @@ def test_inputs_are_hashed_by_file_or_by_content(project: Write) -> None:
         f"{name}.bin": hashlib.sha256(name.encode()).hexdigest()
         for name in ("train0", "train1")
     }
+    with pytest.raises(DataError, match=r"files\(2\) has here/train2.bin, but there"):
+        inputs_of([open_samples(config("data:Listed", num=3), "train", 0)])
 
 
 def augmented(name: str, key: int = 1) -> np.ndarray[Any, Any]:

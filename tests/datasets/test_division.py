@@ -394,6 +394,18 @@ def test_no_table_is_proposed_for_what_are_no_classes(tmp_path: Path) -> None:
         proposal(tmp_path, [COLORED, mask_of(0, 1)])
 
 
+def test_a_table_is_proposed_from_the_masks_that_can_be_read(tmp_path: Path) -> None:
+    paths, whole = proposal(tmp_path, [mask_of(0, 1)] * 2)
+    Path(paths[0]).write_bytes(b"")
+    text = propose(paths)
+    assert text.startswith("# Proposed from 1 masks.")
+    assert "\n# 1 more cannot" in text
+    assert text.count("- class") == whole.count("- class") == 2
+    Path(paths[1]).write_bytes(b"")
+    with pytest.raises(DataError, match=r"0\.png is empty"):
+        propose(paths)
+
+
 @pytest.mark.parametrize("suffix", [".txt", ".csv", ".CSV"])
 def test_images_of_a_test_list_are_in_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
