@@ -213,7 +213,7 @@ def test_the_same_images_in_training_and_validation(
     ("mask", "part"),
     [
         (stripes(*range(32)), "has ids 12, 13, 14"),
-        (colored, "the 32 colors of CamVid, set data=camvid32"),
+        (colored, "For CamVid's 32 colors, set data=camvid32"),
     ],
 )
 def test_camvid_of_32_classes_is_not_that_of_12(

@@ -215,7 +215,7 @@ def test_rank_0_owns_the_folder_and_the_parent_removes_its_lock_when_it_was_kill
         assert owner.result() != os.getpid()
     assert code == 9, capsys.readouterr().err
     assert not (folder / lock.LOCK).exists()
-    code, reason, _ = failure(folder)
+    code, reason, *_ = failure(folder)
     assert code == 9
     assert reason.startswith(
         "rank 0 was killed by signal 9 (Killed). The machine's memory may have run out"

@@ -524,7 +524,7 @@ def test_a_rank_that_lost_another_leaves_the_exit_code_to_it(
         RuntimeError, match="mat1"
     ):  # any other error keeps its traceback
         run(tmp_path / "run")
-    code, reason, _ = failure(
+    code, reason, *_ = failure(
         tmp_path / "run"
     )  # and `segpipe runs` says that it failed
     assert (code, reason.endswith(f"RuntimeError: {said}")) == (1, True)
