@@ -489,9 +489,7 @@ class NetworkContract:
     def _build(self, seed: int = 0) -> SegmentationNet:
         """The network with its initial weights."""
         model = self.config.model
-        check_model(model.name, model.args)  # imports the module, which may draw
-        torch.manual_seed(seed)
-        return build_model(model.name, self.num_classes, model.args)
+        return build_model(model.name, self.num_classes, model.args, seed)
 
     def _is_built(self) -> str:
         """Build the network for the other questions. Trained parameters must be fp32, like the sums of gradients."""

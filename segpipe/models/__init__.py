@@ -5,6 +5,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from segpipe import plugins
@@ -41,15 +42,23 @@ MODELS = {
 
 
 def build_model(
-    name: str, num_classes: int, args: Mapping[str, Any] = MappingProxyType({})
+    name: str,
+    num_classes: int,
+    args: Mapping[str, Any] = MappingProxyType({}),
+    seed: int | None = None,
 ) -> SegmentationNet:
     """The network `name` with auxiliary heads and initial weights, drawn from torch's global generator.
+
+    `seed` sets that generator after the import of the user's module, which may draw.
 
     `name` is one of MODELS, or the import path package.module:Name of a class or function, which is called with
     `num_classes` and `args` by keyword and returns a module. Raises ConfigError for an unknown name or argument, and
     for an error in the user's code.
     """
-    net = plugins.call(KEY, name, _builder(name), args, num_classes=num_classes)
+    builder = _builder(name)
+    if seed is not None:
+        torch.manual_seed(seed)
+    net = plugins.call(KEY, name, builder, args, num_classes=num_classes)
     if isinstance(net, SegmentationNet):
         return net
 

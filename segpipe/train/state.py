@@ -15,7 +15,7 @@ from torch import nn
 
 from segpipe.errors import ConfigError, listed
 from segpipe.keys import torch_seed
-from segpipe.models import build_model, check_model
+from segpipe.models import build_model
 from segpipe.models.layers import SegmentationNet
 from segpipe.models.weights import WeightsSource, fit, sha256_of
 from segpipe.train.forward import frozen_modules
@@ -245,10 +245,8 @@ def build_state(
     Omit `start`, the content of that file, for a state that a checkpoint is restored into. Raises ConfigError for
     patterns of model.freeze and optim.lr_scale that match nothing, and WeightsError for weights that do not fit.
     """
-    # Imports the user's module, which may draw.
-    check_model(config.model.name, config.model.args)
-    torch.manual_seed(torch_seed(config.seed, 0, 0, "weights"))
-    model = build_model(config.model.name, classes.num_classes, config.model.args)
+    seed = torch_seed(config.seed, 0, 0, "weights")
+    model = build_model(config.model.name, classes.num_classes, config.model.args, seed)
     record, notes = _load(model, config, classes, start) if start else (None, [])
     model = model.to(device)
     if config.model.norm == "sync":
