@@ -66,7 +66,7 @@ def alone(folder: Path, name: str) -> int:
 
 
 # Whose verdict holds at any size; those of the others depend on time.
-PROMISES = ("bits", "plants", "attacks", "augment", "chaos")
+PROMISES = ("bits", "plants", "attacks", "augment", "chaos", "trace")
 # The rest is what tests/cli/test_gpu_check.py and test_gpu_bits.py try out.
 TRIED = [claim for claim in run.CLAIMS if claim not in run.GOALS or claim == "G2"]
 TRIED.sort(key="trace".__eq__)  # last: it follows every call, those of imports too
