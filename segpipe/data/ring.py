@@ -227,8 +227,9 @@ class Ring:
         ours, theirs = context.Pipe()
         # As an argument, large items would block start() forever if a spawned worker ends early.
         items = self._items if self._how.start_method == "fork" else None
-        given = items, self._block, theirs
-        process = context.Process(target=work, args=given, daemon=True)  # type: ignore[attr-defined]
+        process = context.Process(  # type: ignore[attr-defined]
+            target=work, args=(items, self._block, theirs), daemon=True
+        )
         with warnings.catch_warnings():
             # Python 3.12 and later warn about any thread; workers take no lock that a torch thread could hold.
             warnings.filterwarnings(
@@ -238,11 +239,11 @@ class Ring:
             )
             process.start()
         theirs.close()
+        self._processes.append(process)
+        self._pipes.append(ours)
         if not items:
             with contextlib.suppress(OSError):  # as in `_ask`
                 ours.send(self._items)
-        self._processes.append(process)
-        self._pipes.append(ours)
 
     def _ask(self) -> None:
         """Send the next request to its worker."""
@@ -348,8 +349,10 @@ def work(items: Items | None, block: SharedBlock, pipe: Connection) -> None:
     """
     isolate()
     starter = os.getppid()
-    items = items or _received(pipe, starter)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, EOFError):
+        if not items:
+            items = _received(pipe, starter)
+            isolate()  # again: they import the user's modules
         while (message := _received(pipe, starter)) is not None:
             number, slot, request = message
             answer: Any

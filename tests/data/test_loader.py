@@ -134,7 +134,10 @@ class Stuck(OneImage):
 
 
 class Worker(OneImage):
-    """Reports the state of the process that reads."""
+    """Reports the state of the process that reads. Unpickling it sets threads and draws, as some modules do."""
+
+    def __reduce__(self):
+        return set_threads_and_draw, ()
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         interrupts = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -146,6 +149,13 @@ class Worker(OneImage):
             *(int(255 * seed) for seed in seeds),
         ]
         return np.zeros((1, len(state), 3), np.uint8), np.array([state], np.uint8)
+
+
+def set_threads_and_draw():
+    cv2.setNumThreads(3)
+    torch.set_num_threads(3)
+    random.random(), np.random.random(), torch.rand(())
+    return Worker()
 
 
 def batches(
@@ -350,11 +360,9 @@ def test_workers_are_isolated():
     first, second = (
         [
             target.flatten().tolist()
-            for _, _, target in eval_images(
-                Worker(), [0], workers=1, start_method="fork"
-            )
+            for _, _, target in eval_images(Worker(), [0], workers=1, start_method=how)
         ]
-        for _ in range(2)
+        for how in ("fork", "forkserver")
     )
     interrupts, opencv_threads, torch_threads = first[0][:3]
     assert (interrupts, opencv_threads, torch_threads) == (1, 1, 1)
