@@ -109,9 +109,9 @@ def from_mapping(values: Values) -> Config:
         else:
             given[str(name)] = value
 
-    for key, only in (("augment.color_on", "worker"), ("track.register", "")):
-        if given.get(key) == only:  # withdrawn: what was set is today's only behavior
-            del given[key]
+    if given.get("augment.color_on") == "worker":  # today's only behavior
+        del given["augment.color_on"]
+    given.pop("track.register", None)  # withdrawn; no result depends on it
     for key, value in converted(SETTINGS, given, no_setting).items():
         group, _, name = key.rpartition(".")
         setattr(getattr(config, group) if group else config, name, value)

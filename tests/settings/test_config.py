@@ -387,7 +387,7 @@ def test_a_run_of_an_earlier_version_is_read() -> None:
     old = {
         "augment": {"color_on": "worker"},
         "compute": {"cuda_graph": False},
-        "track": {"register": ""},
+        "track": {"register": "segmenter"},
     }
     assert from_mapping(old).compute.cuda_graph == "off"
     with pytest.raises(ConfigError, match=r"augment\.color_on is not a setting"):
