@@ -307,8 +307,7 @@ class Ring:
         reason = ". Set data.workers=0 to see its error"
         if code is not None and code < 0:
             end = f"was killed by signal {-code}"
-            crash = "a library crashed. Set data.workers=0 to see where"
-            reason = f": {REASONS.get(-code, crash)}"
+            reason = f": {REASONS.get(-code, 'a library crashed. Set data.workers=0 to see where')}"
         return DataError(
             f"loader worker {worker} {end}{self._label(worker)}{reason}. {CONTINUE}"
         )

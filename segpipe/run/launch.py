@@ -102,6 +102,7 @@ MUCH_PADDING = 0.2  # share of the pixels of crops
 LONGEST_SOCKET = 107  # bytes of a path, on Linux
 SOCKET_NAME = len("/pymp-12345678/listener-12345678")  # as multiprocessing makes it
 _HERE, _USERS = threading.Condition(), list[tuple[int, bool]]()
+_DEFAULTS = list[object]()  # torch's default dtype as each of them found it
 # Raised on all ranks at once, so that rank 0 alone reports them.
 COMMON_ERRORS = (
     ConfigError, CheckpointError, NumericsError, DivergenceError, Interrupted,
@@ -127,7 +128,7 @@ def alone(*, reads: bool = False) -> Iterator[None]:
         with contextlib.ExitStack() as held:
             # What the caller has set must reach no network. If torch is not imported, nothing is set.
             if torch := sys.modules.get("torch"):
-                held.callback(torch.set_default_dtype, torch.get_default_dtype())
+                _DEFAULTS.append(torch.get_default_dtype())
                 torch.set_default_dtype(torch.float32)
                 held.enter_context(torch.inference_mode(mode=False))
                 if torch.get_default_device().type != "cpu":
@@ -136,6 +137,9 @@ def alone(*, reads: bool = False) -> Iterator[None]:
     finally:
         with _HERE:
             _USERS.remove(me)
+            # Threads share the dtype: the last one gives back what the first one found.
+            while _DEFAULTS and not _USERS:
+                sys.modules["torch"].set_default_dtype(_DEFAULTS.pop())
             _HERE.notify_all()
 
 
@@ -207,8 +211,7 @@ def with_steps(config: Config) -> tuple[Config, Splits | None]:
     train = config.train
     if train.epochs:
         images = train.epochs * len(splits.train)
-        steps = math.ceil(images / config.global_batch)
-        train = replace(train, steps=steps, epochs=0)
+        train = replace(train, steps=math.ceil(images / config.global_batch), epochs=0)
     return replace(with_crop(config, splits.train), train=train), splits
 
 
@@ -351,9 +354,8 @@ def check_workers(config: Config, *samples: DataSet) -> None:
 
     data, method = config.data, config.data.start_method
     # The kernel silently kills a process whose shared memory no page backs.
-    height, width = config.augment.crop_size
-    batch = config.compute.samples_per_shard * height * width * BYTES_PER_PIXEL
-    needed = data.workers * data.prefetch * batch
+    crop = math.prod(config.augment.crop_size) * BYTES_PER_PIXEL
+    needed = data.workers * data.prefetch * config.compute.samples_per_shard * crop
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         raise ConfigError(
@@ -401,8 +403,9 @@ def _spawn(config: Config, world_size: int) -> int:
         multiprocessing.set_forkserver_preload(["segpipe.train.engine"])
         # The children need it before their own code runs; the next job of a sweep sets its own.
         with patch.dict(os.environ), stops_raised():
-            threads = world_size * config.compute.threads
-            flags.set_environment(threads, config.compute.mode)
+            flags.set_environment(
+                world_size * config.compute.threads, config.compute.mode
+            )
             try:
                 with signals_deferred_by_children():
                     children = start_processes(  # type: ignore[no-untyped-call]
@@ -496,8 +499,9 @@ def work(
     except RuntimeError as error:
         if not lost_another_rank(error):
             raise
-        where = f"rank {environment.rank()} on {platform.node()}"
-        code = _report(lost_rank(error, where))
+        code = _report(
+            lost_rank(error, f"rank {environment.rank()} on {platform.node()}")
+        )
         # A launcher reports the rank that ends first: that must be the lost one, not this one.
         environment.wait_to_be_ended()
         return code

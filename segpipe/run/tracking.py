@@ -308,8 +308,12 @@ def failure(folder: Path) -> Failure:
     try:
         noted = read_json(folder / FAILURE)
         reason = " ".join(str(noted["reason"]).split())
-        code, at = int(noted["exit_code"]), float(noted.get("time", 0))
-        return Failure(code, reason, at, str(noted.get("kind")))
+        return Failure(
+            int(noted["exit_code"]),
+            reason,
+            float(noted.get("time", 0)),
+            str(noted.get("kind")),
+        )
     except (OSError, ValueError, TypeError, LookupError):
         return Failure()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from runs import TINY, torch_restored
 from segpipe.cli import checks
@@ -18,7 +20,7 @@ from segpipe.data.catalog import STREET, ClassTable
 from segpipe.data.data_set import DataSet
 from segpipe.data.samples import open_samples, open_splits
 from segpipe.errors import ConfigError
-from segpipe.run.launch import check_crop, check_workers, with_crop
+from segpipe.run.launch import alone, check_crop, check_workers, with_crop
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, saved_config
 
@@ -64,6 +66,23 @@ def test_samples_that_loader_processes_cannot_copy_are_refused() -> None:
         ):
             assert part in str(refused.value)
     check_workers(config("data.workers=0", "data.start_method=spawn"), Nested(LOCK))
+
+
+def test_the_last_of_several_readers_gives_torchs_default_dtype_back() -> None:
+    first, second = (
+        (ThreadPoolExecutor(1).submit, alone(reads=True)) for _ in range(2)
+    )
+    torch.set_default_dtype(torch.float64)
+    try:
+        for thread, reader in (first, second):
+            thread(reader.__enter__).result()
+        for (thread, reader), after in zip(
+            (first, second), (torch.float32, torch.float64), strict=True
+        ):
+            thread(reader.__exit__, None, None, None).result()
+            assert torch.get_default_dtype() == after
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_run_is_refused_before_its_folder_is_claimed(
