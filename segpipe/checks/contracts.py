@@ -642,8 +642,8 @@ class NetworkContract:
         for what, net in copies.items():
             if not _same(self._logits(self.image, net), expected):
                 return (
-                    f"{what} computes different logits. Keep all state in parameters and buffers, and layers in "
-                    "nn.ModuleList, not in a list."
+                    f"{what} computes different logits. Keep all state in parameters and buffers, none of them drawn "
+                    "with persistent=False, and layers in nn.ModuleList, not in a list."
                 )
         return ""
 

@@ -307,7 +307,11 @@ def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
             r"net.py:\d+ calls aten.grid_sampler_2d_backward.*raises under deterministic",
         ),
         ("state", "copies and state dict", "Keep all state in parameters and buffers"),
-        ("list", "copies and state dict", "layers in nn.ModuleList"),
+        (
+            "list",
+            "copies and state dict",
+            "persistent=False, and layers in nn.ModuleList",
+        ),
     ],
 )
 def test_a_network_that_breaks_a_clause_is_told_which(
