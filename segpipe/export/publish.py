@@ -122,8 +122,11 @@ def export_run(
             result = ExportReport(out_dir, manifest)
             # fp32 first: the others are made from it
             kinds = [(name, "fp32") for name in settings.formats]
-            reduced = ("fp16", "int8")
-            kinds += [("onnx", name) for name in reduced if name in settings.precision]
+            kinds += [
+                ("onnx", name)
+                for name in ("fp16", "int8")
+                if name in settings.precision
+            ]
             with writing(out_dir):
                 converted = convert(result, model, partial, kinds, frames)
             comparisons = judge(result, model, trained.preprocess, converted, inputs)

@@ -170,8 +170,7 @@ def launch_apart(config: Config) -> int:
 
     Returns the exit code. Raises SegpipeError when a check fails before the processes start.
     """
-    config, world_size, _ = _prepared(config)
-    return _spawn(config, world_size)
+    return _spawn(*_prepared(config)[:2])
 
 
 def _prepared(config: Config) -> tuple[Config, int, Splits]:
@@ -283,8 +282,10 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
         skipped = purity.quick(Augmenter(config.augment), train)
         if skipped:
             ERRORS.print(skipped)
-    if config.export.enabled and config.export.dir:
-        check_place(Path(config.export.dir))  # now, not after hours of training
+    # Now, not after hours of training; run.exists=replace clears the run's own folder.
+    export = config.export
+    if export.enabled and (export.dir or config.run.exists != "replace"):
+        check_place(Path(export.dir or config.run_dir / "export"))
     return splits
 
 
@@ -418,8 +419,11 @@ def _spawn(config: Config, world_size: int) -> int:
                 while not children.join():
                     pass
             except Stopped as stop:
-                started = set(multiprocessing.active_children()) - others
-                _pass_on(stop.args[0], started, config.compute.timeout_s)
+                _pass_on(
+                    stop.args[0],
+                    set(multiprocessing.active_children()) - others,
+                    config.compute.timeout_s,
+                )
                 return Interrupted.exit_code
     except ProcessExitedException as error:
         if error.exit_code > 0:
@@ -643,8 +647,9 @@ def finish(run: Run, found: Validation, result: Values) -> None:
     date = time.strftime("%Y-%m-%d %H:%M")
     shown = {**result, "device": str(run.group.device), "date": date}
     data = page_data(config, run.val_samples, found, shown, run_predictor(run))
-    history = read_metrics(run.folder / FILE_NAME)
-    write_report(run.folder / PAGE, replace(data, history=history))
+    write_report(
+        run.folder / PAGE, replace(data, history=read_metrics(run.folder / FILE_NAME))
+    )
     images = f"{config.data.split} images"
     if config.data.hold_out:
         images = f"images of {config.data.hold_out}, held out"

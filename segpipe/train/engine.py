@@ -314,8 +314,11 @@ def check_space(config: Config, state: TrainState) -> None:
     kept = (config.train.steps - state.step - 1) // every if every else 0
     files = 3 + (min(kept, last) if last else kept)
     folder = config.run_dir.absolute()
-    paths = (folder / "last.pt", folder / "best.pt")
-    needed = files * one - sum(path.stat().st_size for path in paths if path.is_file())
+    needed = files * one - sum(
+        path.stat().st_size
+        for path in (folder / "last.pt", folder / "best.pt")
+        if path.is_file()
+    )
 
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if needed > (free := shutil.disk_usage(nearest).free):

@@ -20,7 +20,7 @@ from segpipe.data.catalog import STREET, ClassTable
 from segpipe.data.data_set import DataSet
 from segpipe.data.samples import open_samples, open_splits
 from segpipe.errors import ConfigError
-from segpipe.run.launch import alone, check_crop, check_workers, with_crop
+from segpipe.run.launch import alone, check_crop, check_workers, examine, with_crop
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, saved_config
 
@@ -66,6 +66,18 @@ def test_samples_that_loader_processes_cannot_copy_are_refused() -> None:
         ):
             assert part in str(refused.value)
     check_workers(config("data.workers=0", "data.start_method=spawn"), Nested(LOCK))
+
+
+def test_a_file_that_the_export_would_refuse_is_named_before_the_training(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a/export").mkdir(parents=True)
+    (tmp_path / "a/export/model.plan").touch()
+    changes = f"run.root={tmp_path}", "run.name=a", "export.enabled=true"
+    with torch_restored():
+        examine(config(*changes, "run.exists=replace"))  # deletes it
+        with pytest.raises(ConfigError, match=r"holds other files \(model\.plan\)"):
+            examine(config(*changes, "run.exists=resume"))
 
 
 def test_the_last_of_several_readers_gives_torchs_default_dtype_back() -> None:
