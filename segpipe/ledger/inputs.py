@@ -180,7 +180,16 @@ def hashes_of(
         for source in found.values()
         if isinstance(source, str) and source not in known
     ]
-    hashes = {**known, **dict(zip(paths, threaded(file_sha256, paths), strict=True))}
+    try:
+        hashes = {
+            **known,
+            **dict(zip(paths, threaded(file_sha256, paths), strict=True)),
+        }
+    except OSError as error:
+        raise DataError(
+            f"{error.filename} cannot be read for inputs.json: {error.strerror}. Restore it, or correct files(index) "
+            "of your class; if that fetches files later, set data.hash=false."
+        ) from error
     return {
         name: hashes[source] if isinstance(source, str) else source()
         for name, source in found.items()

@@ -18,7 +18,7 @@ from segpipe.data.data_set import PerProcess
 from segpipe.data.samples import class_pixels, image_sizes, open_samples
 from segpipe.datasets.problems import problems
 from segpipe.errors import ConfigError, DataError
-from segpipe.ledger.inputs import hashes_of, inputs_of
+from segpipe.ledger.inputs import hashes_of, inputs_of, sizes_of
 from segpipe.settings.groups import AugmentConfig, DataConfig
 
 Write = Callable[[str, str], None]
@@ -237,8 +237,10 @@ def test_inputs_are_hashed_by_file_or_by_content(project: Write) -> None:
         f"{name}.bin": hashlib.sha256(name.encode()).hexdigest()
         for name in ("train0", "train1")
     }
-    with pytest.raises(DataError, match=r"files\(2\) has here/train2.bin, but there"):
-        inputs_of([open_samples(config("data:Listed", num=3), "train", 0)])
+    later = inputs_of([open_samples(config("data:Listed", num=3), "train", 0)])
+    assert sizes_of(later)["train2.bin"] is None  # with data.hash=false
+    with pytest.raises(DataError, match=r"here/train2.bin cannot be read.*hash=false"):
+        hashes_of(later)
 
 
 def augmented(name: str, key: int = 1) -> np.ndarray[Any, Any]:
