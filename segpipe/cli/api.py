@@ -159,8 +159,7 @@ def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             entry = SETTINGS.get(key)
             if entry and entry.is_text and not hasattr(value, "tolist"):
                 value = entry.convert(value)  # refuses None, say
-            is_text = isinstance(value, str | Path)
-            yield f"{key}={value if is_text else _typed(value)}"
+            yield f"{key}={value if isinstance(value, str | Path) else _typed(value)}"
 
 
 def _typed(value: Any) -> str:
@@ -240,11 +239,14 @@ def run(config: Config) -> RunResult:
     code = launch(config)
     if not code:
         # Rank 0 writes.
-        result = {} if rank() else read_json(config.run_dir / "result.json")
-        return RunResult(config.run_dir, result)
+        return RunResult(
+            config.run_dir, {} if rank() else read_json(config.run_dir / "result.json")
+        )
     now = failure(config.run_dir)
     if now == before:
         now = Failure()
-    error = getattr(errors, now.kind, SegpipeError)(now.reason)
+    # A Ctrl-C outside the updates is not recorded.
+    kind = Interrupted if code == Interrupted.exit_code else SegpipeError
+    error = getattr(errors, now.kind, kind)(now.reason)
     error.exit_code, error.told = code, True
     raise error

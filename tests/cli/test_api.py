@@ -27,6 +27,7 @@ from segpipe.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    Interrupted,
     NumericsError,
     SegpipeError,
 )
@@ -123,14 +124,15 @@ def test_an_error_of_a_training_has_its_own_class(
 def test_an_unforeseen_error_of_a_rank_has_no_special_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was that of a check that got no answer, which has exit code 1, too."""
+    """It was that of a check that got no answer, which has exit code 1, too. A late Ctrl-C has no record either."""
     from segpipe.checks import elsewhere
 
     assert elsewhere.UnansweredError.exit_code == 1
-    monkeypatch.setattr(api, "launch", lambda config: 1)
-    with pytest.raises(SegpipeError) as caught:
-        segpipe.train(settings(tmp_path / "run"))
-    assert type(caught.value) is SegpipeError
+    for code, kind in ((1, SegpipeError), (130, Interrupted)):
+        monkeypatch.setattr(api, "launch", lambda config, code=code: code)
+        with pytest.raises(SegpipeError) as caught:
+            segpipe.train(settings(tmp_path / "run"))
+        assert (type(caught.value), caught.value.exit_code) == (kind, code)
 
 
 def test_a_second_training_of_a_process_is_refused(
