@@ -283,9 +283,10 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
         if skipped:
             ERRORS.print(skipped)
     # Now, not after hours of training; run.exists=replace clears the run's own folder.
-    export = config.export
-    if export.enabled and (export.dir or config.run.exists != "replace"):
-        check_place(Path(export.dir or config.run_dir / "export"))
+    export, own = config.export, config.run_dir / "export"
+    stays = own.exists() and config.run.exists != "replace"
+    if export.enabled and (export.dir or stays):
+        check_place(Path(export.dir or own))
     return splits
 
 
@@ -559,7 +560,7 @@ def _prepare_together(
     if config.compute.nproc not in ("auto", str(started)):
         raise ConfigError(
             f"compute.nproc = {config.compute.nproc}, but the launcher started {started} processes on this machine. "
-            f"Remove compute.nproc, or start without the launcher."
+            "Remove compute.nproc, or start without the launcher."
         )
 
     def prepare_here() -> tuple[str, str]:
@@ -678,11 +679,9 @@ def _export(run: Run) -> None:
     from segpipe.train.checkpoint import load_network
 
     started = time.perf_counter()
-    settings = run.config.export
     CONSOLE.print(
-        f"exporting to {' and '.join(settings.formats)} and comparing the files with "
-        f"the trained network on up to {settings.quality_images} images (export=off "
-        f"skips this) ..."
+        f"exporting to {' and '.join(run.config.export.formats)} and comparing the files with the trained network on "
+        f"up to {run.config.export.quality_images} images (export=off skips this) ..."
     )
     done = export_checkpoint(
         run.folder,
@@ -700,8 +699,7 @@ def _this_command() -> str:
     if shutil.which("segpipe") == sys.argv[0]:
         return "segpipe"
     # Symlinks are kept: the interpreter of a virtual environment is one.
-    python = sys.executable.removeprefix(f"{os.getcwd()}/")
-    return f"{shlex.quote(python)} -m segpipe"
+    return f"{shlex.quote(sys.executable.removeprefix(f'{os.getcwd()}/'))} -m segpipe"
 
 
 def train(

@@ -78,6 +78,7 @@ def test_a_file_that_the_export_would_refuse_is_named_before_the_training(
         examine(config(*changes, "run.exists=replace"))  # deletes it
         with pytest.raises(ConfigError, match=r"holds other files \(model\.plan\)"):
             examine(config(*changes, "run.exists=resume"))
+        examine(config("run.root=/proc/no", "export.enabled=true"))  # told elsewhere
 
 
 def test_the_last_of_several_readers_gives_torchs_default_dtype_back() -> None:
