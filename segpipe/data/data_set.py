@@ -487,9 +487,8 @@ def _table(source: Any, path: str) -> ClassTable:
         return source.classes
     try:
         palette = [[*map(int, color)] for color in getattr(source, "palette", ())]
-        names = source.classes
-        if not isinstance(names, Mapping):  # which mask_table_of refuses
-            names = [*map(str, names)]
+        names = source.classes  # mask_table_of refuses a mapping
+        names = names if isinstance(names, Mapping) else [*map(str, names)]
         table = {"names": names, "palette": palette}
         return mask_table_of(table, path.rpartition(":")[2]).classes
     except (TypeError, ValueError) as error:

@@ -241,7 +241,7 @@ class Ring:
         theirs.close()
         self._processes.append(process)
         self._pipes.append(ours)
-        if not items:
+        if items is None:
             with contextlib.suppress(OSError):  # as in `_ask`
                 ours.send(self._items)
 
@@ -349,7 +349,7 @@ def work(items: Items | None, block: SharedBlock, pipe: Connection) -> None:
     isolate()
     starter = os.getppid()
     with contextlib.suppress(OSError, EOFError):
-        if not items:
+        if items is None:
             items = _received(pipe, starter)
             isolate()  # again: they import the user's modules
         while (message := _received(pipe, starter)) is not None:

@@ -286,20 +286,20 @@ class Contract:
             f"{last[0].text if last else 'none'}."
         )
 
-    def fail(self, error: Exception, *, lost: bool = False) -> None:
+    def fail(self, error: Exception) -> None:
         """Tell the other ranks that this one ends with `error`, so that they end with the same exit code.
 
-        If there is already a verdict, raises it instead. Set `lost` when `error` only says that another rank is gone:
-        then this waits a moment for that rank's own report, asks all ranks so that the silent one is named, and always
-        raises CollectiveError.
+        If there is already a verdict, raises it instead. If `error` only says that another rank is gone, this waits a
+        moment for that rank's own report, asks all ranks so that the silent one is named, and always raises
+        CollectiveError.
         """
         if self._store is None or isinstance(error, CollectiveError):
             return
-        if verdict := self.verdict(error, lost=lost):
+        if verdict := self.verdict(error):
             raise verdict from None
 
         own = _on([self._rank], self._hosts)
-        if lost:
+        if lost_another_rank(error):
             raise lost_rank(error, f"rank {self._rank}{own}") from None
         text = f"rank {self._rank}{own}: {type(error).__name__}: {error}"
         if not isinstance(error, SegpipeError):
@@ -308,16 +308,14 @@ class Contract:
         self._post("verdict", self._as_json(text, code, self._elsewhere()))
         self._wait(REPORT_S)
 
-    def verdict(
-        self, error: BaseException, *, lost: bool = False
-    ) -> CollectiveError | None:
-        """The ranks' verdict. Waits for it if `error` says that another rank is `lost`, and a moment after a signal.
+    def verdict(self, error: BaseException) -> CollectiveError | None:
+        """The ranks' verdict. Waits for it if `error` says that another rank is gone, and a moment after a signal.
 
         Launchers send SIGTERM to all other ranks as soon as the one that failed has ended.
         """
         if self._store is None:
             return None
-        if lost:
+        if lost_another_rank(error):
             return self._wait(REPORT_S) or self._ask()
         return self._wait(ANSWERS_S if isinstance(error, KeyboardInterrupt) else 0.0)
 
@@ -523,14 +521,15 @@ def exit_code_of(error: BaseException, contract: Contract) -> int:
 
     If another rank is the cause, waits for the verdict.
     """
-    lost = lost_another_rank(error)
-    if verdict := contract.verdict(error, lost=lost):
+    if verdict := contract.verdict(error):
         return verdict.exit_code
     if isinstance(error, KeyboardInterrupt):
         return Interrupted.exit_code
     if isinstance(error, OSError) and error.errno in ADVICE:
         return NotWritten.exit_code
-    return CollectiveError.exit_code if lost else getattr(error, "exit_code", 1)
+    if lost_another_rank(error):
+        return CollectiveError.exit_code
+    return getattr(error, "exit_code", 1)
 
 
 class Stacks:

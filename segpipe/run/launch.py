@@ -603,7 +603,7 @@ def _failure_told(group: Group, config: Config, *, noted: bool) -> Iterator[None
             raise
         except Exception as error:
             if not (_is_common(error) or getattr(error, "told", False)):
-                group.contract.fail(error, lost=lost_another_rank(error))
+                group.contract.fail(error)
             raise
     except Exception as error:
         told = error

@@ -242,7 +242,7 @@ def test_a_rank_that_ended_without_a_word_is_named_by_those_that_lost_it(
     def fail(contract: Contract) -> None:
         try:
             contract.enter("barrier")
-            contract.fail(RuntimeError("Connection closed by peer"), lost=True)
+            contract.fail(RuntimeError("Connection closed by peer"))
         except CollectiveError as error:
             caught.append(error)
 
@@ -284,7 +284,7 @@ def test_nobody_waits_for_a_verdict_when_the_store_is_gone(
     contract.watcher.start()
     begun = time.monotonic()
     contract.fail(
-        RuntimeError("Connection closed by peer"), lost=True
+        RuntimeError("Connection closed by peer")
     )  # raises nothing: launch says the rest
     assert time.monotonic() - begun < 30
     contract.close()
@@ -561,7 +561,7 @@ def _train(name: str, rank: int, port: int, folder: Path) -> int:
         try:
             SCENARIOS[name](contract, rank)
         except RuntimeError as error:  # gloo, when another process is gone
-            contract.fail(error, lost=True)
+            contract.fail(error)
             return (
                 1  # as launch does when the reason went with the process that kept it
             )

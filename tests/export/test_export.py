@@ -494,12 +494,15 @@ def test_a_kill_between_the_renames_is_mended(
     assert model_files(backup)
 
 
-@pytest.mark.parametrize("name", ["thesis.txt", "manifest.json"])
+@pytest.mark.parametrize("name", ["thesis.txt", "manifest.json", "projects"])
 def test_a_folder_that_is_not_an_export_is_never_replaced(
     tiny: TrainedNetwork, tmp_path: Path, name: str
 ) -> None:
-    (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match=f"holds other files .{name}."):
+    if name == "projects":  # which is not walked
+        (tmp_path / name / "2019").mkdir(parents=True)
+    else:
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=rf"holds other files \({name}\)"):
         export_run(tiny, IMAGES, tmp_path, ["torchscript"])
     assert (tmp_path / name).exists()
 

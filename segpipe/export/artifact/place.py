@@ -36,7 +36,9 @@ def check_place(out_dir: Path) -> None:
         tempfile.TemporaryFile(dir=nearest).close()
         sums = out_dir / SUMS
         own = sums.read_text(errors="replace") if sums.is_file() else ""
-        others = [name for name in _files(out_dir) if f"  {name}\n" not in own]
+        # No export: it may be somebody's home, which takes minutes to walk.
+        found = _files(out_dir) if own else {path.name for path in out_dir.glob("*")}
+        others = [name for name in found if f"  {name}\n" not in own]
     if others or out_dir.is_file():
         raise ConfigError(
             f"export.dir = {out_dir} holds other files ({listed(sorted(others))}), and an export replaces it. Choose "
