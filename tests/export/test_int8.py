@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from graphs import PLANES, write_graph
-from onnx import TensorProto, numpy_helper
+from graphs import PLANES, Builder, write_graph
+from onnx import TensorProto, helper, numpy_helper
 
 from exports import SIZE, structured
 from segpipe.errors import ConfigError, ExportError
@@ -56,7 +56,7 @@ def test_masks_agree_on_frames_that_were_not_calibrated_on(
     assert wrong < AGREEMENT, "the control: wrong scales of one layer are found out"
 
 
-def test_convolutions_are_int8_and_what_decides_is_not(folder: Path) -> None:
+def test_convolutions_are_int8_but_not_the_first_nor_what_decides(folder: Path) -> None:
     graph = onnx.load(folder / "int8.onnx").graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
@@ -66,7 +66,7 @@ def test_convolutions_are_int8_and_what_decides_is_not(folder: Path) -> None:
         if node.op_type != "Conv":
             continue
         data, kernel = (makers.get(name) for name in node.input[:2])
-        if node.output[0] == "head":
+        if node.output[0] in ("stem", "head"):
             assert weights[node.input[1]].data_type == TensorProto.FLOAT
             continue
         assert data is not None
@@ -88,12 +88,28 @@ def test_convolutions_are_int8_and_what_decides_is_not(folder: Path) -> None:
     assert len(found) == 5
     others = [node.op_type for node in graph.node]
     assert others.count("BatchNormalization") == 0, "folded"
-    assert others.count("Relu") == 0
+    assert others.count("Relu") == 1, "behind the stem"
     for node in graph.node:
         if node.op_type in ("Softmax", "ArgMax"):
             assert makers[node.input[0]].op_type in ("Conv", "Resize"), (
                 "no eight bits in between"
             )
+
+
+@pytest.mark.parametrize(("strides", "expected"), [((2, 1), 2), ((2, 2), 1)])
+def test_a_network_that_stays_large_is_int8_all_the_same(
+    strides: tuple[int, int], expected: int
+) -> None:
+    made = Builder()
+    x = made.node("Transpose", ["image"], "turned", perm=[0, 3, 1, 2])
+    x = made.conv(x, "stem", (8, 3, 3, 3), strides=[strides[0]] * 2)
+    x = made.conv(x, "down", (8, 8, 3, 3), strides=[strides[1]] * 2)
+    made.relu(made.conv(x, "head", (5, 8, 1, 1)))
+    image = helper.make_tensor_value_info("image", TensorProto.FLOAT, (1, *SIZE, 3))
+    out = helper.make_tensor_value_info("head_relu", TensorProto.FLOAT, None)
+    graph = helper.make_graph(made.nodes, "large", [image], [out], made.weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
+    assert len(lowprec._quantized_nodes(lowprec._named(model).graph)) == expected
 
 
 def test_the_file_is_a_valid_one_with_the_same_face(folder: Path) -> None:
