@@ -181,7 +181,7 @@ def _prepared(config: Config) -> tuple[Config, int, Splits]:
 
 
 def _world_size(config: Config) -> int:
-    """Number of processes to start: `compute.nproc`, or one per GPU, or one."""
+    """Number of processes to start: `compute.nproc`, or one per GPU, as far as there are shards, or one."""
     number = config.compute.nproc
     device = config.compute.device
     if device == "cpu" or (device == "auto" and number != "auto"):
@@ -194,7 +194,7 @@ def _world_size(config: Config) -> int:
         raise ConfigError(
             "compute.device = cuda, but torch sees no GPU. Set compute.device=cpu, or check the driver."
         )
-    return max(gpus, 1) if number == "auto" else int(number)
+    return min(max(gpus, 1), config.compute.shards) if number == "auto" else int(number)
 
 
 def with_steps(config: Config) -> tuple[Config, Splits | None]:

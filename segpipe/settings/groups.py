@@ -405,7 +405,9 @@ class ComputeConfig:
         choices=("off", "ddp", "elastic", "audit"),
     )
     nproc: str = setting(
-        "auto", "processes on this machine; auto: the number of GPUs, or 1", free=True
+        "auto",
+        "processes on this machine; auto: the number of GPUs, at most compute.shards, or 1",
+        free=True,
     )
     device: str = setting("auto", "device to train on", choices=("auto", "cpu", "cuda"))
     shards: int = setting(

@@ -216,13 +216,14 @@ def test_mode_ddp_keeps_its_promise_and_says_its_limit(
     assert result(whole)["switches"]["deterministic_algorithms"] is True
 
 
-def test_recipes_for_a_cpu_start_one_process_beside_eight_gpus(
+def test_as_many_processes_start_beside_eight_gpus_as_a_recipe_has_use_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    for name in ("street_cpu", "camvid_cpu"):
+    for name in ("street_cpu", "camvid_cpu", "camvid_dabnet"):  # the last: one shard
         assert launch._world_size(compose([f"experiment={name}"])) == 1
-    assert launch._world_size(compose([])) == 8  # the control
+    assert launch._world_size(compose([])) == 4
+    assert launch._world_size(compose(["compute.shards=16"])) == 8  # the control
 
 
 class Spawned:
