@@ -20,17 +20,18 @@ NEEDED = (
     }
 )
 SELECTING = re.compile(  # variables by which libraries choose kernels
-    r"(ONEDNN|DNNL|MKL|OMP|KMP|GOMP|NCCL|TORCH|PYTORCH)_|CUBLAS|CUDNN"
+    r"(ONEDNN|DNNL|MKL|OMP|KMP|GOMP|NCCL|TORCH|PYTORCH|TORCHINDUCTOR|TRITON)_|CUBLAS|CUDNN"
     r"|(NVIDIA_TF32_OVERRIDE|ATEN_CPU_CAPABILITY|OPENCV_CPU_DISABLE|OPENCV_IPP|OPENBLAS_CORETYPE|GLIBC_TUNABLES)$"
     r"|NPY_(DISABLE|ENABLE)_CPU_FEATURES$"
 )
 # Exceptions, which choose no kernel but are set by launchers or differ between machines: number of threads (set by
-# compute.threads), their placement and waiting, memory, timeouts, connections, logs, container labels, folders.
+# compute.threads), their placement and waiting, memory, timeouts, connections, logs, caches, container labels, folders.
 NOT_SELECTING = re.compile(
     r"(OMP|MKL)_NUM_THREADS$|OMP_(WAIT_POLICY|PLACES|PROC_BIND|STACKSIZE)$|PYTORCH_(CUDA_)?ALLOC_CONF$"
     r"|GOMP_(CPU_AFFINITY|SPINCOUNT|STACKSIZE)$"
     r"|KMP_(AFFINITY|BLOCKTIME|DUPLICATE_LIB_OK|INIT_AT_FORK|STACKSIZE|WARNINGS)$"
     r"|TORCH_(NCCL|ELASTIC|FR|SHOW|DISABLE_SHARE_RDZV)_|NCCL_(SOCKET|IB|NET)_|NCCL_(COMM_ID|HOSTID)$"
+    r"|(TORCHINDUCTOR|TRITON)_\w*(CACHE|COMPILE_THREADS|PRINT|REDIS|WORKER)"
     r"|\w+_(DEBUG|DISPLAY|DUMP|LOG|VERBOSE)|\w+_(DIR|HOME|PATH|ROOT|TRACE|VERSION)$"
 )
 PLUGINS = "plugins"  # in a fingerprint: hashes of user code, from plugins.sources
@@ -50,7 +51,7 @@ def set_environment(threads: int = 1, mode: str = "elastic") -> None:
     NVLS lets the NVSwitch compute the sums of an all-reduce in its own order. torch only turns it off if the
     deterministic flag is set before the process group is created; here it is always off.
 
-    Raises ConfigError when a variable already has another value, unless `mode` is off.
+    Raises ConfigError when a variable already has another value or CUDA has started without it, unless `mode` is off.
     """
     if mode != "off":
         for name, value in NEEDED.items():
@@ -62,9 +63,12 @@ def set_environment(threads: int = 1, mode: str = "elastic") -> None:
                 )
         torch = sys.modules.get("torch")  # not imported here
         for name, value in ENVIRONMENT.items():
-            late = f"CUDA has already started: it is too late to set {name}"
-            cuda_runs = torch is not None and torch.cuda.is_initialized()
-            assert name in os.environ or not cuda_runs, late
+            if name not in os.environ and torch and torch.cuda.is_initialized():
+                raise ConfigError(
+                    f"this process has already used CUDA: it is too late to set {name}={value}, which equal bits need. "
+                    f"Set {' and '.join(map('='.join, ENVIRONMENT.items()))} before Python starts, or restart it and "
+                    f"call segpipe before anything uses CUDA."
+                )
             os.environ.setdefault(name, value)
     if threads > 1 and threads > idle_cores():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -102,15 +106,13 @@ def apply(threads: int, mode: str = "elastic") -> None:
     torch.set_deterministic_debug_mode("error" if exact else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs bandwidth
     at: Any = torch.backends
-    at.cudnn.benchmark = not exact
     at.cudnn.deterministic = exact
     for place in (
         at, at.cuda.matmul, at.cudnn, at.cudnn.conv, at.cudnn.rnn,
         at.mkldnn, at.mkldnn.matmul, at.mkldnn.conv, at.mkldnn.rnn,
     ):  # fmt: skip
         place.fp32_precision = "ieee"  # also ends any mix of torch's two interfaces
-    at.cuda.matmul.allow_tf32 = not exact
-    at.cudnn.allow_tf32 = not exact
+    at.cuda.matmul.allow_tf32 = at.cudnn.allow_tf32 = at.cudnn.benchmark = not exact
     # Backward hooks run in the thread that calls backward, on GPU and CPU alike.
     torch.autograd.set_multithreading_enabled(False)
 
@@ -142,8 +144,11 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def fingerprint() -> dict[str, Any]:
-    """Versions, hardware and environment variables that the bits depend on, as plain JSON values."""
+def fingerprint(*, gpu: bool = True) -> dict[str, Any]:
+    """Versions, hardware and environment variables that the bits depend on, as plain JSON values.
+
+    Without `gpu`, as of a machine that has none: asking for one would start CUDA and a kernel there.
+    """
     import albumentations
     import cv2
     import numpy
@@ -151,7 +156,7 @@ def fingerprint() -> dict[str, Any]:
 
     from segpipe import native
 
-    cuda = torch.cuda.is_available()
+    cuda = gpu and torch.cuda.is_available()
     # Not every release of torch reports them.
     found: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     machine = platform.processor() or platform.machine()
@@ -178,7 +183,7 @@ def fingerprint() -> dict[str, Any]:
         "resize": ("triton" if native.triton_builds() else "products")
         if cuda
         else None,
-        "driver": driver[0] if driver else None,
+        "driver": driver[0] if cuda and driver else None,
         "device": torch.cuda.get_device_name() if cuda else machine,
         "cpu": processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

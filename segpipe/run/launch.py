@@ -182,19 +182,17 @@ def _prepared(config: Config) -> tuple[Config, int, Splits]:
 
 def _world_size(config: Config) -> int:
     """Number of processes to start: `compute.nproc`, or one per GPU, as far as there are shards, or one."""
-    number = config.compute.nproc
-    device = config.compute.device
-    if device == "cpu" or (device == "auto" and number != "auto"):
-        return 1 if number == "auto" else int(number)
-    import torch
+    number, device, gpus = config.compute.nproc, config.compute.device, 1
+    if device == "cuda" or device == number == "auto":
+        import torch
 
-    # Counts through NVML, without a CUDA context in the parent.
-    gpus = torch.cuda.device_count()
-    if device == "cuda" and gpus == 0:
-        raise ConfigError(
-            "compute.device = cuda, but torch sees no GPU. Set compute.device=cpu, or check the driver."
-        )
-    return min(max(gpus, 1), config.compute.shards) if number == "auto" else int(number)
+        # Counts through NVML, without a CUDA context in the parent.
+        gpus = torch.cuda.device_count()
+        if device == "cuda" and not gpus:
+            raise ConfigError(
+                "compute.device = cuda, but torch sees no GPU. Set compute.device=cpu, or check the driver."
+            )
+    return min(gpus or 1, config.compute.shards) if number == "auto" else int(number)
 
 
 def with_steps(config: Config) -> tuple[Config, Splits | None]:

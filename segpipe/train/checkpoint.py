@@ -173,7 +173,7 @@ def common_fingerprint(
 
 def own_fingerprint(config: Config, loss: str) -> dict[str, Any]:
     """Fingerprint of this process: environment, plug-in code if there is any, and what computes the loss."""
-    found = flags.fingerprint() | {flags.LOSS: loss}
+    found = flags.fingerprint(gpu=config.compute.device != "cpu") | {flags.LOSS: loss}
     if code := plugins.sources(config.import_paths):
         found[flags.PLUGINS] = code
     return found

@@ -72,11 +72,11 @@ class TrainStep:
         self.frozen = frozen_modules(model)
 
         self.loss = BatchLoss(config, watch, class_weights)
-        self.gradients: ElasticGradients | DdpGradients
-        if config.compute.mode in ("elastic", "audit"):
-            self.gradients = ElasticGradients(self.loss)
-        else:
-            self.gradients = DdpGradients(self.loss)
+        self.gradients: ElasticGradients | DdpGradients = (
+            ElasticGradients(self.loss)
+            if config.compute.mode in ("elastic", "audit")
+            else DdpGradients(self.loss)
+        )
 
         self._rate = 0.0
         # BatchNorm statistics that `apply` copies into the network.
@@ -218,8 +218,11 @@ class BatchLoss:
             ShardGuard(config, self.state.model) if config.import_paths else None
         )
         self.norms = Norms(self.state.model)
-        on_gpu = self.device.type == "cuda"
-        self._copies = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._copies = (
+            torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            if self.device.type == "cuda"
+            else None
+        )
 
     def __call__(
         self, network: nn.Module, batch: ShardBatch, global_valid: Tensor

@@ -426,7 +426,7 @@ def test_another_environment_cannot_audit_unless_asked_to(
 ) -> None:
     found = flags.fingerprint()
     monkeypatch.setattr(
-        flags, "fingerprint", lambda: {**found, "torch": "9.9", "threads": 1}
+        flags, "fingerprint", lambda **_: {**found, "torch": "9.9", "threads": 1}
     )
     audit = audited(whole)
     assert (audit.verdict, audit.exit_code, failures(audit)) == ("cannot audit", 2, {})

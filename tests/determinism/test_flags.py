@@ -20,7 +20,9 @@ from segpipe.determinism import flags
 from segpipe.errors import CheckpointError, ConfigError
 from segpipe.losses.total import backend
 from segpipe.processes import proc_lines
+from segpipe.settings.compose import compose
 from segpipe.settings.groups import LossConfig
+from segpipe.train.checkpoint import own_fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = {
@@ -123,8 +125,7 @@ def test_the_environment_is_not_set_after_cuda_has_started(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(
-        AssertionError,
-        match="CUDA has already started: it is too late to set CUBLAS_WORKSPACE_CONFIG",
+        ConfigError, match=r"Set CUBLAS_.*=:4096:8 and NCCL_.*=0 before"
     ):
         flags.set_environment()
     for name, value in flags.ENVIRONMENT.items():
@@ -181,6 +182,17 @@ def test_a_fingerprint_tells_processor_instructions_and_driver(
     assert flags.fingerprint()["instructions"] == "avx512_vnni avx512_bf16"
 
 
+def test_a_run_on_a_cpu_neither_starts_a_gpu_nor_depends_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = compose(["compute.device=cpu"])
+    before = own_fingerprint(config, "native")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: pytest.fail("started"))
+    monkeypatch.setattr(flags, "proc_lines", lambda name: ["model name: 7", "570.1"])
+    assert own_fingerprint(config, "native") == {**before, "cpu": "7"}
+
+
 def test_a_fingerprint_holds_the_variables_that_select_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -190,7 +202,8 @@ def test_a_fingerprint_holds_the_variables_that_select_kernels(
         "NVIDIA_TF32_OVERRIDE": "0", "TORCH_BLAS_PREFER_CUBLASLT": "1", "PYTORCH_OTHER": "1", "CUDNN_OTHER": "1",
         "ATEN_CPU_CAPABILITY": "avx2", "OPENCV_CPU_DISABLE": "AVX2", "NPY_DISABLE_CPU_FEATURES": "AVX2",
         "OPENBLAS_CORETYPE": "Haswell", "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2", "CUBLAS_WORKSPACE_CONFIG": ":16:8",
-        "OPENCV_IPP": "disabled", "NPY_ENABLE_CPU_FEATURES": "AVX512F",
+        "OPENCV_IPP": "disabled", "NPY_ENABLE_CPU_FEATURES": "AVX512F", "TRITON_DEFAULT_FP_FUSION": "0",
+        "TORCHINDUCTOR_EMULATE_PRECISION_CASTS": "1",
     }  # fmt: skip
     for name in selecting:
         monkeypatch.delenv(name, raising=False)
@@ -218,7 +231,8 @@ def test_a_fingerprint_does_not_hold_what_launchers_set_or_what_selects_no_kerne
         "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_DISTRIBUTED_DEBUG", "TORCH_HOME",
         "TORCH_LOGS", "TORCH_CPP_LOG_LEVEL", "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA",
         "NCCL_HOSTID", "ONEDNN_VERBOSE", "MKL_VERBOSE", "CUDNN_LOGINFO_DBG", "CUBLASLT_LOG_LEVEL", "CUDNN_VERSION",
-        "NCCL_VERSION", "PYTORCH_VERSION", "RANK", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "HOME",
+        "NCCL_VERSION", "PYTORCH_VERSION", "RANK", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "HOME", "TRITON_CACHE_DIR",
+        "TRITON_PRINT_AUTOTUNING", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_FX_GRAPH_CACHE",
     ):  # fmt: skip
         monkeypatch.setenv(name, "7")
     for (
