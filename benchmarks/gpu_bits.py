@@ -117,7 +117,8 @@ def processes(bench: Bench) -> dict[str, Any]:
             shutil.rmtree(folder, ignore_errors=True)
             try:
                 with over_nccl():
-                    found = run(kind, number, *more)
+                    # So that a hang is told here, in time for other checks.
+                    found = run(kind, number, "compute.timeout_s=60", *more)
             except AssertionError as refused:  # by NCCL, which is no promise of ours
                 if folder.exists():
                     raise  # the ranks had joined

@@ -235,6 +235,7 @@ def test_only_what_nccl_says_before_ranks_have_joined_is_a_refusal(
 
     def digests(bench: Bench, name: str, number: int, *changes: str) -> dict[str, str]:
         if "nccl" in name:
+            assert "compute.timeout_s=60" in changes, "a hang takes the call's time"
             if joined:
                 (tmp_path / "gpu_bits" / name).mkdir(parents=True)
             raise AssertionError("ended with 9: Duplicate GPU")
