@@ -66,7 +66,7 @@ def train_batches(
     workers: int,
     start_method: str,
     prefetch: int,
-    pin_memory: bool,
+    pin_memory: bool = False,
     timeout_s: float = 300.0,
     repeats: Repeats | None = None,
 ) -> Generator[ShardBatch, None, None]:

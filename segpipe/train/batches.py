@@ -69,7 +69,6 @@ class Sampling:
             workers=workers,
             start_method=data.start_method,
             prefetch=data.prefetch,
-            pin_memory=False,
             timeout_s=data.timeout_s,
         )
         with closing(stream):
