@@ -296,7 +296,7 @@ def networks(bench: Bench) -> dict[str, Any]:
 def camvid(bench: Bench) -> dict[str, Any]:
     """CamVid from scratch in the time that is left: the schedule is cut to fit, the figure is of that many steps."""
     if bench.camvid is None:
-        return {LEFT_OUT: "give --camvid FOLDER"}
+        return {LEFT_OUT: "give camvid=FOLDER"}
     if bench.too_late(120):  # two runs, each with a validation
         return {LEFT_OUT: NO_TIME}
     from segpipe.settings.compose import compose
@@ -583,6 +583,10 @@ def check(given: dict[str, Any]) -> int:
         chosen = given["only"]
     if unknown := [name for name in chosen if name not in CHECKS]:
         raise ConfigError(f"only = {unknown[0]} is not one of {', '.join(CHECKS)}.")
+    if given["camvid"] and "camvid" not in chosen:
+        raise ConfigError(
+            f"camvid = {given['camvid']}, but part = {given['part']} does not train on it. Set part=2, or leave it out."
+        )
     if given["device"] == "cuda":
         needs_gpu()
     given = {**given, "out": str(Path(given["out"]).absolute())}

@@ -292,6 +292,8 @@ def test_the_command_writes_what_it_found(
     assert found["preprocessing"]["device"] == "cpu"
     assert segpipe(["gpu-check", "--only", "nothing"]) == 2
     assert "only = nothing is not one of" in capsys.readouterr().err
+    assert segpipe(["gpu-check", "--camvid", "drives", "--device", "cpu"]) == 2
+    assert "part = 1 does not train on it. Set part=2" in capsys.readouterr().err
 
 
 def test_settings_of_the_timed_loop_are_valid(bench: gpu.Bench, tmp_path: Path) -> None:
