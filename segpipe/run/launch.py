@@ -192,7 +192,14 @@ def _world_size(config: Config) -> int:
             raise ConfigError(
                 "compute.device = cuda, but torch sees no GPU. Set compute.device=cpu, or check the driver."
             )
-    return min(gpus or 1, config.compute.shards) if number == "auto" else int(number)
+    if number != "auto":
+        return int(number)
+    shards = config.compute.shards
+    if shards < gpus:
+        ERRORS.print(
+            f"{shards} of {gpus} GPUs are used: each process needs a shard of the batch, and compute.shards = {shards}."
+        )
+    return min(gpus or 1, shards)
 
 
 def with_steps(config: Config) -> tuple[Config, Splits | None]:

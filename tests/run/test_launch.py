@@ -217,11 +217,12 @@ def test_mode_ddp_keeps_its_promise_and_says_its_limit(
 
 
 def test_as_many_processes_start_beside_eight_gpus_as_a_recipe_has_use_for(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     for name in ("street_cpu", "camvid_cpu", "camvid_dabnet"):  # the last: one shard
         assert launch._world_size(compose([f"experiment={name}"])) == 1
+    assert capsys.readouterr().err.startswith("1 of 8 GPUs are used: ")
     assert launch._world_size(compose([])) == 4
     assert launch._world_size(compose(["compute.shards=16"])) == 8  # the control
 
