@@ -350,7 +350,7 @@ def keep_facts(samples: DataSet) -> None:
 def class_pixels(samples: DataSet) -> Int64:
     """Pixels of each train id over a split, int64 (C,); ignored pixels are not counted.
 
-    Reads every mask of a data set in files, and at most 64 samples of any other.
+    Reads every mask, but only some scenes of a synthetic set.
     """
     counts = over(samples, samples.counts, samples.countable())
     return np.asarray(np.sum(counts, axis=0))

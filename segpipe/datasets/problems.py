@@ -280,7 +280,7 @@ class Census(NamedTuple):
 
 
 def take(split: str, samples: DataSet, progress: Progress) -> Census:
-    """The census of a split: all samples of a data set in files, some of any other.
+    """The census of a split: all its samples, but some scenes of a synthetic set.
 
     Skips unreadable files, which `problems` reports.
     """

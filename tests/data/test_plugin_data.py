@@ -148,6 +148,9 @@ def test_samples_come_from_the_users_class() -> None:
     image, target = pickle.loads(pickle.dumps(samples)).read(2)
     assert (image.shape, target.shape, int(image.max())) == ((10, 6, 3), (10, 6), 2)
     assert class_pixels(samples).tolist() == [6 * (7 + 9), 6 * 8]
+    # All of them: the user's samples may be sorted, and the first 64 of one drive.
+    many = open_samples(config(num=70), "train", 0)
+    assert class_pixels(many).sum() == 6 * sum(range(7, 77))
     assert image_sizes(samples) == {(8, 6): 1, (9, 6): 1, (10, 6): 1}
     assert image_sizes(open_samples(config("data:Listed", num=3), "train", 0)) == {
         (100, 200): 3
