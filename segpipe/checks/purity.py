@@ -7,7 +7,7 @@ calls, so that a finding names the cause.
 """
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -218,7 +218,7 @@ def _probed(
 
     # Samples for each transform, cut to the largest size requested.
     cut = slice(largest)
-    made = [first.fresh()(*deepcopy(frame), KEYS[0]) for frame in frames]
+    made = [copy(first)(*deepcopy(frame), KEYS[0]) for frame in frames]
     small = [(image[cut, cut], target[cut, cut]) for image, target in made]
 
     # Further images for the user's transforms, each with a different brightness.
@@ -226,7 +226,7 @@ def _probed(
     many = small + [(image // 2 + np.uint8(4 * i), target) for i in range(MANY - 2)]
 
     probed = [Probed(part, many if is_path(part.name) else small) for part in parts]
-    return [Probed(first, frames), *probed, Probed(augmenter.fresh(), frames)]
+    return [Probed(first, frames), *probed, Probed(copy(augmenter), frames)]
 
 
 def _outputs(probed: Sequence[Probed], order: int = 1) -> list[Outputs | str]:

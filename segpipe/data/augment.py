@@ -129,8 +129,7 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
         chosen = present[min(drawn, len(present) - 1)]
         places = np.flatnonzero(target == chosen)
         number = math.floor(self.py_random.random() * len(places))
-        row, column = divmod(int(places[number]), int(target.shape[1]))
-        return row, column
+        return divmod(int(places[number]), int(target.shape[1]))
 
     def apply(self, img: Uint8, **params: Any) -> Uint8:
         """The crop of the image, uint8 (H, W, 3)."""
@@ -287,8 +286,7 @@ class CallableTransform(A.DualTransform):  # type: ignore[misc]
 
     def __call__(self, *args: Any, force_apply: bool = False, **data: Any) -> Any:
         """The sample that the function returns."""
-        before = data["image"], data["mask"]
-        image, mask = self.function(*before, self.random_generator)
+        image, mask = self.function(data["image"], data["mask"], self.random_generator)
         return {**data, "image": image, "mask": mask}
 
 
@@ -309,6 +307,10 @@ def _made(kind: Callable[..., Any], path: str) -> Any:
     """The transform that a class or function returns. Raises ConfigError for anything else."""
     built = plugins.call(KEY, path, kind, {})
     if isinstance(built, A.BasicTransform | A.BaseCompose):
+        for leaf in _leaves(built):
+            # The corners that a rotation uncovers; albumentations makes them class 0.
+            if getattr(leaf, "fill_mask", None) == 0:
+                leaf.fill_mask = IGNORE_INDEX
         return built
     if not callable(built) or isinstance(built, type):
         raise ConfigError(
@@ -377,6 +379,7 @@ class Augmenter:
         self._owner = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
+        """State of a copy, which has not been called yet."""
         return {**self.__dict__, "_pipeline": None}
 
     def __call__(
@@ -409,10 +412,6 @@ class Augmenter:
         image, target = map(np.ascontiguousarray, (made["image"], made["mask"]))
         return image, target
 
-    def fresh(self) -> "Augmenter":
-        """A copy that has not been called yet."""
-        return copy.copy(self)
-
     def ready(self) -> A.Compose:
         """The pipeline of this process, built at the first call; one inherited through a fork is replaced."""
         inherited = self.config.keyed and self._owner != os.getpid()
@@ -428,7 +427,7 @@ class Augmenter:
         found = []
         for name, build in self.steps:
             for place, leaf in enumerate(_leaves(build())):
-                part = self.fresh()
+                part = copy.copy(self)
                 part.config = replace(self.config, keyed=True)
                 part.steps = [(name, partial(_alone, build, place))]
                 part.name = _title(name, leaf)
