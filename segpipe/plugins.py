@@ -234,10 +234,12 @@ def check_arguments(
     try:
         signature.bind(*given, **{**args, **named})
     except TypeError as error:
+        advice = f"Set missing arguments with {key.rpartition('.')[0]}.args.NAME=VALUE."
+        if key == "augment.extra":  # has no arguments
+            advice = "Name a function of your own that sets missing arguments."
         raise ConfigError(
             f"{key} = {name} cannot be called as {getattr(function, '__name__', name)}"
-            f"({', '.join([*('...' for _ in given), *named])}): {error}. Set missing arguments with "
-            f"{key.rpartition('.')[0]}.args.NAME=VALUE."
+            f"({', '.join([*('...' for _ in given), *named])}): {error}. {advice}"
         ) from None
 
 

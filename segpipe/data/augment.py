@@ -184,8 +184,7 @@ def _resized(part: Uint8, size: Size, how: int) -> Uint8:
 
 def log_uniform(low: float, high: float, rng: random.Random) -> float:
     """A log-uniform number between `low` and `high`."""
-    first, last = math.log(low), math.log(high)
-    return math.exp(first + (last - first) * rng.random())
+    return math.exp(rng.uniform(math.log(low), math.log(high)))
 
 
 def _spans(

@@ -279,7 +279,10 @@ def test_transforms_of_the_user_follow_the_key() -> None:
             "Smaller",
             r"transforms:Smaller made uint8 \(8, 32, 3\) of the image uint8 \(32, 32, 3\)",
         ),
-        ("Needs", r"augment.extra = transforms:Needs cannot be called as Needs\(\)"),
+        (
+            "Needs",
+            r"transforms:Needs cannot be called as Needs\(\): .*'strength'. Name a function of your own",
+        ),
         (
             "nothing",
             "augment.extra = transforms:nothing made 3, but an albumentations transform",
