@@ -8,7 +8,7 @@ import base64
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PureWindowsPath
 from typing import Any
 from xml.etree import ElementTree
 
@@ -39,7 +39,6 @@ COCO_FILES = (
     "annotations/instances_*.json",
     "annotations/stuff_*.json",
 )
-WITHOUT_AREA = ("line", "linestrip", "point", "points")
 Corners = list[tuple[float, float]]  # (x, y)
 
 
@@ -264,21 +263,17 @@ def _read_labelme(path: Path, name: Path, export: Export) -> None:
     """Add the image of a JSON file and its shapes."""
     content = load_json(path, "shapes", "imagePath", "imageHeight", "imageWidth")
     size = int(content["imageHeight"]), int(content["imageWidth"])
-    shapes = [_labelme_shape(shape) for shape in content["shapes"]]
-    listed = str(content["imagePath"]).replace("\\", "/")
+    listed = str(content["imagePath"])
     try:
         image = find_image([path.parent], listed)
     except DataError:  # the path is from another machine
-        image = find_image([path.parent], PurePosixPath(listed).name)
-    export.add("", str(name), image, size, shapes)
+        image = find_image([path.parent], PureWindowsPath(listed).name)
+    export.add("", str(name), image, size, [*map(_labelme_shape, content["shapes"])])
 
 
 def _labelme_shape(shape: dict[str, Any]) -> tuple[str, Shape | str]:
     """Label and shape of a JSON entry."""
     label, kind = str(shape["label"]), str(shape.get("shape_type") or "polygon")
-    if kind in WITHOUT_AREA:
-        return "", f"a {kind} of {label} has no area. Draw a polygon"
-
     points = [(float(x), float(y)) for x, y in shape["points"]]
     if kind == "polygon":
         return label, partial(polygon, points)
@@ -290,7 +285,10 @@ def _labelme_shape(shape: dict[str, Any]) -> tuple[str, Shape | str]:
         left, top = np.min(points, axis=0)
         return label, partial(_png, str(shape.get("mask")), round(left), round(top))
 
-    return label, f"is an unsupported {kind} of {len(points)} points. Draw a polygon"
+    return (
+        "",
+        f"a {kind} of {label} ({len(points)} points) is not supported. Draw a polygon",
+    )
 
 
 def _png(text: str, left: int, top: int, size: Size) -> Area:
@@ -355,8 +353,10 @@ def _cvat_shape(element: ElementTree.Element) -> tuple[str, Shape | str]:
         return [float(element.attrib[key]) for key in keys]
 
     if float(element.get("rotation", 0)):
-        unfit = f"is a rotated {kind}, which is not supported. Convert it to a polygon in CVAT"
-        return label, unfit
+        return (
+            "",
+            f"a rotated {kind} of {label} is not supported. Convert it to a polygon in CVAT",
+        )
     if kind == "mask":
         height, width, left, top = map(int, numbers("height", "width", "left", "top"))
         counts = list(map(int, element.attrib["rle"].split(",")))
@@ -441,8 +441,8 @@ def _voc_table(path: Path, names: Sequence[str]) -> MaskTable:
     """Table of the colors in CVAT's labelmap.txt (lines `name:r,g,b:parts:actions`), or else of the ids of `names`."""
     table: dict[str, Any] = {"names": [*names], "masks": "ids"}
     if path.is_file():
-        lines = [each for each in path.read_text().splitlines() if each.strip()]
-        rows = [line.split(":") for line in lines if not line.startswith("#")]
+        lines = path.read_text().splitlines()
+        rows = [line.split(":") for line in lines if line.strip()[:1] not in ("", "#")]
         colors = [[*map(int, row[1].split(","))] for row in rows]
         own = [row[0].strip() for row in rows]
         table = {"names": own, "palette": colors, "masks": "colors"}

@@ -60,6 +60,8 @@ NET = """
             self.other = nn.Conv2d(3, num_classes, 3) if fault == "unused" else None
             if fault == "list":
                 self.layers = [nn.Conv2d(3, 3, 1)]
+            if fault == "hook":
+                self.conv.register_forward_hook(lambda *call: setattr(self, "seen", call[2]))
             if fault == "double":
                 self.conv.bias.data = self.conv.bias.data.double()
             if fault == "weights":
@@ -72,6 +74,8 @@ NET = """
             if self.fault == "list":
                 x = self.layers[0](x)
             out = self.conv(x)
+            if self.fault == "hook":
+                out = self.seen
             if self.fault == "channels":
                 return out[:, 1:]
             if self.fault == "odd":
@@ -311,6 +315,11 @@ def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
             "list",
             "copies and state dict",
             "persistent=False, and layers in nn.ModuleList",
+        ),
+        (
+            "hook",
+            "copies and state dict",
+            r"a copy.deepcopy fails: \S+net.py, line.*seen",
         ),
     ],
 )

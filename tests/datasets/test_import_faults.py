@@ -91,7 +91,7 @@ LEFT_OUT: dict[str, tuple[str, Any, str]] = {
     "labelme line": (
         "labelme",
         lambda root: labelme(root, b=[LINE, LINE]),
-        "b.png: a linestrip of lane has no area",
+        "b.png: a linestrip of lane (4 points) is not supported",
     ),
     "coco box": (
         "coco",

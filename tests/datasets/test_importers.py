@@ -327,9 +327,9 @@ def test_all_faults_are_told_together_and_nothing_is_finished(
     for part in (
         "b.png is 4x9, but its labels are for 6x9",
         "c.png has labels, but is not in",
-        "d.png: a point of car has no area",
+        "d.png: a point of car (1 points) is not supported",
         "e.json cannot be read as JSON",
-        "an area of car is an unsupported circle of 1 points. Draw a polygon.",
+        "f.png: a circle of car (1 points) is not supported. Draw a polygon.",
         "5 problems",
     ):
         assert part in text
@@ -397,7 +397,7 @@ FAULTY: dict[str, tuple[str, dict[str, str], str]] = {
             ),
             "images/a.jpg": "",
         },
-        "is a rotated box, which is not supported",
+        "a rotated box of car is not supported",
     ),
     "cvat line": (
         "cvat",
