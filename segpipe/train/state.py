@@ -247,6 +247,7 @@ def build_state(
     """
     seed = torch_seed(config.seed, 0, 0, "weights")
     model = build_model(config.model.name, classes.num_classes, config.model.args, seed)
+    model.train()  # the user's code may return it in eval mode, or freeze parts here
     record, notes = _load(model, config, classes, start) if start else (None, [])
     model = model.to(device)
     if config.model.norm == "sync":

@@ -1,5 +1,6 @@
 """A restored state continues with the same bits; a checkpoint of another recipe is refused."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,35 @@ def test_fresh_weights_are_those_of_the_key_of_the_weights() -> None:
     state = build_state(config(seed=3), CAMVID, CPU)
     assert state_digest(state.model.state_dict()) == state_digest(expected)
     assert state.best_miou < 0
+
+
+def test_a_network_that_its_code_returns_in_eval_mode_is_trained(
+    project: Callable[[str, str], None],
+) -> None:
+    """Its BatchNorm would keep the statistics it was built with, and its dropout would do nothing."""
+    project(
+        "net.py",
+        """
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self, num_classes):
+                super().__init__()
+                self.body = nn.Sequential(nn.Conv2d(3, num_classes, 3), nn.BatchNorm2d(num_classes))
+                self.kept = nn.BatchNorm2d(num_classes)
+                self.eval()
+
+            def forward(self, image):
+                return self.kept(self.body(image))
+
+            def train(self, mode=True):
+                super().train(mode)
+                self.kept.eval()
+        """,
+    )
+    state = build_state(config(model={"name": "net:Net"}), CAMVID, CPU)
+    kept = state.model.get_submodule("net.kept")
+    assert [each for each in state.model.modules() if not each.training] == [kept]
 
 
 def test_memory_format_is_the_configured_one() -> None:
