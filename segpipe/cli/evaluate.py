@@ -12,7 +12,7 @@ from segpipe.data.samples import check_scorable, open_samples, sequences
 from segpipe.datasets.problems import verify
 from segpipe.determinism import flags
 from segpipe.distributed.group import Group, choose_device
-from segpipe.errors import ConfigError, DataError
+from segpipe.errors import DataError
 from segpipe.files import plain
 from segpipe.ledger.inputs import changed_since, were_read
 from segpipe.losses.total import backend
@@ -50,12 +50,7 @@ def scored(given: Given) -> tuple[Given, list[int]]:
     flags.apply(config.compute.threads)
     samples = open_samples(config.data, config.data.split, config.seed)
     verify(config.data, {config.data.split: samples})
-    check_scorable(samples, config.data.split)
-    if samples.classes.names != trained.classes.names:
-        raise ConfigError(
-            f"data.root = {config.data.root} has the classes {', '.join(samples.classes.names)}, but the network has "
-            f"{', '.join(trained.classes.names)}, in this order. Give the data set that class table."
-        )
+    check_scorable(samples, config.data.split, trained.classes.names)
     group = Group(0, 0, 1, choose_device(config.compute.device, 0))
     if config.train.channels_last:
         # Another memory layout rounds sums differently: one pixel in ten million changed its class.

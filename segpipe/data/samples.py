@@ -391,8 +391,14 @@ def _classes_of(samples: DataSet, seen: set[int], enough: int) -> set[int]:
     return found
 
 
-def check_scorable(samples: DataSet, split: str) -> None:
-    """Raise DataError if no validation image has a labelled pixel, or an image file is too small for a network."""
+def check_scorable(samples: DataSet, split: str, names: Sequence[str]) -> None:
+    """Raise DataError for other classes than the network's `names`, images without labels, and too small images."""
+    own = samples.classes
+    if own.names != names:
+        raise DataError(
+            f"split {split} of {own.name} has the classes {', '.join(own.names)}, but the network has "
+            f"{', '.join(names)}, in this order. Give the data set that class table."
+        )
     for files in samples.file_sets():
         for pair in files.pairs:
             height, width, *_ = files.facts.header(pair.mask)

@@ -304,7 +304,7 @@ def checks(config: Config, splits: Splits) -> Iterator[Callable[[], object]]:
     data, (train, val) = config.data, splits
     yield partial(check_labelled, train)
     if data.split != "train":
-        yield partial(check_scorable, val, data.split)
+        yield partial(check_scorable, val, data.split, train.classes.names)
         if not data.allow_overlap:
             yield partial(check_overlap, train, val, data.split)
     if data.sequence:  # reported scores are grouped by it

@@ -300,11 +300,16 @@ def test_a_pack_with_other_pixels_is_refused_at_the_start(data: DataConfig) -> N
         verify(data, SPLITS)
 
 
+def check_val(data: DataConfig) -> None:
+    val = open_samples(data, "val", 0)
+    check_scorable(val, "val", val.classes.names)
+
+
 def test_a_validation_without_a_label_is_refused(data: DataConfig) -> None:
     for path in (Path(data.root) / "masks/val").iterdir():
         cv2.imwrite(str(path), np.full(SIZE, 255, np.uint8))
     with pytest.raises(DataError, match="none of the 2 images of split val has a lab"):
-        check_scorable(open_samples(data, "val", 0), "val")
+        check_val(data)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 500)])
@@ -315,7 +320,7 @@ def test_a_validation_image_that_no_network_can_read_is_refused(
     cv2.imwrite(str(root / "images/val/3.png"), np.zeros((*size, 3), np.uint8))
     cv2.imwrite(str(root / "masks/val/3.png"), np.zeros(size, np.uint8))
     with pytest.raises(DataError, match=rf"3\.png of split val is {size[0]}x{size[1]}"):
-        check_scorable(open_samples(data, "val", 0), "val")
+        check_val(data)
 
 
 def test_sizes_have_the_names_of_the_files_below_the_root(tmp_path: Path) -> None:

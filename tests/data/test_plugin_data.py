@@ -15,10 +15,12 @@ from segpipe import plugins
 from segpipe.checks.elsewhere import elsewhere
 from segpipe.data.augment import Augmenter
 from segpipe.data.data_set import PerProcess
-from segpipe.data.samples import class_pixels, image_sizes, open_samples
+from segpipe.data.samples import class_pixels, image_sizes, open_samples, open_splits
 from segpipe.datasets.problems import problems
 from segpipe.errors import ConfigError, DataError
 from segpipe.ledger.inputs import hashes_of, inputs_of, sizes_of
+from segpipe.run.launch import checks
+from segpipe.settings.config import Config
 from segpipe.settings.groups import AugmentConfig, DataConfig
 
 Write = Callable[[str, str], None]
@@ -73,6 +75,11 @@ DATA = """
             parts = [self.file.read(16) for _ in range(12)]
             image = np.frombuffer(b"".join(parts), np.uint8).reshape(8, 8, 3)
             return image, np.full((8, 8), index % 2, np.uint8)
+
+    class Swapped(Data):
+        def __init__(self, root, split):
+            super().__init__(root, split)
+            self.classes = ("a", "b") if split == "train" else ("b", "a")
 
     class Colorless(Data):
         palette = ()
@@ -223,6 +230,13 @@ def test_two_samples_of_one_name_are_refused() -> None:
 def test_a_class_that_does_not_fit_is_refused(given: DataConfig, says: str) -> None:
     with pytest.raises((ConfigError, DataError), match=says):
         open_samples(given, "train", 0)
+
+
+def test_splits_of_other_classes_are_refused_before_a_training() -> None:
+    given = Config(data=config("data:Swapped"))
+    _, scorable, *_ = checks(given, open_splits(given))
+    with pytest.raises(DataError, match="val of Swapped has the classes b, a, but the"):
+        scorable()
 
 
 def test_inputs_are_hashed_by_file_or_by_content(project: Write) -> None:

@@ -674,7 +674,7 @@ def test_evaluate_refuses_data_of_other_classes(
     )
     assert evaluate([f"run={tmp_path / 'run'}", f"data.root={tmp_path / 'there'}"]) == 2
     text = told(capsys)
-    assert f"{tmp_path / 'there'} has the classes " in text
+    assert "split val of there has the classes " in text
     assert ", but the network has " in text
     assert "water" in text
 
