@@ -644,7 +644,7 @@ class NetworkContract:
             try:
                 same = _same(self._logits(self.image, net), expected)
             except Exception as error:
-                return f"{what} fails: {plugins.located(error)}. A hook must be a method, since a lambda still belongs to the original."
+                return f"{what} fails: {plugins.located(error)}. A hook must be a method, not a lambda."
             if not same:
                 return (
                     f"{what} computes different logits. Keep all state in parameters and buffers, none of them drawn "
