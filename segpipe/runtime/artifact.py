@@ -259,11 +259,12 @@ def _golden(
             raise _altered(
                 f"{folder}/golden/{part}.npy is not a numpy array ({error})."
             ) from None
-    shapes_found = [array.shape[1:] for array in arrays.values()]
-    num_frames = {len(array) for array in arrays.values()}
-    if names != OUTPUTS or shapes_found != needed or len(num_frames) > 1:
+    found = [array.shape for array in arrays.values()]
+    num_frames = len(arrays["image"]) or 1
+    wanted = [(num_frames, *shape) for shape in needed]
+    if names != OUTPUTS or found != wanted:
         raise _altered(
-            f"{folder}/golden holds {shapes_found} for {names}, but {needed} was needed."
+            f"{folder}/golden holds {found} for {names}, but {wanted} was needed."
         )
     # The golden answers are those of the trained fp32 network. A model of reduced precision differed from them by this
     # much at its export; the tolerance between two machines is added.
