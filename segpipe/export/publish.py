@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -100,8 +101,9 @@ def export_run(
     Raises ExportError when torch cannot convert, ConfigError for unusable images, settings or folder.
     """
     checks, settings = inputs.checks, inputs.settings
-    if out_dir.is_symlink() or not out_dir.name:  # a rename replaces it
-        out_dir = out_dir.resolve()
+    # A rename replaces it. Both functions of os pass on an unreadable path and on a circular link.
+    if os.path.islink(out_dir) or not out_dir.name:
+        out_dir = Path(os.path.realpath(out_dir))
     _check_request(trained, out_dir, settings)
     partial = beside(out_dir, "partial")
     try:

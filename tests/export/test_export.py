@@ -626,9 +626,16 @@ def test_a_folder_that_cannot_be_written_is_a_usage_error(
 
     (tmp_path / "file").touch()
     arguments = [f"run={tmp_path}", "export.formats=[torchscript]", "export.images=2"]
-    assert segpipe(["export", *arguments, f"export.dir={tmp_path}/file/export"]) == 2
-    line = f"export.dir = {tmp_path}/file/export cannot be written (Not a directory). Choose another folder.\n"
-    assert capsys.readouterr().err == line
+    for folder, reason in (
+        (f"{tmp_path}/file/export", "Not a directory"),
+        (f"{tmp_path}/file", "Not a directory"),
+        (f"{tmp_path}/{'a' * 300}", "File name too long"),
+    ):
+        assert segpipe(["export", *arguments, f"export.dir={folder}"]) == 2
+        line = f"export.dir = {folder} cannot be written ({reason}). Choose another folder.\n"
+        assert capsys.readouterr().err == line
+    assert segpipe(["export", *arguments, "export.dir=/"]) == 2
+    assert "export.dir = / holds other files (" in capsys.readouterr().err
     monkeypatch.setattr(formats, "write_archive", full)
     assert segpipe(["export", *arguments, f"export.dir={tmp_path}/export"]) == 2
     assert "cannot be written (No space left on device)" in capsys.readouterr().err

@@ -32,18 +32,22 @@ def writing(out_dir: Path) -> Iterator[None]:
 def check_place(out_dir: Path) -> None:
     """Raises ConfigError when `out_dir` cannot be written, or holds files that no export wrote."""
     with writing(out_dir):
-        nearest = next(path for path in out_dir.absolute().parents if path.exists())
-        tempfile.TemporaryFile(dir=nearest).close()
         sums = out_dir / SUMS
         own = sums.read_text(errors="replace") if sums.is_file() else ""
         # No export: it may be somebody's home, which takes minutes to walk.
-        found = _files(out_dir) if own else {path.name for path in out_dir.glob("*")}
-        others = [name for name in found if f"  {name}\n" not in own]
-    if others or out_dir.is_file():
-        raise ConfigError(
-            f"export.dir = {out_dir} holds other files ({listed(sorted(others))}), and an export replaces it. Choose "
-            "a new folder, or move them."
-        )
+        names = os.listdir(out_dir) if out_dir.exists() else ()
+        others = [
+            name
+            for name in (_files(out_dir) if own else names)
+            if f"  {name}\n" not in own
+        ]
+        if others:
+            raise ConfigError(
+                f"export.dir = {out_dir} holds other files ({listed(sorted(others))}), and an export replaces it. "
+                "Choose a new folder, or move them."
+            )
+        nearest = next(path for path in out_dir.absolute().parents if path.exists())
+        tempfile.TemporaryFile(dir=nearest).close()
 
 
 def write_sums(folder: Path) -> None:
