@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from exports import IMAGES
 from segpipe.errors import ExportError
-from segpipe.export.graph.lowprec import placed_nodes, to_fp16
+from segpipe.export.graph.lowprec import placed_nodes, to_fp16, to_int8
 from segpipe.export.graph.onnx_format import open_onnx
 
 SIGMA_LIMIT, AGREEMENT = 3e-2, 0.995  # the fp16 gates
@@ -127,13 +127,17 @@ def test_a_weight_that_fp16_cannot_hold_is_refused(
     assert not (tmp_path / "out.onnx").exists()
 
 
-def test_a_network_without_convolutions_is_no_fp16_file(tmp_path: Path) -> None:
+def test_a_network_without_convolutions_is_no_file_of_reduced_precision(
+    tmp_path: Path,
+) -> None:
     values = helper.make_tensor_value_info("image", TensorProto.FLOAT, (1, 3, 4, 4))
     nodes = [helper.make_node("Relu", ["image"], ["image"])]
     graph = helper.make_graph(nodes, "main_graph", [values], [values])
     onnx.save(helper.make_model(graph), tmp_path / "fp32.onnx")
     with pytest.raises(ExportError, match="no convolution"):
         to_fp16(tmp_path / "fp32.onnx", tmp_path / "fp16.onnx")
+    with pytest.raises(ExportError, match=r"no convolution .* Leave int8 out"):
+        to_int8(tmp_path / "fp32.onnx", tmp_path / "int8.onnx", IMAGES)
 
 
 def test_the_network_lies_between_the_convolutions(folder: Path) -> None:

@@ -157,7 +157,8 @@ def to_int8(source: Path, out: Path, images: Sequence[Image]) -> None:
     """Writes `out`, the int8 form of the fp32 file `source`.
 
     images: real frames uint8 (H, W, 3) RGB of the graph's input size. Inputs, outputs and opset stay the same; the same
-    images give the same bytes. Raises ConfigError without images, ExportError when an activation is not finite.
+    images give the same bytes. Raises ConfigError without images, ExportError when an activation is not finite or
+    nothing can be int8.
     """
     if not images:
         raise ConfigError(
@@ -166,6 +167,11 @@ def to_int8(source: Path, out: Path, images: Sequence[Image]) -> None:
         )
     model = _named(onnx.load(source))
     nodes = _quantized_nodes(model.graph)
+    if not nodes:
+        raise ExportError(
+            "no convolution comes before the one that makes the logits, so all of the network would stay in fp32. "
+            "Leave int8 out of export.precision."
+        )
     ranges = activation_ranges(model, _activations(model.graph, nodes), images)
     onnx.save(_quantized(model, nodes, ranges), out)
 
