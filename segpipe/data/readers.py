@@ -278,7 +278,8 @@ def _opened(content: bytes) -> tuple[Image.Image, Header]:
         if content.startswith(SIGNATURES):
             reason = str(error).partition(" <")[0]  # without an address in memory
             raise ValueError(
-                f"is truncated or damaged ({reason}). Copy it again."
+                f"is truncated or damaged ({reason}), or has pixels of a kind that Pillow does not read, such as "
+                "64-bit floats. Copy it again, or write it as PNG: gray or RGB with 8 or 16 bits."
             ) from None
         raise ValueError(
             "is neither PNG nor JPEG, BMP, TIFF, WebP or PNM. Copy it again, or convert it."
@@ -322,7 +323,8 @@ def _header(image: Image.Image, content: bytes) -> Header:
         return Header(image.height, image.width, "color", 8, orientation, fault)
     if layout is None or (image.mode == "I" and image.format != "PPM"):
         raise ValueError(
-            f"has pixels of mode {image.mode}, but gray or RGB with 8 or 16 bits was needed."
+            f"has pixels of mode {image.mode} (F: floats, I: 32 bits), but gray or RGB with 8 or 16 bits was needed. "
+            f"{WRITE_PNG}"
         )
     if image.format == "BMP" and image.mode == "1":
         raise ValueError(

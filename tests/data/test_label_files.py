@@ -384,7 +384,12 @@ CASES: dict[str, Case] = {
     "tiff float": (
         lambda: encoded(grey().astype(np.float32), "TIFF"),
         IDS,
-        ("mode F",),
+        ("mode F (F: floats, I: 32 bits), but gray or RGB", "Write it as PNG"),
+    ),
+    "tiff of three floats": (
+        lambda: bytes(cv2.imencode(".tif", rgb().astype(np.float32))[1]),
+        IDS,
+        ("or has pixels of a kind", "write it as PNG: gray or RGB with 8 or 16 bits"),
     ),
     "tiff of two pages": (
         lambda: encoded(
