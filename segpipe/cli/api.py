@@ -14,7 +14,7 @@ import json
 import multiprocessing
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,6 +39,7 @@ from segpipe.settings.compose import (
     resolve,
 )
 from segpipe.settings.config import SETTINGS, Config, from_mapping, to_mapping
+from segpipe.settings.setting import simple
 
 # Most commands import torch, so a function imports its own when it is called.
 if TYPE_CHECKING:
@@ -157,22 +158,19 @@ def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _overrides(value, f"{key}.")
         else:
             entry = SETTINGS.get(key)
-            if entry and entry.is_text and not hasattr(value, "tolist"):
+            if entry and entry.is_text:
                 value = entry.convert(value)  # refuses None, say
             yield f"{key}={value if isinstance(value, str | Path) else _typed(value)}"
 
 
 def _typed(value: Any) -> str:
-    if hasattr(value, "tolist"):  # of numpy or torch
-        value = value.tolist()
+    value = simple(value)
     if isinstance(value, Mapping):
         entries = (f"{_key(name)}: {_typed(each)}" for name, each in value.items())
         return f"{{{', '.join(entries)}}}"
     if isinstance(value, str | Path):
         return quoted(str(value))
     if isinstance(value, Iterable):
-        if isinstance(value, Set):  # whose order differs between processes
-            value = sorted(value)
         return f"[{', '.join(map(_typed, value))}]"
     return json.dumps(value, default=repr)
 

@@ -104,7 +104,8 @@ def from_mapping(values: Values) -> Config:
     config = Config()
     given: Values = {}
     for name, value in values.items():
-        if isinstance(value, Mapping) and value and name not in SETTINGS:
+        is_group = value or name in vars(config)
+        if isinstance(value, Mapping) and is_group and name not in SETTINGS:
             given |= {f"{name}.{key}": each for key, each in value.items()}
         else:
             given[str(name)] = value

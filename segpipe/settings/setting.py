@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
@@ -76,7 +76,7 @@ class Setting:
 
         Raises ConfigError for a value of another type.
         """
-        default = self.default
+        default, value = self.default, simple(value)
         # YAML reads these words as booleans.
         word = {"true": "on", "false": "off"}.get(str(value).lower())
         if word in (default, *self.choices):
@@ -220,6 +220,15 @@ def declared(kind: type, prefix: str = "", **inherited: Any) -> Iterator[Setting
             yield from declared(type(default), f"{prefix}{entry.name}.", **properties)
         else:
             yield Setting(prefix + entry.name, default, **properties)
+
+
+def simple(value: Any) -> Any:
+    """A number or an array of numpy or torch as Python's own, and a set as a list; any other value as it is."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Set):  # whose order differs between processes
+        value = sorted(value, key=lambda each: (type(each).__name__, each))
+    return value
 
 
 def shown(value: Any) -> str:

@@ -85,7 +85,7 @@ def test_a_run_is_scored_and_answers_images(trained: Path) -> None:
     with torch_restored():
         network = segpipe.load(trained, which="last")
         ids, confidence = network.predict(image)
-        figures = segpipe.evaluate(trained, settings={"data.workers": 0})
+        figures = segpipe.evaluate(trained, settings={"data.workers": np.int64(0)})
     assert (ids.shape, ids.dtype) == ((64, 96), np.uint8)
     assert (confidence.shape, confidence.dtype) == ((64, 96), np.float32)
     assert figures["miou"] == json.loads((trained / "result.json").read_bytes())["miou"]
@@ -228,7 +228,10 @@ def test_settings_are_given_as_typed_by_name_or_whole() -> None:
     formats = ["onnx", "torchscript"]
     for given in (set(formats), iter(formats)):
         assert configuration({"export.formats": given}).export.formats == formats
-    for wrong in ({"model.weights": None}, {"optim.lr": object()}):
+    mixed = configuration({"model.args": {"a": {"b", None, 2, 10}}}).model.args
+    assert mixed == {"a": [None, 2, 10, "b"]}, "in this order in each process"
+    wrongs = {"model.weights": None}, {"optim.lr": object()}, {"run.name": np.ones(2)}
+    for wrong in wrongs:
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))} = .* was needed"):
             configuration(wrong)
     with pytest.raises(ConfigError, match="not of the form"):

@@ -65,7 +65,7 @@ def refused(config: Config, *, world_size: int = 1) -> str:
 def test_defaults_pass() -> None:
     check(Config(), world_size=1)
     check(Config(), world_size=4)
-    assert from_mapping({}) == Config()
+    assert from_mapping({}) == from_mapping({"data": {}}) == Config()
     assert from_mapping(to_mapping(Config())) == Config()
     assert Config().global_batch == 16
     assert Config().run_dir == Path("runs/run")
