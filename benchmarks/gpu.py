@@ -237,7 +237,7 @@ def _updates(
     config.compute.shards, config.compute.samples_per_shard = 1, bench.batch
     config.loss.name, config.optim.clip_norm = "ohem", 5.0
     state = build_state(config, STREET, bench.device)
-    step = TrainStep(config, Watch(Group(0, 0, 1, bench.device), state))
+    step = TrainStep(config, Watch(Group(0, 1, bench.device), state))
     on_host = scenes(bench, bench.batch)
     valid = torch.tensor(valid_pixels(on_host[1]), device=bench.device)
     image, target = (part.to(bench.device) for part in on_host)
@@ -319,7 +319,7 @@ def camvid(bench: Bench) -> dict[str, Any]:
     ]
     # The rate falls to 0 at the last step, however many there are; the recipe's schedule is longer than its steps.
     overrides += [f"compute.device={bench.device.type}", "optim.schedule_steps=0"]
-    group = Group(0, 0, 1, bench.device)
+    group = Group(0, 1, bench.device)
     probe = compose([*overrides, "train.steps=60", "train.log_every=60"])
     _, _, warm = train(probe, group, Console(quiet=True))
     rate = warm["images_per_second"] / probe.global_batch

@@ -155,7 +155,7 @@ def _alone(device: str) -> Group:
     )
     made, _ = dist.new_subgroups_by_enumeration([[0]], timeout=timeout)
     assert isinstance(made, dist.ProcessGroup)
-    return Group(0, 0, 1, where, subgroups=(Level(1, made),))
+    return Group(0, 1, where, subgroups=(Level(1, made),))
 
 
 def integers(group: Group) -> int:

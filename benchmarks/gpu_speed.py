@@ -588,7 +588,7 @@ def loader(bench: Bench) -> dict[str, Any]:
     samples = open_samples(config.data, "train", 0)
     count = max(bench.updates, 4 * config.data.workers, 2)
     update.run()
-    group = Group(0, 0, 1, bench.device)
+    group = Group(0, 1, bench.device)
     with contextlib.closing(
         Sampling(config, samples).batches(group, range(4 * count))
     ) as stream:

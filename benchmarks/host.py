@@ -180,7 +180,7 @@ def update(network: str, seen: Dispatched, rounds: int) -> dict[str, Counter[str
         }
     )
     state = build_state(config, STREET, CPU)
-    watch = Parts(Group(0, 0, 1, CPU), state, seen)
+    watch = Parts(Group(0, 1, CPU), state, seen)
     step = TrainStep(config, watch)
     image, target = Scene(CPU, SIZE, BATCH).tensors()
     ids = torch.zeros(BATCH, dtype=torch.int64)

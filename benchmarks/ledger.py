@@ -179,7 +179,7 @@ def _set_up(folder: Path) -> tuple[TrainStep, ShardBatch, Timed]:
     )
     config.augment.crop_size = [SIZE, SIZE]
     flags.apply(THREADS, "elastic")
-    group, samples = Group(0, 0, 1, torch.device("cpu")), Frames()
+    group, samples = Group(0, 1, torch.device("cpu")), Frames()
     state = build_state(config, STREET, group.device)
     recorders = {}
     for level, mode in enumerate(("elastic", "audit")):

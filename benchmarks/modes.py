@@ -116,7 +116,7 @@ def update(arm: str, folder: Path) -> tuple[Callable[[], Any], TrainStep]:
     ids = torch.zeros(BATCH, dtype=torch.int64)
     config.run.root, group, state = (
         str(folder / arm),
-        Group(0, 0, 1, device),
+        Group(0, 1, device),
         build_state(config, STREET, device),
     )
     samples = open_samples(config.data, "train", 0)

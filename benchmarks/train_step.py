@@ -160,7 +160,7 @@ def ours(
     prepare = partial(flags.apply, threads, mode)
     prepare()
     state = build_state(config, STREET, scene.device)
-    step = TrainStep(config, Watch(Group(0, 0, 1, scene.device), state))
+    step = TrainStep(config, Watch(Group(0, 1, scene.device), state))
     ids = torch.zeros(scene.batch, dtype=torch.int64)
     image, target = scene.tensors()
     if scene.device.type == "cuda":

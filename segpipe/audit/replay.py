@@ -41,7 +41,7 @@ def replay(
         run = replace(config.run, root=root, allow_fingerprint_change=any_environment)
         compute = replace(config.compute, ledger=True)
         config = replace(config, run=run, compute=compute)
-        group = Group(0, 0, 1, choose_device(config.compute.device, 0))
+        group = Group(0, 1, choose_device(config.compute.device, 0))
         samples = open_samples(config.data, "train", config.seed, packed=False)
         found = checkpoint.Found(start, checkpoint.load(start)) if start else None
         state, fingerprint, _ = checkpoint.state_of(

@@ -51,7 +51,7 @@ def scored(given: Given) -> tuple[Given, list[int]]:
     samples = open_samples(config.data, config.data.split, config.seed)
     verify(config.data, {config.data.split: samples})
     check_scorable(samples, config.data.split, trained.classes.names)
-    group = Group(0, 0, 1, choose_device(config.compute.device, 0))
+    group = Group(0, 1, choose_device(config.compute.device, 0))
     if config.train.channels_last:
         # Another memory layout rounds sums differently: one pixel in ten million changed its class.
         trained.model.to(memory_format=torch.channels_last)

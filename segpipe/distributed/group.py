@@ -46,7 +46,6 @@ class Group:
     """This process's place in the run; a single process communicates nothing."""
 
     rank: int
-    local_rank: int
     world_size: int
     device: torch.device
     # With several machines: the ranks of this machine, then the ranks with this local rank on all machines.
@@ -157,13 +156,12 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
     ranks are missing. Uses NCCL if each rank has its own GPU; gloo on CPUs and when ranks share a GPU.
     """
     rank = environment.rank()
-    local_rank = environment.local_rank()
     world_size = environment.world_size() or 1
-    device = choose_device(config.device, local_rank)
+    device = choose_device(config.device, environment.local_rank())
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world_size == 1:
-        return Group(rank, local_rank, world_size, device)
+        return Group(rank, world_size, device)
     gpu = ""  # unique across all machines
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
@@ -193,7 +191,7 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
     )
     hosts = [card["machine"] for card in sorted(cards, key=lambda card: card["rank"])]
     contract = watch(store, rank, world_size, timeout_s=config.timeout_s, hosts=hosts)
-    group = Group(rank, local_rank, world_size, device, contract=contract)
+    group = Group(rank, world_size, device, contract=contract)
     subgroups = _subgroups(group, environment.local_world_size(), timeout)
     return replace(group, subgroups=subgroups)
 

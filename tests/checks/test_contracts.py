@@ -825,7 +825,7 @@ def test_what_plug_ins_set_when_they_are_made_does_not_last(
         torch.set_num_threads(3)  # as a rank that has just imported the plug-in
         config, alone = (
             from_mapping({"model": {"name": "greedy:Net"}, "compute": {"threads": 1}}),
-            Group(0, 0, 1, torch.device("cpu")),
+            Group(0, 1, torch.device("cpu")),
         )
         checkpoint.state_of(config, alone, CAMVID, None)
         assert greedy.BUILT[-1] == torch.get_num_threads() == 1

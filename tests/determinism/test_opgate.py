@@ -96,7 +96,7 @@ def test_a_whole_update_and_a_validation_pass() -> None:
     config.loss.name, config.optim.clip_norm = "ohem", 5.0
     device = torch.device("cpu")
     state = build_state(config, STREET, device)
-    step = TrainStep(config, Watch(Group(0, 0, 1, device), state))
+    step = TrainStep(config, Watch(Group(0, 1, device), state))
     numbers = torch.zeros(2, dtype=torch.int64)
 
     def update() -> None:

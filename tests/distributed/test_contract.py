@@ -301,7 +301,7 @@ def test_where_torch_ddp_communicates_is_announced(
         AllHeads, "forward", lambda self, image: {"main": self.model.weight}
     )
     monkeypatch.setattr(gradients, "tree_over_ranks", lambda flat, group: flat)
-    group = Group(0, 0, 2, torch.device("cpu"))
+    group = Group(0, 2, torch.device("cpu"))
     seen: list[list[str]] = []
 
     def ops() -> list[str]:

@@ -45,7 +45,7 @@ def full() -> None:
 
 def _late(rank: int) -> list[float]:
     """Seconds waited in a sum of counts and in one of gradients, to each of which rank 1 comes 0.5 s late."""
-    group, waited = Group(rank, rank, 2, torch.device("cpu")), []
+    group, waited = Group(rank, 2, torch.device("cpu")), []
     gradients = RankSum(group, leaves=2)
     for action in (
         lambda: group.sum_tensor(torch.ones(1, dtype=torch.int64)),
@@ -241,7 +241,7 @@ def test_every_group_of_ranks_has_the_timeout_of_the_run(
 
     monkeypatch.setattr(dist, "new_subgroups_by_enumeration", subgroups)
     monkeypatch.setattr(Group, "gather", lambda self, item: [item] * 4)
-    group = Group(0, 0, 4, torch.device("cpu"))
+    group = Group(0, 4, torch.device("cpu"))
     within, across = group_module._subgroups(group, 2, timedelta(seconds=33))
     assert (within.size, across.size) == (2, 2)
     assert asked == [([[0, 1], [2, 3]], 33.0), ([[0, 2], [1, 3]], 33.0)]

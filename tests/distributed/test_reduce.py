@@ -95,7 +95,7 @@ def test_any_run_of_leaves_is_a_few_subtrees_from_which_the_one_tree_is_complete
     """For every number of ranks: what all of them send adds up to the bits of one process."""
     parts = vectors(leaves, seed=leaves)
     for ranks in range(1, leaves + 1):
-        runs, tree = Group(0, 0, ranks, CPU).runs(leaves), TreeSum(leaves)
+        runs, tree = Group(0, ranks, CPU).runs(leaves), TreeSum(leaves)
         assert [shard for run in runs for shard in run] == list(range(leaves))
         assert max(map(len, runs)) - min(map(len, runs)) <= 1
         for run in runs:
@@ -104,7 +104,7 @@ def test_any_run_of_leaves_is_a_few_subtrees_from_which_the_one_tree_is_complete
             for node, part in zip(nodes, sums_of_run(parts, run), strict=True):
                 tree.push(part, node.height)
         assert same_bits(tree.take(), by_recursion(parts))
-    halves = [len(subtrees(16, run)) for run in Group(0, 0, 4, CPU).runs(16)]
+    halves = [len(subtrees(16, run)) for run in Group(0, 4, CPU).runs(16)]
     assert halves == [
         1,
         1,
@@ -236,9 +236,7 @@ def test_ranks_continue_the_tree_and_announce_every_collective(
     parts, contracts = vectors(8, length=32, seed=5), [Announced() for _ in range(4)]
 
     def work(rank: int) -> Tensor:
-        group = Group(
-            rank, rank, 4, CPU, levels_of(rank, machines), contract=contracts[rank]
-        )  # type: ignore[arg-type]
+        group = Group(rank, 4, CPU, levels_of(rank, machines), contract=contracts[rank])  # type: ignore[arg-type]
         (own,) = sums_of_run(parts, group.own_shards(8))
         across = RankSum(group, 8)
         across.start([own])
@@ -266,9 +264,7 @@ def test_parts_travel_together_and_a_sum_can_be_used_again(
     parts, contracts = vectors(4, length=28, seed=6), [Announced() for _ in range(4)]
 
     def work(rank: int) -> list[Tensor]:
-        group = Group(
-            rank, rank, 4, CPU, levels_of(rank, machines), contract=contracts[rank]
-        )  # type: ignore[arg-type]
+        group = Group(rank, 4, CPU, levels_of(rank, machines), contract=contracts[rank])  # type: ignore[arg-type]
         across, found = RankSum(group, 4), []
         for _ in range(2):
             flat = parts[rank].clone()
@@ -293,7 +289,7 @@ def test_two_ranks_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduce, "dist", ranks)
     monkeypatch.setattr(reduce, "_all_gather", ranks.all_gather)
     found = ranks.run(
-        lambda rank: tree_over_ranks(parts[rank].clone(), Group(rank, rank, 2, CPU))
+        lambda rank: tree_over_ranks(parts[rank].clone(), Group(rank, 2, CPU))
     )
     assert all(same_bits(vector, by_recursion(parts)) for vector in found)
 
@@ -309,9 +305,7 @@ def test_a_length_that_does_not_divide_among_the_ranks_is_padded_for_the_transpo
     )
 
     def work(rank: int) -> Tensor:
-        group = Group(
-            rank, rank, 4, CPU, levels_of(rank, machines), contract=contracts[rank]
-        )  # type: ignore[arg-type]
+        group = Group(rank, 4, CPU, levels_of(rank, machines), contract=contracts[rank])  # type: ignore[arg-type]
         flat = parts[rank].clone()
         tree_over_ranks(flat[1:-1], group)
         return flat
@@ -349,7 +343,7 @@ def test_ranks_with_several_subtrees_give_the_one_tree(
         return (Level(per_machine, within), Level(world_size // per_machine, across))  # type: ignore[arg-type]
 
     def work(rank: int) -> Tensor:
-        group = Group(rank, rank, world_size, CPU, subgroups(rank))
+        group = Group(rank, world_size, CPU, subgroups(rank))
         sums = sums_of_run(parts, group.own_shards(shards))
         across = RankSum(group, shards)
         across.start(sums)
@@ -361,7 +355,7 @@ def test_ranks_with_several_subtrees_give_the_one_tree(
 
 def test_one_process_communicates_nothing(loopback: Loopback) -> None:
     vector = vectors(1)[0]
-    assert tree_over_ranks(vector, Group(0, 0, 1, CPU)) is vector
+    assert tree_over_ranks(vector, Group(0, 1, CPU)) is vector
 
 
 # --- across processes
@@ -383,7 +377,6 @@ def _sums(
     """Bits of the tree's and of the usual sum over the shards on the first ranks."""
     world_size, shards, length, seed = job
     group = Group(
-        rank,
         rank,
         world_size,
         CPU,

@@ -45,7 +45,7 @@ from segpipe.train.step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
 CPU = torch.device("cpu")
-ALONE = Group(0, 0, 1, CPU)
+ALONE = Group(0, 1, CPU)
 RANKS, V, B, C, SIZE = 4, 4, 2, 5, 16
 SCALE = 2.0**24  # too large for the first updates in fp16
 DAWDLING: dict[str, Callable[[int], float]] = {  # seconds by rank, before each update
@@ -240,10 +240,10 @@ def _by_arrival(config: Config, group: Group, order: tuple[int, ...]) -> str:
 
 def _work(rank: int) -> dict[str, Any]:
     torch.set_deterministic_debug_mode("error")
-    group = Group(rank, rank, RANKS, CPU)
+    group = Group(rank, RANKS, CPU)
     within = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]
     across = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
-    machines = Group(rank, rank, RANKS, CPU, (Level(2, within), Level(2, across)))
+    machines = Group(rank, RANKS, CPU, (Level(2, within), Level(2, across)))
     elastic, ddp, off = (settings(mode) for mode in ("elastic", "ddp", "off"))
     half = settings("elastic", precision="fp16")
     gradients._Exchange = CountedExchange  # type: ignore[misc]
@@ -256,7 +256,7 @@ def _work(rank: int) -> dict[str, Any]:
     found["many buckets"] = updates(
         fresh(elastic, unused=True),
         elastic,
-        Group(rank, rank, RANKS, CPU, contract=Traced()),
+        Group(rank, RANKS, CPU, contract=Traced()),
         4,
     )
     found["collectives"] = ", ".join(Traced.events)
@@ -441,7 +441,7 @@ def test_every_view_starts_at_the_same_512_bytes_for_any_number_of_ranks(
     model = build_model(name, C).to(memory_format=torch.channels_last)
 
     def places(world_size: int) -> list[tuple[int, torch.Size, tuple[int, ...]]]:
-        group = Group(0, 0, world_size, CPU)
+        group = Group(0, world_size, CPU)
         config = SimpleNamespace(
             compute=SimpleNamespace(compile=False, cuda_graph="off", mode="elastic"),
             model=SimpleNamespace(name=name),

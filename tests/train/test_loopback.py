@@ -89,9 +89,9 @@ def state_of(config: Config, *, norm: bool = True, unused: bool = False) -> Trai
 
 def group_of(rank: int, world_size: int, *, machines: bool = False) -> Group:
     if not machines:
-        return Group(rank, rank, world_size, CPU)
+        return Group(rank, world_size, CPU)
     within, across = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
-    return Group(rank, rank, world_size, CPU, (Level(2, within), Level(2, across)))  # type: ignore[arg-type]
+    return Group(rank, world_size, CPU, (Level(2, within), Level(2, across)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bucket_size", [20, 600, 1 << 20])
@@ -237,7 +237,7 @@ def test_a_parameter_without_gradient_is_left_as_torch_leaves_it(
     *states, plain = states
 
     def work(rank: int) -> list[dict[str, Tensor]]:
-        group = Group(rank, rank, world_size, CPU)
+        group = Group(rank, world_size, CPU)
         step, seen = TrainStep(config, Watch(group, states[rank])), []
         for number in range(4):
             shards = of_some_shards(number)
@@ -408,7 +408,7 @@ def test_each_place_where_ddp_communicates_is_announced(
     loopback = ranks(2)
 
     def built(rank: int) -> TrainStep:
-        group = Group(rank, rank, 2, CPU, contract=contracts[rank])
+        group = Group(rank, 2, CPU, contract=contracts[rank])
         return TrainStep(config, Watch(group, states[rank]))
 
     steps = loopback.run(built)
@@ -422,7 +422,7 @@ def test_each_place_where_ddp_communicates_is_announced(
 def test_one_process_announces_nothing() -> None:
     config, contract = config_of("ddp"), Noted()
     step = TrainStep(
-        config, Watch(Group(0, 0, 1, CPU, contract=contract), state_of(config))
+        config, Watch(Group(0, 1, CPU, contract=contract), state_of(config))
     )
     step(batches(0), torch.tensor(V * B * SIZE * SIZE))
     assert contract.calls == []

@@ -299,9 +299,7 @@ def test_every_tensor_of_the_state_is_in_its_digest_and_in_no_other(
     config.run.root, config.optim.name = str(tmp_path), "adamw"
     state = build_state(config, STREET, torch.device("cpu"))
     frozen = next(state.model.parameters()).requires_grad_(False)
-    recorder = Recorder(
-        config, Group(0, 0, 1, torch.device("cpu")), state, Frames(), {}
-    )  # type: ignore[arg-type]
+    recorder = Recorder(config, Group(0, 1, torch.device("cpu")), state, Frames(), {})  # type: ignore[arg-type]
     for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     frozen.grad = None
@@ -371,7 +369,7 @@ def test_the_scale_of_a_loaded_state_is_in_its_row(
             lambda self, step, given: rows.append(given),
         )
         recorder = Recorder(
-            config, Group(0, 0, 1, torch.device("cpu")), state, Frames(), {}
+            config, Group(0, 1, torch.device("cpu")), state, Frames(), {}
         )  # type: ignore[arg-type]
         if precision == "fp16":
             state.scaler.scale(torch.ones(()))

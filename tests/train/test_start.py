@@ -433,7 +433,7 @@ def test_a_cpu_that_emulates_bf16_is_told(
         return build_state(*given)
 
     monkeypatch.setattr(checkpoint, "build_state", built)
-    group = Group(0, 0, 1, torch.device("cpu"))
+    group = Group(0, 1, torch.device("cpu"))
     torch.use_deterministic_algorithms(False)  # as a user's module may do
     *_, warnings = checkpoint.state_of(config, group, STREET, None)
     assert [*seen, torch.are_deterministic_algorithms_enabled()] == [True, True]

@@ -48,7 +48,7 @@ from segpipe.train.step import (
 )
 
 pytestmark = pytest.mark.usefixtures("strict_torch")
-ALONE = Group(0, 0, 1, torch.device("cpu"))
+ALONE = Group(0, 1, torch.device("cpu"))
 V, B, C, SIZE = 4, 2, 4, 16
 
 

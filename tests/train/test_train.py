@@ -766,7 +766,7 @@ def test_validation_keeps_the_logits_of_one_image() -> None:
         return logits
 
     model.forward = counted  # type: ignore[method-assign]
-    alone = Group(0, 0, 1, torch.device("cpu"))
+    alone = Group(0, 1, torch.device("cpu"))
     given = model, Preprocess(), Frames(), alone, DataConfig(workers=0)
     validate(*given, precision="fp32")
     assert len(kept) == len(Frames())
@@ -841,7 +841,7 @@ def test_ranks_with_and_without_a_checkpoint_of_step_0_call_the_same_collectives
     with torch_restored():
         for _ in range(2):
             calls.clear()
-            group = Group(0, 0, 1, torch.device("cpu"))
+            group = Group(0, 1, torch.device("cpu"))
             run, stream, _ = engine._open(config, group, lambda _: (None, None), None)  # type: ignore[arg-type, return-value]
             numbers.append(len(calls))
             stream.close()

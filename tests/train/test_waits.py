@@ -115,7 +115,7 @@ def waits_of_an_update(monkeypatch: pytest.MonkeyPatch, loss: str) -> list[str]:
                 parameter.grad = torch.zeros_like(parameter)
 
         monkeypatch.setattr(Tensor, "backward", backward)
-        step = TrainStep(settings, Watch(Group(0, 0, 1, GPU), state))
+        step = TrainStep(settings, Watch(Group(0, 1, GPU), state))
         with torch.device("cpu"):
             image, ids = (
                 torch.zeros(2, 64, 64, 3, dtype=torch.uint8),
