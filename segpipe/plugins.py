@@ -218,9 +218,11 @@ def check_arguments(
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C
         return
-    parameters = list(signature.parameters.values())[len(given) :]
+    parameters = list(signature.parameters.values())
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        taken = [x.name for x in parameters if x.kind is not x.POSITIONAL_ONLY]
+        taken = [
+            x.name for x in parameters[len(given) :] if x.kind is not x.POSITIONAL_ONLY
+        ]
         own = [keyword for keyword in taken if keyword not in named]
         for argument in args:
             if argument not in own:

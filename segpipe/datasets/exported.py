@@ -160,9 +160,9 @@ def find_image(folders: Sequence[Path], file_name: str) -> Path:
     for folder in folders:
         if (path := folder.joinpath(*parts)).is_file():
             return path
-    places = " or ".join(dict.fromkeys(map(str, folders)))
     raise DataError(
-        f"{file_name} has labels, but is not in {places}. Include the images in the export."
+        f"{file_name} has labels, but is not in {' or '.join(dict.fromkeys(map(str, folders)))}. Include the images "
+        "in the export."
     )
 
 

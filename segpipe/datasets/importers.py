@@ -419,8 +419,9 @@ def voc(source: Path, names: Sequence[str]) -> Export:
                 paint = partial(_voc_target, picture, mask, table)
                 export.items.append(Item(split, name, picture, paint))
             elif name:
-                missing = mask if picture else "image in JPEGImages"
-                export.faults.append(f"{path} lists {name}, which has no {missing}.")
+                export.faults.append(
+                    f"{path} lists {name}, which has no {mask if picture else 'image in JPEGImages'}."
+                )
 
     return export
 

@@ -286,9 +286,9 @@ def plugin_sum(
 def check_call(config: LossConfig) -> None:
     """Raise ConfigError unless the function can be imported and called with its arguments. Calls nothing."""
     found, named = _loss(config.name), {"ignore_index": 0}
-    if isinstance(found, type):
+    if isinstance(found, type | torch.nn.Module):
         raise ConfigError(
-            f"{KEY} = {config.name} is a class, but a function of logits and target was needed. See docs/plugins.md."
+            f"{KEY} = {config.name} is a class or module, but a function was needed (docs/plugins.md)."
         )
     if config.class_weights != "none":
         named["class_weights"] = 0

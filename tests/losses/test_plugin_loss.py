@@ -25,6 +25,11 @@ LOSSES = """
     def total(logits, target, *, ignore_index, factor=1.0):
         return pixels(logits, target, ignore_index=ignore_index, factor=factor).sum()
 
+    def decorated(*args, **kwargs):
+        return total(*args, **kwargs)
+
+    module = CrossEntropyLoss()
+
     def everywhere(logits, target, *, ignore_index):
         return logits.sum(1) * 0 + 1
 
@@ -110,8 +115,11 @@ def test_calls_are_checked_by_the_signature() -> None:
     unknown = r"loss.args.gamma is not an argument of losses:total, which takes factor"
     with pytest.raises(ConfigError, match=unknown):
         call("losses:total", gamma=2)
-    with pytest.raises(ConfigError, match="Loss is a class, but a function of logits"):
+    with pytest.raises(ConfigError, match="Loss is a class or module, but"):
         call("losses:CrossEntropyLoss")
+    with pytest.raises(ConfigError, match="module is a class or module, but a func"):
+        call("losses:module")
+    call("losses:decorated", "log", factor=2)
 
 
 def test_pixels_are_passed_over_only_where_it_is_used(
