@@ -422,7 +422,7 @@ class PluginSamples(DataSet):
         """The files that the samples name; for a sample without files, its arrays."""
         found: dict[str, Input] = {}
         for index in range(len(self)):
-            files = self.source.files(index) if hasattr(self.source, "files") else ()
+            files = (hasattr(self.source, "files") and self.source.files(index)) or ()
             for path in map(os.fspath, files):
                 found[os.path.relpath(path, self.root)] = path
             if not files:

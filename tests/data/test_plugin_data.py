@@ -76,6 +76,10 @@ DATA = """
             image = np.frombuffer(b"".join(parts), np.uint8).reshape(8, 8, 3)
             return image, np.full((8, 8), index % 2, np.uint8)
 
+    class Unlisted(Data):
+        def files(self, index):
+            return None
+
     class Swapped(Data):
         def __init__(self, root, split):
             super().__init__(root, split)
@@ -245,6 +249,8 @@ def test_inputs_are_hashed_by_file_or_by_content(project: Write) -> None:
     )
     assert list(found) == ["train/train0", "train/train1", "val/val0", "val/val1"]
     assert found["train/train0"] == found["val/val0"] != found["train/train1"]
+    unlisted = open_samples(config("data:Unlisted", num=2), "train", 0)
+    assert list(unlisted.inputs()) == ["train/train0", "train/train1"]
     Path("here").mkdir()
     for name in ("train0", "train1"):
         Path(f"here/{name}.bin").write_text(name)
