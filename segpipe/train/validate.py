@@ -106,13 +106,14 @@ def validate(
     cache: CachedSamples | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Validation:
-    """Confusion of `model`, which must be in eval mode, over all samples; equal on every rank.
+    """Confusion of `model`, in eval mode, over all samples; equal on every rank.
 
     `answer` maps images uint8 (B, H, W, 3) to class ids, uint8 (B, H, W). Without it, the largest logit decides,
     computed by the loss's `backend`.
     Rank r takes images r, r + R, ...: none is padded, repeated or dropped, for any number of ranks.
     """
-    assert not model.training
+    model.train()  # drops what networks such as tiny_vit computed in eval mode from earlier weights
+    model.eval()
     num_classes = samples.classes.num_classes
     own = range(group.rank, len(samples), group.world_size)
 

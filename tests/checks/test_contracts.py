@@ -95,6 +95,9 @@ NET = """
                     self.mean = out.mean().detach()
                 else:
                     out = out - getattr(self, "mean", 0)
+            if self.fault == "cache" and not self.training:
+                self.kept = getattr(self, "kept", self.conv.bias.detach().clone())
+                out = out + self.kept[:, None, None]
             if self.fault == "attribute":
                 x = self.steam(x)
             if self.fault == "view":
@@ -314,8 +317,9 @@ def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
         (
             "list",
             "copies and state dict",
-            "persistent=False, and layers in nn.ModuleList",
+            "persistent=False, layers in nn.ModuleList",
         ),
+        ("cache", "copies and state dict", r"computed from weights beyond train\(\)"),
         (
             "hook",
             "copies and state dict",

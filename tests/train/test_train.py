@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from exports import trained_network
 from ranks import PATIENCE_S, forked, trained_by, wait_for
@@ -752,6 +753,38 @@ def test_validation_counts_every_image_once(world_size: int) -> None:
         == np.bincount(labels, minlength=256)[: STREET.num_classes].tolist()
     )
     assert torch.equal(total, found(ranks[0]).total)
+
+
+class Levit(nn.Module):
+    """As networks of timm: in eval mode it keeps what it computed from its weights, until train()."""
+
+    align_corners = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.eye(STREET.num_classes)[0])
+        self.kept: Tensor | None = None
+
+    def train(self, mode: bool = True) -> nn.Module:
+        self.kept = None if mode else self.kept
+        return super().train(mode)
+
+    def forward(self, image: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = self.bias[:, None, None].clone()
+        return self.kept + image[:, :1] * 0
+
+
+def test_validation_scores_the_present_weights() -> None:
+    group: Any = Rank(0, 1)
+    group.gather = lambda item: [item]
+    model: Any = Levit().eval()
+    for place in (0, 3):
+        model.bias.data = torch.eye(STREET.num_classes)[place]
+        found = validate(
+            model, Preprocess(), Frames(), group, DataConfig(workers=0), precision="fp32"
+        )  # fmt: skip
+        assert found.total.sum(0).nonzero().tolist() == [[place]]
 
 
 def test_validation_keeps_the_logits_of_one_image() -> None:
