@@ -26,8 +26,8 @@ from segpipe.models.layers import Keys
 # Entries of a file that hold the state dict, most likely first.
 PARTS = ("state_dict", "model_state_dict", "model_state", "model", "net", "network", "weights", "params", "model_ema",
          "state_dict_ema", "ema")  # fmt: skip
-# Left by losses that hold class weights, and by tools that count operations; not part of a network.
-NOT_OF_A_NETWORK = r"(^|\.)(\w*loss|criterion)\.|(^|\.)total_(ops|params)$"
+# Left by losses that hold class weights, by tools that count operations, and by torch's AveragedModel.
+NOT_OF_A_NETWORK = r"(^|\.)(\w*loss|criterion)\.|(^|\.)(total_(ops|params)|n_averaged)$"
 # Auxiliary heads are not always published, and BatchNorm had no counters before torch 0.4.1.
 OPTIONAL = re.compile(r"^train_only\.|\.num_batches_tracked$")
 FORMAT = "segpipe-weights"  # of safetensors files that segpipe writes

@@ -64,6 +64,7 @@ def training_file(name: str) -> dict[str, Tensor]:
     return weights | {
         "sem_loss.criterion.weight": torch.ones(19),
         "model.total_ops": torch.zeros(1),
+        "n_averaged": torch.tensor(3),
     }
 
 
@@ -76,7 +77,11 @@ def test_files_of_the_authors_training_code_are_read(name: str) -> None:
         for key in found.left_over
         if not net.unused_keys or not re.search(net.unused_keys, key)
     }
-    assert left_over == {"sem_loss.criterion.weight", "model.total_ops"}
+    assert left_over == {
+        "sem_loss.criterion.weight",
+        "model.total_ops",
+        "n_averaged",
+    }
     assert all(key.startswith("train_only.") for key in found.fresh)
     assert not found.adapted
     assert sorted((*found.kept, *found.fresh)) == sorted(net.state_dict())
