@@ -130,6 +130,7 @@ class DataContract:
     def _opened(self) -> str:
         self.samples = self._open()
         self.indices = spaced(range(len(self.samples)), SOME)
+        self.samples.inputs()  # calls files of the user's class
         return ""
 
     def _samples(self) -> str:

@@ -216,6 +216,9 @@ DATA = """
             if not self.fault:
                 image[0] = abs(int(torch.arange(200_000.0).sin().sum())) % 256
             return image, np.full((4, 6), 2 if self.fault == "ids" else 0, np.uint8)
+
+        def files(self, index):
+            return 1 / 0 if self.fault == "files" else []
 """
 
 
@@ -719,6 +722,7 @@ def data(split: str = "train", **args: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("fault", "clause", "says"),
     [
+        ("files", "can be opened", "ZeroDivisionError"),
         ("ids", "images, targets and names", "sample 0 has class id 2"),
         ("random", "same bytes twice", "draw nothing at random"),
         ("last", "same bytes twice", "sample 2 has different bytes when read twice"),
