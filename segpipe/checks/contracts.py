@@ -485,7 +485,8 @@ class NetworkContract:
         """Logits of all heads and gradients of all parameters from one forward and backward pass in training mode."""
         heads, grads = self._backward()
         found = (*heads.values(), *grads.values())
-        return [value.detach() for value in found if value is not None]
+        # In float32, since numpy has no bfloat16.
+        return [value.detach().float() for value in found if value is not None]
 
     def _build(self, seed: int = 0) -> SegmentationNet:
         """The network with its initial weights."""

@@ -36,8 +36,7 @@ def check_heads(
         channels = 1 if head == BOUNDARY else num_classes
         expected = (image.shape[0], channels)
         shape = tuple(logits.shape)
-        four = len(shape) == 4 and shape[:2] == expected
-        if not (four and logits.is_floating_point()):
+        if len(shape) != 4 or shape[:2] != expected or not logits.is_floating_point():
             raise ConfigError(
                 f"model.name = {name}: head {head} is {logits.dtype} {shape} for an image of "
                 f"{tuple(image.shape)}, but float ({image.shape[0]}, {channels}, h, w) was needed: a batch of "

@@ -127,7 +127,7 @@ NET = """
             if self.fault == "hash":
                 out = out * HASH
             if self.fault == "mode":
-                out = out * (1 + torch.are_deterministic_algorithms_enabled())
+                out = (out * (1 + torch.are_deterministic_algorithms_enabled())).bfloat16()
             return out
 
         def train(self, mode=True):
@@ -413,7 +413,10 @@ def test_no_training_starts_with_a_network_of_another_start(
 def test_a_sound_network_computes_the_same_in_another_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, project: Write
 ) -> None:
-    """One from outside the project, which the user named, under the switches of torch that are set here."""
+    """One from outside the project, which the user named, under the switches of torch that are set here.
+
+    Its logits are bfloat16, as those of an own autocast.
+    """
     project("../outside/outside.py", NET)
     monkeypatch.syspath_prepend(tmp_path / "outside")
     plugins.trust(["outside"])
