@@ -37,7 +37,7 @@ def test_code_of_the_current_folder_is_found(project: Write) -> None:
             "nets:Net",
             "there is no module nets in .*project or among the installed packages",
         ),
-        ("other:Net", "Run the command in the folder that contains other"),
+        ("other:Net", "folder that contains other; code of a notebook"),
         (
             "pack.nets:Net",
             "there is no module pack.nets in ",
