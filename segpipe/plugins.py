@@ -159,7 +159,7 @@ def _is_installed(place: Path) -> bool:
 def _no_module(key: str, path: str, missing: str) -> str:
     return (
         f"{key} = {path}, but there is no module {missing} in {Path.cwd()} or among the installed packages. Run the "
-        f"command in the folder that contains {_top(missing)}; code of a notebook's cell or of a script goes into a file."
+        f"command in the folder that contains {_top(missing)}; code of a notebook goes into a file."
     )
 
 
