@@ -223,7 +223,14 @@ def fit(
     rows = {
         name: classes
         for name, value in found.items()
-        if (classes := _other_classes(value, own[name], num_classes))
+        if (
+            classes := _other_classes(
+                value,
+                own[name],
+                model.get_submodule(name.rpartition(".")[0]),
+                num_classes,
+            )
+        )
     }
     adapted = list(rows) if len(set(rows.values())) == 1 else []
     misshapen = [name for name in found if name not in {*kept, *adapted}]
@@ -296,17 +303,19 @@ def _fits(value: Tensor, own: Tensor) -> bool:
     return same_kind and plain and value.shape == own.shape
 
 
-def _other_classes(value: Tensor, own: Tensor, num_classes: int) -> int:
+def _other_classes(
+    value: Tensor, own: Tensor, layer: nn.Module, num_classes: int
+) -> int:
     """Number of classes of a class layer in the file, if only that differs; 0 for any other tensor.
 
     Classes are the first axis or, in a transposed convolution, the second.
     """
-    for axis in range(min(own.ndim, 2)):
-        shape = list(own.shape)
-        if value.ndim == own.ndim and shape[axis] == num_classes:
-            shape[axis] = value.shape[axis]
-            if list(value.shape) == shape != list(own.shape):
-                return shape[axis]
+    axis = int(isinstance(layer, nn.ConvTranspose2d) and own.ndim > 1)
+    shape = list(own.shape)
+    if value.ndim == own.ndim > 0 and shape[axis] == num_classes:
+        shape[axis] = value.shape[axis]
+        if list(value.shape) == shape != list(own.shape):
+            return shape[axis]
     return 0
 
 

@@ -233,6 +233,10 @@ def test_class_layers_of_two_class_counts_are_refused() -> None:
 def test_a_layer_of_another_width_is_no_class_layer() -> None:
     with pytest.raises(WeightsError, match="of another shape"):
         fit(Small(5, 5), source(Small(5, 9).state_dict()), num_classes=5)
+    # As many channels of the image as classes; the file is for grey images.
+    net, grey = nn.Conv2d(3, 8, 3), nn.Conv2d(1, 8, 3)
+    with pytest.raises(WeightsError, match="of another shape"):
+        fit(net, source(grey.state_dict()), num_classes=3)
     other = {
         **Small(5).state_dict(),
         "head.weight": torch.ones(7, 9, 1, 1),
