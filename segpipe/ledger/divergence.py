@@ -153,7 +153,8 @@ def compare(a: RunLedger, b: RunLedger) -> Comparison:
             if (run.folder / file).is_file() and not (other.folder / file).is_file()
         ]
         notes += [f"{name}: {note}" for note in run.notes]
-    recipes = [deciding(run.first.recipe) for run in (a, b)]
+    # Of the last sessions: a resumed run may have more train.steps than it had at first.
+    recipes = [deciding(run.headers[-1].recipe) for run in (a, b)]
     facts: dict[str, Any] = {  # that every verdict reports
         "inputs": input_differences(a.folder, b.folder),
         "steps": len(common),

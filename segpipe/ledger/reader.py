@@ -45,7 +45,7 @@ class RunLedger:
 
     @property
     def first(self) -> SessionHeader:
-        """The header that represents the run: all sessions share its recipe, seed and layout."""
+        """The header that represents the run: all sessions share its seed and layout."""
         return self.headers[0]
 
     @property

@@ -12,6 +12,7 @@ import torch
 
 from runs import metrics, outcome, result, run
 from segpipe.audit.evidence import check_config
+from segpipe.ledger.divergence import compare
 from segpipe.ledger.reader import read_run
 from segpipe.run.launch import with_steps
 from segpipe.settings.config import from_mapping, saved_config
@@ -148,6 +149,8 @@ def test_a_run_with_a_fixed_schedule_is_made_longer_with_the_same_bits(
     assert run(folder, *kept, "train.steps=2") == 0
     assert run(folder, *kept, "train.steps=5", "run.exists=resume") == 0
     assert outcome(folder) == outcome(tmp_path / "whole")
+    found = compare(read_run(tmp_path / "whole"), read_run(folder))
+    assert (found.verdict, found.recipe) == ("identical", {})
     assert (
         json.loads((folder / "config.json").read_text())["train"]["steps"]
         == result(folder)["steps"]
