@@ -496,9 +496,16 @@ class NetworkContract:
     def _is_built(self) -> str:
         """Build the network for the other questions. Trained parameters must be fp32, like the sums of gradients."""
         self.net = self._build()
-        for name, own in self.net.named_parameters():
-            if own.requires_grad and own.dtype != torch.float32:
-                return f"{name} is {own.dtype}, but float32 was needed."
+        named = self.net.named_parameters()
+        trained = {name: own.dtype for name, own in named if own.requires_grad}
+        if not trained:
+            return (
+                "no parameter requires a gradient, so nothing would be trained. Layers in a list are not found: use "
+                "nn.ModuleList."
+            )
+        for name, dtype in trained.items():
+            if dtype != torch.float32:
+                return f"{name} is {dtype}, but float32 was needed."
         return ""
 
     def _equal_weights(self) -> str:

@@ -62,6 +62,8 @@ NET = """
                 self.layers = [nn.Conv2d(3, 3, 1)]
             if fault == "hook":
                 self.conv.register_forward_hook(lambda *call: setattr(self, "seen", call[2]))
+            if fault == "frozen":
+                self.requires_grad_(False)
             if fault == "double":
                 self.conv.bias.data = self.conv.bias.data.double()
             if fault == "weights":
@@ -249,6 +251,7 @@ def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
     ("fault", "clause", "says"),
     [
         ("raises", "is built", r"net.py, line \d+ .*ValueError: no"),
+        ("frozen", "is built", "no parameter requires a gradient"),
         (
             "double",
             "is built",
