@@ -306,15 +306,9 @@ class Failure(NamedTuple):
 def failure(folder: Path) -> Failure:
     """The failure that `note_failure` recorded."""
     try:
-        noted = read_json(folder / FAILURE)
-        reason = " ".join(str(noted["reason"]).split())
-        return Failure(
-            int(noted["exit_code"]),
-            reason,
-            float(noted.get("time", 0)),
-            str(noted.get("kind")),
-        )
-    except (OSError, ValueError, TypeError, LookupError):
+        noted = Failure(**read_json(folder / FAILURE))
+        return noted._replace(reason=" ".join(noted.reason.split()))
+    except (OSError, ValueError, TypeError, AttributeError):
         return Failure()
 
 
