@@ -496,8 +496,11 @@ class NetworkContract:
     def _is_built(self) -> str:
         """Build the network for the other questions. Trained parameters must be fp32, like the sums of gradients."""
         self.net = self._build()
-        named = self.net.named_parameters()
-        trained = {name: own.dtype for name, own in named if own.requires_grad}
+        trained = {
+            name: own.dtype
+            for name, own in self.net.named_parameters()
+            if own.requires_grad
+        }
         if not trained:
             return (
                 "no parameter requires a gradient, so nothing would be trained. Layers in a list are not found: use "
