@@ -266,6 +266,15 @@ def test_a_rank_that_ended_without_a_word_is_named_by_those_that_lost_it(
     assert len(ranks.said) == 1
 
 
+def test_a_rank_that_nobody_answers_says_that_it_lost_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "REPORT_S", 0.0)
+    monkeypatch.setattr(watch, "ANSWER_S", 0.0)
+    with pytest.raises(CollectiveError, match="rank 0: a collective failed, because"):
+        Ranks(2).contracts[0].fail(RuntimeError("Connection closed by peer"))
+
+
 def test_nobody_waits_for_a_verdict_when_the_store_is_gone(
     fast: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

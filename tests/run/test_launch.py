@@ -289,7 +289,7 @@ def test_a_killed_rank_ends_with_9_and_the_text_of_the_rank_that_spoke_is_kept(
 
     def join() -> bool:
         if spoke:
-            lost = "rank 1 was lost after call 95, which was all_reduce."
+            lost = "rank 1 was lost after call 95,\nwhich was all_reduce."
             note_failure(config, CollectiveError(lost))
         raise ProcessExitedException("gone", error_index=1, error_pid=1, exit_code=-9)
 
