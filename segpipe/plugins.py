@@ -221,7 +221,9 @@ def check_arguments(
     parameters = list(signature.parameters.values())
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         taken = [
-            x.name for x in parameters[len(given) :] if x.kind is not x.POSITIONAL_ONLY
+            x.name
+            for place, x in enumerate(parameters)
+            if place >= len(given) or x.kind is x.KEYWORD_ONLY
         ]
         own = [keyword for keyword in taken if keyword not in named]
         for argument in args:

@@ -28,6 +28,9 @@ LOSSES = """
     def decorated(*args, **kwargs):
         return total(*args, **kwargs)
 
+    def gathered(*maps, ignore_index, factor=1.0):
+        return total(*maps, ignore_index=ignore_index, factor=factor)
+
     module = CrossEntropyLoss()
 
     def everywhere(logits, target, *, ignore_index):
@@ -120,6 +123,7 @@ def test_calls_are_checked_by_the_signature() -> None:
     with pytest.raises(ConfigError, match="module is a class or module, but a func"):
         call("losses:module")
     call("losses:decorated", "log", factor=2)
+    call("losses:gathered", factor=2)
 
 
 def test_pixels_are_passed_over_only_where_it_is_used(

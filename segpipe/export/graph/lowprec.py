@@ -218,14 +218,15 @@ def _quantized_nodes(graph: onnx.GraphProto) -> list[str]:
     """
     _, needed = convolution_sides(graph)
     weights = _weights(graph).keys()
-    convs = [node for node in graph.node if node.op_type == CONV]
-    fewest = min((_rows(graph, conv.output[0]) for conv in convs), default=0)
+    rows = [_rows(graph, node.output[0]) for node in graph.node if node.op_type == CONV]
     height = graph.input[0].type.tensor_type.shape.dim[1].dim_value
+    # A network that stays large has no layer at a quarter.
+    late = max(height / 4, min(rows, default=0))
     is_early = True
     found = []
     for node, is_inside in placed_nodes(graph):
         if node.op_type == CONV:
-            is_early &= _rows(graph, node.output[0]) > max(height / 4, fewest)
+            is_early &= _rows(graph, node.output[0]) > late
             makes_logits = needed.isdisjoint(node.output)
             fits = not makes_logits and weights >= set(node.input[1:])
         else:
