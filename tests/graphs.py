@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-HEIGHT, WIDTH, STRIDE, CLASSES, PLANES = 64, 96, 4, 5, 16
+HEIGHT, WIDTH, STRIDE, CLASSES, PLANES = 64, 96, 4, 5, 24
 METADATA = {"segpipe": '{"model": "by hand"}'}
 
 

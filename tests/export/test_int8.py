@@ -96,20 +96,51 @@ def test_convolutions_are_int8_but_not_the_first_nor_what_decides(folder: Path) 
             )
 
 
-@pytest.mark.parametrize(("strides", "expected"), [((2, 1), 2), ((2, 2), 1)])
-def test_a_network_that_stays_large_is_int8_all_the_same(
-    strides: tuple[int, int], expected: int
+def in_int8(made: Builder, logits: str) -> list[str]:
+    image = helper.make_tensor_value_info("image", TensorProto.FLOAT, (1, *SIZE, 3))
+    out = helper.make_tensor_value_info(made.relu(logits), TensorProto.FLOAT, None)
+    graph = helper.make_graph(made.nodes, "early", [image], [out], made.weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
+    named = lowprec._named(model).graph
+    chosen = lowprec._quantized_nodes(named)
+    return [node.output[0] for node in named.node if node.name in chosen]
+
+
+def layers(made: Builder, x: str, read: int, **written: int) -> str:
+    """Convolutions, by their names and the channels that they write; the first reads `read`."""
+    for name, channels in written.items():
+        x = made.conv(x, name, (channels, read, 3, 3))
+        read = channels
+    return x
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({"a": 8, "b": 16, "c": 17, "d": 32, "e": 8, "f": 8}, ["d", "e", "f"]),
+        ({"a": 64, "b": 8, "c": 8}, ["b", "c"]),
+        ({"a": 8, "b": 16, "c": 16}, ["a", "b", "c"]),  # no wider layer
+    ],
+)
+def test_the_first_layers_stay_in_fp32_while_they_read_few_channels(
+    written: dict[str, int], expected: list[str]
 ) -> None:
     made = Builder()
     x = made.node("Transpose", ["image"], "turned", perm=[0, 3, 1, 2])
-    x = made.conv(x, "stem", (8, 3, 3, 3), strides=[strides[0]] * 2)
-    x = made.conv(x, "down", (8, 8, 3, 3), strides=[strides[1]] * 2)
-    made.relu(made.conv(x, "head", (5, 8, 1, 1)))
-    image = helper.make_tensor_value_info("image", TensorProto.FLOAT, (1, *SIZE, 3))
-    out = helper.make_tensor_value_info("head_relu", TensorProto.FLOAT, None)
-    graph = helper.make_graph(made.nodes, "large", [image], [out], made.weights)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
-    assert len(lowprec._quantized_nodes(lowprec._named(model).graph)) == expected
+    x = layers(made, x, 3, **written)
+    head = made.conv(x, "head", (5, [*written.values()][-1], 1, 1))
+    assert in_int8(made, head) == expected
+
+
+def test_a_wider_branch_does_not_end_the_first_layers_of_another() -> None:
+    made = Builder()
+    x = made.node("Transpose", ["image"], "turned", perm=[0, 3, 1, 2])
+    wide = layers(made, x, 3, wide_first=32, wide=8)
+    slim = layers(made, x, 3, slim_first=8, slim=8)
+    short = made.node("Add", [slim, "slim_first"], "shortcut")
+    both = made.node("Add", [wide, short], "both")
+    found = in_int8(made, made.conv(both, "head", (5, 8, 1, 1)))
+    assert found == ["wide", "both"]
 
 
 def test_the_file_is_a_valid_one_with_the_same_face(folder: Path) -> None:
