@@ -496,17 +496,17 @@ class NetworkContract:
     def _is_built(self) -> str:
         """Build the network for the other questions. Trained parameters must be fp32, like the sums of gradients."""
         self.net = self._build()
-        trained = {
-            name: own.dtype
+        trained = [
+            (name, own.dtype)
             for name, own in self.net.named_parameters()
             if own.requires_grad
-        }
+        ]
         if not trained:
             return (
                 "no parameter requires a gradient, so nothing would be trained. Layers in a list are not found: use "
                 "nn.ModuleList."
             )
-        for name, dtype in trained.items():
+        for name, dtype in trained:
             if dtype != torch.float32:
                 return f"{name} is {dtype}, but float32 was needed."
         return ""
@@ -656,7 +656,7 @@ class NetworkContract:
                 if _same(self._logits(self.image, net), expected):
                     continue
             except Exception as error:
-                return f"{what} fails: {plugins.located(error)}. A hook must be a method, not a lambda."
+                return f"{what} fails: {plugins.located(error)}. Copies need hooks that are methods, not lambdas."
             return (
                 f"{what} that loads its state dict computes different logits. Keep all state in parameters and "
                 "buffers, none of them drawn with persistent=False, layers in nn.ModuleList, not in a list, and "

@@ -28,6 +28,7 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A
 import cv2
 import numpy as np
+from albumentations.augmentations.dropout.transforms import BaseDropout
 
 from segpipe import IGNORE_INDEX, plugins
 from segpipe.data import Float64, Size, Uint8
@@ -308,7 +309,9 @@ def _made(kind: Callable[..., Any], path: str) -> Any:
     if isinstance(built, A.BasicTransform | A.BaseCompose):
         for leaf in _leaves(built):
             # The corners that a rotation uncovers; albumentations makes them class 0.
-            if getattr(leaf, "fill_mask", None) == 0:
+            # For a dropout the default is None.
+            zero = getattr(leaf, "fill_mask", None) == 0
+            if zero and not isinstance(leaf, BaseDropout):
                 leaf.fill_mask = IGNORE_INDEX
         return built
     if not callable(built) or isinstance(built, type):

@@ -308,14 +308,14 @@ def _other_classes(
 ) -> int:
     """Number of classes of a class layer in the file, if only that differs; 0 for any other tensor.
 
-    Classes are the first axis or, in a transposed convolution, the second.
+    Classes are the first axis or, but in a convolution, the second, as in a transposed one.
     """
-    axis = int(isinstance(layer, nn.ConvTranspose2d) and own.ndim > 1)
-    shape = list(own.shape)
-    if value.ndim == own.ndim > 0 and shape[axis] == num_classes:
-        shape[axis] = value.shape[axis]
-        if list(value.shape) == shape != list(own.shape):
-            return shape[axis]
+    for axis in range(1 if isinstance(layer, nn.Conv2d) else min(own.ndim, 2)):
+        shape = list(own.shape)
+        if value.ndim == own.ndim and shape[axis] == num_classes:
+            shape[axis] = value.shape[axis]
+            if list(value.shape) == shape != list(own.shape):
+                return shape[axis]
     return 0
 
 

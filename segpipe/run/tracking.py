@@ -289,7 +289,8 @@ class LivePage:
 
 def note_failure(config: Config, error: SegpipeError) -> None:
     """Record why the run ended. On a full disk it writes nothing, so the error itself stays visible."""
-    noted = Failure(error.exit_code, str(error), time.time(), type(error).__name__)
+    reason = " ".join(str(error).split())
+    noted = Failure(error.exit_code, reason, time.time(), type(error).__name__)
     with contextlib.suppress(SegpipeError, OSError):
         write_atomically(config.run_dir / FAILURE, to_json(noted._asdict()))
 
@@ -306,9 +307,8 @@ class Failure(NamedTuple):
 def failure(folder: Path) -> Failure:
     """The failure that `note_failure` recorded."""
     try:
-        noted = Failure(**read_json(folder / FAILURE))
-        return noted._replace(reason=" ".join(noted.reason.split()))
-    except (OSError, ValueError, TypeError, AttributeError):
+        return Failure(**read_json(folder / FAILURE))
+    except (OSError, ValueError, TypeError):
         return Failure()
 
 

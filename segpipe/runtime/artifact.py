@@ -260,8 +260,7 @@ def _golden(
                 f"{folder}/golden/{part}.npy is not a numpy array ({error})."
             ) from None
     found = [array.shape for array in arrays.values()]
-    num_frames = len(arrays["image"]) or 1
-    wanted = [(num_frames, *shape) for shape in needed]
+    wanted = [(len(arrays["image"]) or 1, *shape) for shape in needed]
     if names != OUTPUTS or found != wanted:
         raise _altered(
             f"{folder}/golden holds {found} for {names}, but {wanted} was needed."

@@ -227,7 +227,10 @@ def simple(value: Any) -> Any:
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Set):  # whose order differs between processes
-        value = sorted(value, key=lambda each: (type(each).__name__, each))
+        try:
+            return sorted(value)
+        except TypeError:  # of several types
+            return sorted(value, key=repr)
     return value
 
 

@@ -229,7 +229,8 @@ def test_settings_are_given_as_typed_by_name_or_whole() -> None:
     for given in (set(formats), iter(formats)):
         assert configuration({"export.formats": given}).export.formats == formats
     mixed = configuration({"model.args": {"a": {"b", None, 2, 10}}}).model.args
-    assert mixed == {"a": [None, 2, 10, "b"]}, "in this order in each process"
+    assert mixed == {"a": ["b", 10, 2, None]}, "in this order in each process"
+    assert configuration({"augment.scale": {1.5, 1}}).augment.scale == [1, 1.5]
     wrongs = {"model.weights": None}, {"optim.lr": object()}, {"run.name": np.ones(2)}
     for wrong in wrongs:
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))} = .* was needed"):

@@ -111,6 +111,9 @@ def test_corners_that_a_rotation_uncovers_are_ignored(monkeypatch, frame):
     target = np.full_like(frame[1], 3)
     found = [np.unique(augmenter(frame[0], target, key)[1]) for key in range(6)]
     assert np.unique(np.concatenate(found)).tolist() == [3, 255]
+    monkeypatch.setitem(TRANSFORMS, "asked", lambda: A.CoarseDropout(fill_mask=0, p=1))
+    asked = Augmenter(AugmentConfig(crop_size=[64, 96], extra=["asked"], **PLAIN))
+    assert np.unique(asked(frame[0], target, 1)[1]).tolist() == [0, 3], "not a default"
 
 
 def test_own_transforms_travel_with_the_augmenter(monkeypatch, frame):

@@ -233,6 +233,12 @@ def test_class_layers_of_two_class_counts_are_refused() -> None:
 def test_a_layer_of_another_width_is_no_class_layer() -> None:
     with pytest.raises(WeightsError, match="of another shape"):
         fit(Small(5, 5), source(Small(5, 9).state_dict()), num_classes=5)
+    # Class embeddings have the classes on the second axis.
+    tokens = [
+        nn.ParameterDict({"of": torch.zeros(1, n, 4), "x": torch.zeros(2)})
+        for n in (5, 9)
+    ]
+    assert fit(tokens[0], source(tokens[1].state_dict()), num_classes=5).adapted
     # As many channels of the image as classes; the file is for grey images.
     net, grey = nn.Conv2d(3, 8, 3), nn.Conv2d(1, 8, 3)
     with pytest.raises(WeightsError, match="of another shape"):

@@ -35,12 +35,11 @@ def check_place(out_dir: Path) -> None:
         sums = out_dir / SUMS
         own = sums.read_text(errors="replace") if sums.is_file() else ""
         # No export: it may be somebody's home, which takes minutes to walk.
-        names = os.listdir(out_dir) if out_dir.exists() else ()
-        others = [
-            name
-            for name in (_files(out_dir) if own else names)
-            if f"  {name}\n" not in own
-        ]
+        entries = os.scandir(out_dir) if out_dir.exists() else ()
+        # Nor are empty folders files.
+        top = {each.name for each in entries if not each.is_dir() or os.listdir(each)}
+        found = _files(out_dir) if own else top
+        others = [name for name in found if f"  {name}\n" not in own]
         if others:
             raise ConfigError(
                 f"export.dir = {out_dir} holds other files ({listed(sorted(others))}), and an export replaces it. "
