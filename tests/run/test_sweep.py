@@ -20,9 +20,10 @@ from omegaconf import OmegaConf
 from runs import settings, torch_restored
 from segpipe.cli import api
 from segpipe.cli.main import main as segpipe
-from segpipe.errors import CollectiveError, ConfigError, DataError
+from segpipe.errors import CollectiveError, ConfigError, DataError, NumericsError
 from segpipe.run import launch, sweep
 from segpipe.run.sweep import named
+from segpipe.run.tracking import note_failure
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, to_mapping
 
@@ -286,9 +287,7 @@ def test_a_failed_job_does_not_cost_the_others(sweeps: Sweeps) -> None:
     def outcome(config: Config) -> int | Exception:
         if config.seed == 2:
             config.run_dir.mkdir()
-            (config.run_dir / "failure.json").write_text(
-                '{"exit_code": 6, "reason": "loss nan\\nat step 3"}'
-            )
+            note_failure(config, NumericsError("loss nan\nat step 3"))
             return 6
         return ConfigError("a file is gone") if config.seed == 3 else 0
 
