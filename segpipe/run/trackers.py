@@ -209,7 +209,7 @@ class Tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(  # type: ignore[no-untyped-call]
-            str(config.run_dir / "tensorboard"), purge_step=step + 1 if step else None
+            str(config.run_dir / "tensorboard"), purge_step=step + 1
         )
         self._settings = {
             key: value if isinstance(value, bool | int | float) else str(value)

@@ -27,7 +27,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb import wandb_agent
 
 from ranks import launched
-from runs import TINY, run
+from runs import TINY, run, settings
 from segpipe.errors import (
     ConfigError,
     ImpureAugmentError,
@@ -897,7 +897,7 @@ def test_mlflow_hangs_a_group_below_one_run(
 
 
 def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
-    """A real run: figures of both sessions once, and settings with the score."""
+    """A real run: figures of all sessions once, and settings with the score."""
     folder = tmp_path / "run"
     changes = (
         "track=tensorboard",
@@ -905,6 +905,9 @@ def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
         "train.steps=2",
         "checkpoint.every=1",
     )
+    killed = trackers.Tensorboard()  # before its first checkpoint
+    killed.on_start(compose(settings(folder, *changes)), 0)
+    killed.on_metrics(1, {"train/loss": 9.0})
     assert run(folder, *changes) == 0
     assert run(folder, *changes, "run.exists=resume") == 0
     shown = EventAccumulator(str(folder / "tensorboard"))
