@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     InterpolationResolutionError,
@@ -62,6 +63,7 @@ OPTIONS: Values = {
 SWEEP = re.compile(
     r"""['"]|^(choice|range|interval|glob|shuffle|sort|tag|str|json_str)\("""
 )
+MODE = re.compile(r"\+*(experiment|hydra\.mode)=(.*)")  # may make it a sweep
 # Lines that OmegaConf appends to its messages; they name only its classes.
 OMEGACONF_LINE = re.compile(r"\s*(full_key: |reference_type=|object_type=)")
 
@@ -101,8 +103,15 @@ def command_line(arguments: Sequence[str]) -> CommandLine:
     if line.added:
         folders = ",".join(f"'file://{folder}'" for folder in line.added)
         line.overrides.append(f"hydra.searchpath=[{folders}]")
-    if "hydra.mode=RUN" not in typed:
-        line.sweeps |= any(_is_sweep(text, line.added) for text in typed)
+    modes = [
+        f"{found[1]}={quoted(found[2])}" for found in map(MODE.match, typed) if found
+    ]
+    if modes:
+        # What is wrong with them is reported below.
+        with suppress(ConfigError), explained(line.added):
+            merged = _merged([*line.overrides, *modes], return_hydra_config=True)
+            line.sweeps |= merged.hydra.mode == RunMode.MULTIRUN
+    line.sweeps &= not line.shows  # of one run
     problems = []
     for text in typed:
         try:
@@ -131,15 +140,6 @@ def choices(group: str, added: Sequence[Path] = ()) -> list[str]:
     )
 
 
-def _is_sweep(text: str, added: Sequence[Path]) -> bool:
-    """Whether an override selects an experiment that is a sweep."""
-    name = f"{text.replace('=', '/')}.yaml"
-    paths = [folder / name for folder in (CONF, *added)]
-    return text.startswith("experiment=") and any(
-        b"mode: MULTIRUN" in path.read_bytes() for path in paths if path.is_file()
-    )
-
-
 def _override(text: str, line: CommandLine) -> str:
     """`text` in Hydra's form: strings quoted, and entries of a mapping added with ++.
 
@@ -163,20 +163,20 @@ def _override(text: str, line: CommandLine) -> str:
         return f"++{key}={value}"
     if key not in SETTINGS and key not in GROUPS:
         raise ConfigError(no_setting(key))
+    is_text = key in GROUPS or SETTINGS[key].is_text
     if line.sweeps:
-        entry, value = SETTINGS.get(key), value.strip()
-        if not entry or not entry.is_text or SWEEP.search(value):
+        value = value.strip()
+        if not is_text or SWEEP.search(value):
             return text
         parts = re.split(r",(?![^{]*\})", value)  # but not within ${}
         return f"{key}={','.join(quoted(part.strip()) for part in parts)}"
-    if key in GROUPS:
-        if value not in (valid := choices(key, line.added)):
-            raise ConfigError(
-                f"{key} = {value} is not one of {', '.join(valid)}.{nearest(value, valid)}"
-            )
-        return text
-    _check_value(key, value)
-    return f"{key}={quoted(value) if SETTINGS[key].is_text else value}"
+    if key not in GROUPS:
+        _check_value(key, value)
+    elif value not in (valid := choices(key, line.added)):
+        raise ConfigError(
+            f"{key} = {value} is not one of {', '.join(valid)}.{nearest(value, valid)}"
+        )
+    return f"{key}={quoted(value) if is_text else value}"
 
 
 def _check_value(key: str, text: str) -> None:
@@ -330,13 +330,15 @@ def compose(arguments: Sequence[str]) -> Config:
 
 def composed(line: CommandLine) -> Config:
     """The configuration of a single run from its parsed command line."""
+    with explained(line.added):
+        return resolve(_merged(line.overrides))
+
+
+def _merged(overrides: list[str], **options: bool) -> DictConfig:
     logging.getLogger("hydra").setLevel(logging.ERROR)
     GlobalHydra.instance().clear()
-    with (
-        explained(line.added),
-        initialize_config_dir(version_base="1.3", config_dir=str(CONF)),
-    ):
-        return resolve(hydra_compose("config", line.overrides))
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        return hydra_compose("config", overrides, **options)
 
 
 def resolve(composed: DictConfig) -> Config:

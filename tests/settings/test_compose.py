@@ -235,10 +235,11 @@ def test_terms_of_other_trainers_are_no_settings_of_ours() -> None:
 
 def test_flags_and_sweeps_pass_the_first_check() -> None:
     line = command_line(
-        ["--multirun", "seed=1,2,3", "model=fast_scnn,pidnet_s", "--cfg", "job", "optim.lr=range(1,3)"]
-    )  # fmt: skip
+        ["--multirun", "seed=1,2,3", "model=fast_scnn,pidnet_s", "optim.lr=range(1,3)"]
+    )
     assert line.sweeps
-    assert line.shows
+    line = command_line(["--multirun", "seed=1", "--cfg", "job"])
+    assert (line.sweeps, line.shows) == (False, True), "it would train"
     command_line(["-m", "model=glob(*)", "run.name=choice(a,b)", "hydra.verbose=true"])
     with pytest.raises(ConfigError, match="lrr is not a setting"):
         command_line(["-m", "optim.lrr=0.1,0.2"])
@@ -290,6 +291,9 @@ def test_files_of_the_user_are_added_to_ours(own_files: Path, flags: list[str]) 
     )
     assert found.run.name == "synthetic-Net-seed0"  # a folder without a colon
     assert compose(["model=pidnet_s", *flags]).model.name == "pidnet_s"
+    mine = own_files / "experiment" / "mine.yaml"
+    mine.rename(mine.with_name("20261129.yaml"))  # a number in Hydra's grammar
+    assert compose([*flags, "+experiment=20261129"]).optim.lr == 0.125
     assert plugins.is_trusted("nets.mine:Net")
 
 
@@ -671,11 +675,19 @@ def test_entries_of_a_mapping_need_no_plus() -> None:
         from_mapping({"model": {"args": 3}})
 
 
-def test_an_experiment_that_is_a_sweep_is_known_by_its_file() -> None:
-    assert command_line(["experiment=camvid_drives", "data.root=x"]).sweeps
-    once = ["experiment=camvid_drives", "data.root=x", "hydra.mode=RUN"]
-    assert not command_line(once).sweeps
-    assert not command_line(["experiment=camvid_cpu", "data.root=x"]).sweeps
+def test_an_experiment_that_is_a_sweep_is_known_by_its_mode(own_files: Path) -> None:
+    (own_files / "experiment" / "drives.yaml").write_text(
+        "# @package _global_\ndefaults: [camvid_drives, _self_]\ntrain: {steps: 9}\n"
+    )
+    flags = ["--config-dir", "conf mine", "data.root=x"]
+    for sweep in (
+        ["experiment=camvid_drives"],
+        ["+experiment=drives"],
+        ["hydra.mode=MULTIRUN", "seed=1,2"],
+    ):
+        assert command_line([*flags, *sweep]).sweeps
+        assert not command_line([*flags, sweep[0], "hydra.mode=RUN"]).sweeps
+    assert not command_line([*flags, "experiment=camvid_cpu"]).sweeps
 
 
 @pytest.mark.parametrize(
