@@ -95,11 +95,15 @@ class Jobs:
     examined: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        direction = OmegaConf.select(self.config.hydra.sweeper, "direction")
-        if getattr(direction, "name", direction) == "minimize":
+        # One name, or a list of them.
+        if "minimize" in str(OmegaConf.select(self.config.hydra.sweeper, "direction")):
             raise ConfigError(
                 "hydra.sweeper.direction = minimize, but jobs return mIoU, where higher is better. Set "
                 "hydra.sweeper.direction=maximize."
+            )
+        if self.config.hydra.job.chdir:
+            raise ConfigError(
+                "hydra.job.chdir = true, but settings name folders relative to the current one. Set it to false."
             )
 
     @property
@@ -182,7 +186,7 @@ class Jobs:
         typed = OverridesParser.create().parse_overrides(
             list(self.config.hydra.overrides.task)
         )
-        fixed = {each.key_or_group for each in typed if not each.is_sweep_override()}
+        varies = {each.key_or_group: each.is_sweep_override() for each in typed}
         composed, swept, names = [], [], []
         for place, overrides in enumerate(job_overrides, start=first):
             config = self.loader.load_sweep_config(self.config, list(overrides))
@@ -193,7 +197,11 @@ class Jobs:
             names.append(str(config.run.name))
             pairs = [text.lstrip("+").partition("=") for text in overrides]
             swept.append(
-                {key: unquoted(value) for key, _, value in pairs if key not in fixed}
+                {
+                    key: unquoted(value)
+                    for key, _, value in pairs
+                    if varies.get(key, True)
+                }
             )
         if self.searched or len(set(names)) < len(names):
             names = list(map(named, names, swept))
@@ -337,6 +345,8 @@ def sweep(
         raise ConfigError(
             f"hydra/sweeper: {_brief(error)}. Correct the ranges or the settings of hydra.sweeper."
         ) from error
+    if not started[0].jobs:
+        raise ConfigError("The sweep has no jobs: one of its lists is empty.")
     return started[0].summarize()
 
 

@@ -124,7 +124,7 @@ def test_flags_without_a_sweep_start_the_run_as_it_is(
 
 
 def test_names_show_what_is_swept_and_values_reach_the_jobs(sweeps: Sweeps) -> None:
-    code, said = sweeps("seed=1,2", "optim.lr=0.25,0.5", "train.steps=9")
+    code, said = sweeps("seed=1,2", "optim.lr=1", "optim.lr=0.25,0.5", "train.steps=9")
     assert code == 0, said
     names = [
         f"synthetic-fast_scnn-seed{seed}-lr{rate}"
@@ -182,6 +182,9 @@ def test_long_names_are_short_and_differ() -> None:
             "without their values.",
         ),
         (["seed=1,2", "hydra/sweeper=optuna2"], "optuna2"),
+        (["seed=range(3,1)"], "no jobs"),
+        (["model=glob(nosuch*)", "hydra.sweeper.max_batch_size=1"], "no jobs"),
+        (["seed=1,2", "hydra.job.chdir=true"], "hydra.job.chdir = true"),
     ],
 )
 def test_a_job_that_cannot_start_starts_none(
@@ -424,10 +427,11 @@ def test_a_search_hears_of_failures_and_each_batch_is_checked(
     assert row(said, "x-lr0.5")[1] == "50.00"  # the first batch is told all the same
 
 
+@pytest.mark.parametrize("direction", ["minimize", ["maximize", "minimize"]])
 def test_a_search_in_the_wrong_direction_is_refused(
-    sweeps: Sweeps, searched: list[Any]
+    sweeps: Sweeps, searched: list[Any], direction: Any
 ) -> None:
-    HillClimber.direction = "minimize"
+    HillClimber.direction = direction
     code, said = sweeps()
     assert (code, sweeps.started) == (2, [])
     assert "hydra.sweeper.direction = minimize, but jobs return mIoU" in said
