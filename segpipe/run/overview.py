@@ -113,14 +113,16 @@ def read_row(folder: Path, name: str) -> Row:
     try:
         result = read_json(folder / "result.json")
         score = result["miou"]
+        if score is not None and not 0 <= score <= 1:  # NaN has no place in an order
+            raise ValueError
         if result["steps"] < config.train.steps and not result.get("stopped_early"):
             raise FileNotFoundError  # result from before the run was extended
         found |= {
-            "miou": None if score is None else float(score),
+            "miou": score,
             "steps": int(result["steps"]),
             "digest": str(result["ema_digest"]),
             "seconds": result.get("train_seconds"),
-            "iou": result.get("iou", {}),
+            "iou": dict(result.get("iou", {})),
         }
     except FileNotFoundError:
         metrics = read_metrics(folder / FILE_NAME)

@@ -358,11 +358,15 @@ def test_a_damaged_file_is_named(
     assert rows["sweep/b"]["state"] == "finished"
 
 
+@pytest.mark.parametrize(
+    "wrong", ['"miou": "high"', '"miou": NaN', '"iou": [0.5]', '"steps": null']
+)
 def test_a_value_of_another_type_is_named_too(
-    root: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, capsys: pytest.CaptureFixture[str], wrong: str
 ) -> None:
     (root / "a" / "config.json").write_text('{"model": 5}')
-    (root / "c" / "result.json").write_text('{"miou": "high", "steps": null}')
+    result = f'{{"miou": 0.5, "steps": 100, "ema_digest": "ab", {wrong}}}'
+    (root / "c" / "result.json").write_text(result)
     states = {row["name"]: row["state"] for row in listed(capsys, root)}
     assert states["a"] == "config.json is damaged"
     assert states["c"] == "result.json is damaged"
