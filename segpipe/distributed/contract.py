@@ -289,13 +289,14 @@ class Contract:
     def fail(self, error: Exception) -> None:
         """Tell the other ranks that this one ends with `error`, so that they end with the same exit code.
 
-        If there is already a verdict, raises it instead. If `error` only says that another rank is gone, this waits a
-        moment for that rank's own report, asks all ranks so that the silent one is named, and always raises
-        CollectiveError.
+        If there is a verdict before its own, raises that instead: all ranks may have the same error. If `error` only
+        says that another rank is gone, this waits a moment for that rank's own report, asks all ranks so that the
+        silent one is named, and always raises CollectiveError.
         """
         if self._store is None or isinstance(error, CollectiveError):
             return
-        if verdict := self.verdict(error):
+        # Rank 0 has the first word.
+        if verdict := self.verdict(error) or self._wait(ANSWERS_S * (self._rank > 0)):
             raise verdict from None
 
         own = _on([self._rank], self._hosts)
@@ -306,7 +307,8 @@ class Contract:
             say(text)  # its traceback may not name the rank
         code = getattr(error, "exit_code", 1)
         self._post("verdict", self._as_json(text, code, self._elsewhere()))
-        self._wait(REPORT_S)
+        if (verdict := self._wait(REPORT_S)) and str(verdict) != text:
+            raise verdict
 
     def verdict(self, error: BaseException) -> CollectiveError | None:
         """The ranks' verdict. Waits for it if `error` says that another rank is gone, and a moment after a signal.

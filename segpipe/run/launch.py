@@ -41,12 +41,10 @@ from segpipe.distributed.contract import (
     lost_rank,
 )
 from segpipe.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     DivergenceError,
     Interrupted,
-    NotWritten,
     NumericsError,
     SegpipeError,
 )
@@ -104,9 +102,7 @@ SOCKET_NAME = len("/pymp-12345678/listener-12345678")  # as multiprocessing make
 _HERE, _USERS = threading.Condition(), list[tuple[int, bool]]()
 _DEFAULTS = list[object]()  # torch's default dtype as each of them found it
 # Raised on all ranks at once, so that rank 0 alone reports them.
-COMMON_ERRORS = (
-    ConfigError, CheckpointError, NumericsError, DivergenceError, Interrupted,
-)  # fmt: skip
+COMMON_ERRORS = (NumericsError, DivergenceError, Interrupted)
 
 
 @contextlib.contextmanager
@@ -519,16 +515,21 @@ def work(
 
 def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
     threads, mode = config.compute.threads, config.compute.mode
-    if not prepared:
-        check(config)  # checks that do not import torch come first
-    flags.set_environment(environment.local_world_size() * threads, mode)
-    from segpipe.distributed import group as processes
+    try:
+        if not prepared:
+            check(config)  # checks that do not import torch come first
+        flags.set_environment(environment.local_world_size() * threads, mode)
+        from segpipe.distributed import group as processes
 
-    if not prepared:
-        config, splits = with_steps(config)
-    flags.apply(threads, mode)  # before the group: NCCL reads its variables there
-    same = {"segpipe": _version(), "configuration": config_hash(config)}
-    group = processes.join(config.compute, same)
+        if not prepared:
+            config, splits = with_steps(config)
+        flags.apply(threads, mode)  # before the group: NCCL reads its variables there
+        same = {"segpipe": _version(), "configuration": config_hash(config)}
+        group = processes.join(config.compute, same)
+    except (ConfigError, DataError) as error:
+        # The other ranks of this machine have the same settings and files.
+        error.told = environment.local_rank() > 0
+        raise
 
     def own() -> None:
         """Rank 0 owns the folder that it writes; the parent of spawned processes may die before them."""
@@ -562,14 +563,14 @@ def _prepare_together(
 ) -> Splits | None:
     """`prepare` on rank 0 of a run that a launcher started; the others pin the same weights."""
     started = environment.local_world_size()
-    if config.compute.nproc not in ("auto", str(started)):
-        raise ConfigError(
-            f"compute.nproc = {config.compute.nproc}, but the launcher started {started} processes on this machine. "
-            "Remove compute.nproc, or start without the launcher."
-        )
 
     def prepare_here() -> tuple[str, str]:
         nonlocal splits
+        if config.compute.nproc not in ("auto", str(started)):
+            raise ConfigError(
+                f"compute.nproc = {config.compute.nproc}, but the launcher started {started} processes on "
+                f"{platform.node()}. Remove compute.nproc, or start without the launcher."
+            )
         if group.is_main:
             splits = prepare(config, group.world_size, splits)
         else:
@@ -607,7 +608,7 @@ def _failure_told(group: Group, config: Config, *, noted: bool) -> Iterator[None
                 raise verdict from None
             raise
         except Exception as error:
-            if not (_is_common(error) or getattr(error, "told", False)):
+            if not (isinstance(error, COMMON_ERRORS) or getattr(error, "told", False)):
                 group.contract.fail(error)
             raise
     except Exception as error:
@@ -745,8 +746,4 @@ def _report(error: SegpipeError, *, rank: int = 0) -> int:
 
 def _speaks(error: SegpipeError, rank: int) -> bool:
     """Whether this rank is the one that reports the error."""
-    return not error.told and not (rank and _is_common(error))
-
-
-def _is_common(error: Exception) -> bool:
-    return isinstance(error, COMMON_ERRORS) and not isinstance(error, NotWritten)
+    return not error.told and not (rank and isinstance(error, COMMON_ERRORS))

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -225,6 +225,28 @@ def test_an_error_of_ours_is_said_once_by_the_rank_that_has_it() -> None:
     with pytest.raises(CollectiveError, match="rank 1: DataError: torn"):
         ranks.contracts[0].enter("barrier")
     assert ranks.said == [], "launch prints it"
+
+
+@pytest.mark.parametrize(("wrong", "says"), [((0, 1, 2), 0), ((1, 2), None), ((2,), 2)])
+def test_of_the_ranks_with_one_error_one_reports_it(
+    wrong: tuple[int, ...], says: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 if it has the error, too; of the others, whichever is first."""
+    ranks, told = Ranks(3), list[int]()
+    monkeypatch.setattr(watch, "ANSWERS_S", 0.2)
+
+    def fail(rank: int) -> None:
+        with suppress(CollectiveError):
+            ranks.contracts[rank].fail(DataError("not on this machine"))
+            told.append(rank)
+
+    threads = [threading.Thread(target=fail, args=(rank,)) for rank in wrong]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        ranks.look(times=1)
+    assert len(told) == 1
+    assert says in (told[0], None)
 
 
 @pytest.mark.parametrize(("lost", "others"), [(2, slice(0, 2)), (0, slice(1, 3))])

@@ -38,13 +38,14 @@ from runs import (
 )
 from segpipe.cli.main import main as segpipe
 from segpipe.data.order import Order
-from segpipe.distributed import environment
+from segpipe.distributed import environment, group
 from segpipe.errors import (
     CheckpointError,
     CollectiveError,
     ConfigError,
     ImpureAugmentError,
     Interrupted,
+    NumericsError,
 )
 from segpipe.ledger import inputs
 from segpipe.run import launch
@@ -500,9 +501,41 @@ def test_a_silent_rank_leaves_the_word_to_the_first(
         assert segpipe(["train", *refused]) == 2
         assert time.monotonic() - started > 0.5
     started = time.monotonic()
-    assert launch._report(ConfigError("said by rank 0"), rank=1) == 2
+    assert launch._report(NumericsError("said by rank 0"), rank=1) == 6
     assert time.monotonic() - started > 0.5
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("local", "says"), [(0, "rank 8: no GPU here"), (1, "")])
+def test_what_a_machine_lacks_is_said_there_once(
+    local: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Rank 0, on another machine, knows nothing of it, and it is not yet connected."""
+    for key, value in {
+        "RANK": 8 + local,
+        "LOCAL_RANK": local,
+        "WORLD_SIZE": 16,
+        "LOCAL_WORLD_SIZE": 8,
+        "MASTER_ADDR": "-",
+        "MASTER_PORT": 1,
+    }.items():
+        monkeypatch.setenv(key, str(value))
+
+    def refused(*_: object) -> None:
+        raise ConfigError("no GPU here")
+
+    monkeypatch.setattr(group, "choose_device", refused)
+    monkeypatch.setattr(environment, "LINGER_S", 0.0)
+    assert run(tmp_path / "run", "compute.shards=16") == 2
+    assert capsys.readouterr().err.strip() == says
+
+
+def test_a_rank_above_0_reports_its_own_error() -> None:
+    assert launch._speaks(ConfigError("my module is missing here"), rank=1)
 
 
 def test_a_rank_that_lost_another_leaves_the_exit_code_to_it(
