@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from platform import node
 from types import MappingProxyType
 from typing import Any
 
@@ -65,7 +66,7 @@ def record(
     if path.is_file():
         if changed := changed_inputs(read_inputs(path)["data"], found, known):
             raise DataError(
-                f"data.root = {config.data.root}: {changed[0]} since the run {config.run_dir} was started "
+                f"data.root = {config.data.root} on {node()}: {changed[0]} since the run {config.run_dir} was started "
                 f"({len(changed)} changes). Restore the data, or start another run with another run.name."
             )
         return

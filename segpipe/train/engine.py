@@ -20,6 +20,7 @@ from segpipe.data.data_set import CachedSamples, DataSet, Samples
 from segpipe.data.loader import ShardBatch
 from segpipe.data.samples import Splits, open_splits, sequences
 from segpipe.determinism import flags
+from segpipe.distributed import environment
 from segpipe.distributed.contract import exit_code_of
 from segpipe.distributed.group import Group
 from segpipe.distributed.health import MIB, out_of_memory_named, sample
@@ -27,6 +28,7 @@ from segpipe.errors import CheckpointError, Interrupted, NumericsError
 from segpipe.files import to_json, write_atomically
 from segpipe.ledger import inputs
 from segpipe.ledger.digest import state_digest
+from segpipe.ledger.rows import INPUTS
 from segpipe.losses.total import backend
 from segpipe.models.preprocess import Preprocess
 from segpipe.settings.config import Config, config_hash, to_mapping
@@ -253,6 +255,7 @@ def _open(
         # Also of a resumed run, whose export may be another.
         write_atomically(folder / "config.json", to_json(to_mapping(config)))
     group.keep_stacks(folder)
+    group.together(lambda: record() if _compares(group, folder) else None)
     run = Run(
         config,
         group,
@@ -269,6 +272,12 @@ def _open(
         kept=group.gather(kept)[0],
     )
     return run, stream, notes
+
+
+def _compares(group: Group, folder: Path) -> bool:
+    """Whether this rank compares the files of its machine with those that rank 0, on another one, has recorded."""
+    first = environment.local_rank() == 0 and not group.is_main
+    return first and (folder / INPUTS).is_file()  # none without a common disk
 
 
 def header(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+import torch
 
 from ranks import trained_by
 from runs import run, settings, torch_restored, write_camvid
@@ -26,6 +29,7 @@ from segpipe.cli import audit as command
 from segpipe.cli.main import main as segpipe
 from segpipe.data.samples import open_splits
 from segpipe.determinism import flags
+from segpipe.distributed.group import Group
 from segpipe.errors import DataError, IntegrityError
 from segpipe.ledger import inputs
 from segpipe.ledger.reader import changes, read_inputs, read_run
@@ -40,7 +44,7 @@ from segpipe.ledger.rows import (
 )
 from segpipe.settings.compose import compose
 from segpipe.settings.config import Config, from_mapping
-from segpipe.train import checkpoint
+from segpipe.train import checkpoint, engine
 
 pytestmark = pytest.mark.slow
 
@@ -558,6 +562,37 @@ def test_a_resumed_run_refuses_data_that_changed(copy: Path) -> None:
         inputs.record(config, open_splits(config))
 
 
+@pytest.mark.parametrize("local", [0, 1])
+def test_a_machine_whose_files_differ_ends_the_run_before_its_first_step(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, local: int
+) -> None:
+    """The first rank of each other machine compares them with what rank 0 has recorded."""
+    config = compose(
+        settings(copy / "run", "data=camvid", f"data.root={copy / 'data'}")
+    )
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "-")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(Group, "own_shards", lambda group, shards: range(shards))
+
+    def opened() -> None:
+        group = Group(1, 1, torch.device("cpu"))
+        with contextlib.closing(group.contract):
+            run, stream, _ = engine._open(config, group, lambda _: (None, None), None)  # type: ignore[arg-type, return-value]
+            stream.close()
+            run.watch.close()
+
+    opened()
+    in_image(copy)
+    if local:
+        opened()
+    else:
+        with pytest.raises(DataError, match=r"train/frame03.png was altered"):
+            opened()
+
+
 @pytest.mark.parametrize(
     "without", ["data.hash=false", "compute.ledger=false", "compute.mode=off"]
 )
@@ -596,7 +631,7 @@ def test_a_resume_without_hashes_refuses_other_names_and_sizes(
         )
         name = path.relative_to(data).as_posix()
         assert (
-            f"data.root = {data}: {name} was altered since the run"
+            f"data.root = {data} on {platform.node()}: {name} was altered since the run"
             in capsys.readouterr().err
         )
         assert (folder / "config.json").read_bytes() == kept
