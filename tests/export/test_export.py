@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import errno
 import json
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -623,8 +623,15 @@ def test_command_line(
 def test_a_folder_that_cannot_be_written_is_a_usage_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    write, free = formats.write_archive, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(*given: Any) -> None:
+        """A limit on file sizes in place of a full disk."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, free[1]))
+        try:
+            write(*given)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, free)
 
     (tmp_path / "file").touch()
     arguments = [f"run={tmp_path}", "export.formats=[torchscript]", "export.images=2"]
@@ -640,7 +647,7 @@ def test_a_folder_that_cannot_be_written_is_a_usage_error(
     assert "export.dir = / holds other files (" in capsys.readouterr().err
     monkeypatch.setattr(formats, "write_archive", full)
     assert segpipe(["export", *arguments, f"export.dir={tmp_path}/export"]) == 2
-    assert "cannot be written (No space left on device)" in capsys.readouterr().err
+    assert "cannot be written (File too large)" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -101,6 +101,7 @@ def write_archive(module: Any, path: Path, extra: Mapping[str, str]) -> None:
 
     names = reader.get_all_records()
     version = ".data/version" if ".data/version" in names else "version"
+    path.write_bytes(content)  # raises on a full disk, where the writer aborts
     writer = _C.PyTorchFileWriter(str(path))
     writer.set_min_version(int(reader.get_record(version)))
     for name in names:
