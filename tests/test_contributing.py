@@ -1,6 +1,7 @@
 """CONTRIBUTING.md says which files a new part touches: every built-in part is held against it."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ import pytest
 from segpipe.cli.commands import COMMANDS
 from segpipe.data.augment import TRANSFORMS
 from segpipe.data.catalog import PUBLISHED
+from segpipe.errors import ConfigError
 from segpipe.models import MODELS
 from segpipe.run.trackers import TRACKERS
+from segpipe.settings.compose import command_line, parse
 from segpipe.settings.config import SETTINGS
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +33,13 @@ BUILT_IN = {
     "command": COMMANDS,
     "tracker": TRACKERS,
 }
+TYPED = re.compile(
+    rf"(?:^[ #:\w]*|`)segpipe ({'|'.join(COMMANDS)})\b *([^`\n]*=[^`\n]*)", re.MULTILINE
+)
+# What a reader puts something else for, files that a page has written, and plug-ins of Hydra.
+NOT_TYPED = re.compile(
+    r".*\.\.\.\]?$|KEY=VALUE|model=NAME|experiment=(mine|crates)|hydra[./].*"
+)
 # Widths of one architecture share its file, decoders that of their encoder, adapters to libraries one file.
 SHARES_A_FILE = {
     "ddrnet23": "ddrnet",
@@ -80,6 +90,38 @@ def test_the_tests_that_a_page_names_exist() -> None:
         for name in set(re.findall(r"\btest_\w+", text)):
             several = name.endswith("_") and [x for x in known if x.startswith(name)]
             assert several or name in known, f"{page.name}: {name}"
+
+
+def test_commands_of_the_pages_are_accepted() -> None:
+    """As they are typed: a key, a value or a quote that is wrong ends them with exit code 2."""
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
+        *(ROOT / "conf/experiment").glob("*.yaml"),
+    ]
+    refused = []
+    for page in pages:
+        text = page.read_text(encoding="utf8").replace("\\\n", "")
+        for name, line in TYPED.findall(text):
+            try:
+                words = [
+                    word.strip("[]") if word[0] == "[" else word
+                    for word in shlex.split(line, comments=True)
+                    if not NOT_TYPED.match(word)
+                ]
+                command = COMMANDS[name]
+                given = parse(
+                    words,
+                    command.known,
+                    command.positional,
+                    overrides=bool(command.overrides),
+                )
+                command_line(given.get("overrides", []))
+            except (ConfigError, ValueError) as error:
+                refused.append(f"{page.name}: segpipe {name} {line}: {error}")
+    assert refused == []
 
 
 def test_every_kind_has_a_recipe_whose_files_exist() -> None:
