@@ -14,7 +14,7 @@ import pytest
 import torch
 from tables import CAMVID
 
-from runs import result, run, torch_restored
+from runs import ROOT, result, run, torch_restored
 from segpipe import plugins
 from segpipe.checks.contracts import (
     Clause,
@@ -680,8 +680,12 @@ def test_a_loss_that_breaks_a_clause_is_told_which(
     assert says in found[clause]
 
 
-def test_sound_losses_keep_all_clauses() -> None:
-    for name in ("cross_entropy", "ohem", "loss:loss", "loss:plain"):
+def test_sound_losses_keep_all_clauses(project: Write) -> None:
+    """That of docs/plugins.md, too."""
+    page = (ROOT / "docs" / "plugins.md").read_text()
+    shown = page.partition("## A loss\n\n```python\n")[2].partition("```")[0]
+    project("shown.py", "import torch.nn.functional as F\n" + shown)
+    for name in ("cross_entropy", "ohem", "loss:loss", "loss:plain", "shown:focal"):
         assert not loss(name=name)
     assert (
         "must accept the keyword class_weights"
