@@ -209,6 +209,14 @@ def test_the_docs_list_the_transforms_that_pass():
     assert set(re.findall(r"`(\w+)`", listed)) == {*PURE, "Superpixels"}
 
 
+def test_the_docs_count_the_corpus():
+    impures = {*impure.CORPUS, *impure.OF_A_START, *impure.OF_MANY_IMAGES}
+    text = (DOCS / "race.md").read_text()
+    counts = re.search(r"holds (\d+) impure transforms .* and (\d+) valid", text)
+    assert counts is not None
+    assert counts.groups() == (str(len(impures)), str(len(impure.HONEST)))
+
+
 @pytest.mark.usefixtures("named")
 def test_what_differs_between_two_starts_is_found_before_a_training():
     """In transforms by import path, with one spawned process for all; honest caches are not blamed.
