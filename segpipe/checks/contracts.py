@@ -264,6 +264,7 @@ class LossContract:
                 self._state,
                 self._sums,
                 self._another_start,
+                self._weights if self.config.loss.class_weights != "none" else str,
             )
 
     def total(self, weights: Tensor | None = None, **given: Tensor) -> Tensor:
@@ -348,8 +349,7 @@ class LossContract:
     def _ignored(self) -> str:
         """Whether the loss is independent of the logits of ignored pixels."""
         ignored = self.target == IGNORE_INDEX
-        changed = self.logits + 3.0 * ignored.unsqueeze(1)
-        changed[:, 0] += 2.0 * ignored
+        changed = self.logits * (1 + ignored.unsqueeze(1))
 
         loss, gradient = self._gradient(self.logits)
         moved, _ = self._gradient(changed)
@@ -385,15 +385,17 @@ class LossContract:
     def _weights(self) -> str:
         """Whether class weights change the loss."""
         if is_path(self.name):
-            loss = plugins.load(losses.KEY, self.name)
-            if "class_weights" not in inspect.signature(loss).parameters:
+            taken = inspect.signature(plugins.load(losses.KEY, self.name)).parameters
+            if "class_weights" not in taken:
                 return (
                     f"{NOTE}it has no class_weights, so loss.class_weights must be none"
                 )
 
-        weights = torch.tensor([10.0, *[1.0] * (CLASSES - 1)])
-        if torch.equal(self.total(weights), self.total()):
-            return "class_weights have no effect. Multiply the loss of a pixel by the weight of its class."
+        if torch.equal(self.total(torch.arange(1.0, CLASSES + 1)), self.total()):
+            return (
+                f"{losses.KEY} = {self.name}: class_weights have no effect. Multiply the loss of a pixel by the weight "
+                "of its class."
+            )
         return ""
 
 

@@ -709,6 +709,14 @@ def test_no_training_starts_with_a_mean_or_a_wrong_argument(
             "must accept the keyword class_weights",
         ),
         (
+            [
+                "loss.name=loss:loss",
+                "loss.args.fault=weights",
+                "loss.class_weights=log",
+            ],
+            "loss:loss: class_weights have no effect",
+        ),
+        (
             ["model.name=net:Net", "model.args.falt=x"],
             "model.args.falt is not an argument of net:Net",
         ),
