@@ -209,7 +209,7 @@ def test_a_sweep_as_an_array(cluster: Slurm, camvid: Path, tmp_path: Path) -> No
     """The lines of docs/cluster.md, with four seeds at once."""
     page = (scheduler.ROOT / "docs" / "cluster.md").read_text()
     line = next(one for one in page.splitlines() if "SLURM_ARRAY_TASK_ID" in one)
-    line = line.replace("/scratch/camvid", str(camvid)).replace("experiment=camvid_cpu", "data=camvid")  # fmt: skip
+    line = line.replace("/scratch/camvid", str(camvid)).replace("experiment=camvid_gpu", "data=camvid")  # fmt: skip
     text = " ".join(["#!/bin/bash\n#SBATCH --array=0-3\n", line, *RECIPE, "train.steps=4"])  # fmt: skip
     (tmp_path / "sweep.sbatch").write_text(text)
     number = cluster.submit("sweep.sbatch", cwd=tmp_path, **variables())

@@ -93,6 +93,13 @@ def test_commands_of_the_page_are_valid(words: list[str]) -> None:
     assert config.data.root.startswith("/scratch")
 
 
+def test_each_task_of_the_array_has_a_run_of_its_own() -> None:
+    task = "seed=$SLURM_ARRAY_TASK_ID"
+    line = next(words for words in TRAINING if task in words)
+    names = {compose([*overrides(line), f"seed={seed}"]).run.name for seed in range(8)}
+    assert len(names) == 8
+
+
 def test_torchrun_knows_the_options_that_are_used() -> None:
     from torch.distributed.run import get_args_parser
 
