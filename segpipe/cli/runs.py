@@ -19,14 +19,14 @@ from segpipe.run.overview import (
     run_table,
     write_overview,
 )
-from segpipe.settings.config import SETTINGS
+from segpipe.settings.config import deciding
 from segpipe.settings.setting import nearest
 
 
 def main(given: Given) -> int:
     """Exit code of `segpipe runs`."""
     by = given["group"]
-    recipe = [key for key, entry in SETTINGS.items() if not entry.free]
+    recipe = deciding({})
     if by and by not in recipe:
         raise ConfigError(
             f"group = {by} is not a setting that affects training.{nearest(by, recipe)}"

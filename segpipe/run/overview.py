@@ -147,9 +147,10 @@ def best_first(rows: Iterable[Row]) -> list[Row]:
 
 def differing(recipes: Sequence[Values]) -> list[str]:
     """Settings in which recipes differ, in the order of the settings page."""
-    known = [recipe for recipe in recipes if recipe]
-    keys = known[0] if known else {}
-    return [key for key in keys if len({_text(each.get(key)) for each in known}) > 1]
+    known = [recipe for recipe in recipes if recipe] or [{}]
+    return [
+        key for key in known[0] if len({_text(each.get(key)) for each in known}) > 1
+    ]
 
 
 def grouped(rows: Sequence[Row], by: str = "") -> list[RecipeGroup]:
@@ -226,9 +227,9 @@ def run_table(groups: Sequence[RecipeGroup]) -> Table:
 def write_overview(path: Path, groups: Sequence[RecipeGroup]) -> Path:
     """Write the page for runs, or for groups of runs that differ in only one setting: a table and their curves."""
     rows = [row for group in groups for row in group.rows]
-    recipes = [group.settings for group in groups if group.settings]
+    recipes = [group.settings for group in groups]
     keys = differing(recipes)
-    shared = recipes[0] if recipes else {}
+    shared = next(filter(None, recipes), {})
     histories = [
         (read_metrics(row.folder / FILE_NAME), color)
         for group, color in zip(groups, COLORS, strict=False)

@@ -212,7 +212,7 @@ class Tensorboard:
             str(config.run_dir / "tensorboard"), purge_step=step + 1
         )
         self._settings = {
-            key: value if isinstance(value, bool | int | float) else str(value)
+            key: value if isinstance(value, int | float) else str(value)
             for key, value in recipe(config).items()
         }
 

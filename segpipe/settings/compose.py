@@ -347,12 +347,10 @@ def resolve(composed: DictConfig) -> Config:
     Raises ConfigError for unknown keys, wrong types, and a data.root that nothing would read. `check` allows the last,
     so that old runs with one can still be loaded.
     """
-    values = OmegaConf.to_container(
+    values: Any = OmegaConf.to_container(
         composed, resolve=True, enum_to_str=True, throw_on_missing=True
     )
-    assert isinstance(values, dict)
-    values.pop("hydra", None)
-    config = from_mapping({str(key): value for key, value in values.items()})
+    config = from_mapping(values)
     if config.data.name == "synthetic" and config.data.root and not config.data.mix:
         raise ConfigError(
             f"data.root = {config.data.root}, but data=synthetic, the default, generates "
