@@ -112,7 +112,13 @@ def command_line(arguments: Sequence[str]) -> CommandLine:
             merged = _merged([*line.overrides, *modes], return_hydra_config=True)
             line.sweeps |= merged.hydra.mode == RunMode.MULTIRUN
     line.sweeps &= not line.shows  # of one run
-    problems = []
+    problems = [
+        f"{path} is not read, since {ours} has the same name. Rename it."
+        for folder in line.added
+        for ours in CONF.glob("*/*.yaml")
+        if (path := folder / ours.relative_to(CONF)).is_file()
+        and path.read_bytes() != ours.read_bytes()
+    ]
     for text in typed:
         try:
             line.overrides.append(_override(text, line))

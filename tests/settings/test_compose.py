@@ -297,6 +297,17 @@ def test_files_of_the_user_are_added_to_ours(own_files: Path, flags: list[str]) 
     assert plugins.is_trusted("nets.mine:Net")
 
 
+def test_a_file_of_the_user_that_ours_hides_is_named(own_files: Path) -> None:
+    copy = own_files / "model" / "pidnet_s.yaml"
+    copy.write_bytes((ROOT / "conf" / "model" / "pidnet_s.yaml").read_bytes())
+    flags = ["--config-dir", "conf mine", "experiment=mine"]
+    assert compose(flags).optim.lr == 0.125
+    copy.write_text("name: erfnet\n")
+    for sweep in ([], ["-m"]):
+        with pytest.raises(ConfigError, match=f"{copy} is not read"):
+            command_line([*flags, *sweep])
+
+
 def test_typos_in_files_of_the_user_are_refused(own_files: Path) -> None:
     flags = ["--config-dir", "conf mine"]
     with pytest.raises(ConfigError, match=r"optim\.lrr.*Did you mean optim\.lr\?"):
