@@ -1,6 +1,7 @@
 """Parse `key=value` arguments and options with dashes into typed values of a command's keys, or into a Config."""
 
 import logging
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -206,9 +207,9 @@ def _parsed(key: str, text: str, example: Any) -> Override:
 
 
 def unquoted(text: str) -> str:
-    """Text without the quotes around it."""
+    """Text without the quotes around it, and with the home folder for ~, which no shell expands after `run.root=`."""
     is_quoted = len(text) > 1 and text[0] in "'\"" and text[0] == text[-1]
-    return text[1:-1] if is_quoted else text
+    return os.path.expanduser(text[1:-1] if is_quoted else text)
 
 
 def quoted(text: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from segpipe import plugins
-from segpipe.cli.commands import RUN, WHICH
+from segpipe.cli.commands import COMMANDS, RUN, WHICH
 from segpipe.cli.main import main as segpipe
 from segpipe.errors import ConfigError
 from segpipe.models import MODELS, build_model
@@ -193,12 +193,24 @@ def test_wrong_overrides_say_what_is_wrong(override: str, named: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["/a(b)", "/a=b", "/a,b", "/d\u00fcn", "'/a", 'a"b', "a\\", 'a\\"b', "010", "null", "~/x", "a b "],
+    ["/a(b)", "/a=b", "/a,b", "/d\u00fcn", "'/a", 'a"b', "a\\", 'a\\"b', "010", "null", "a/~/x", "a b "],
 )  # fmt: skip
 def test_text_is_taken_as_it_was_typed(text: str) -> None:
     assert compose(["data=folder", f"data.root={text}"]).data.root == text
     assert compose(["data=folder", f'data.root="{text}"']).data.root == text
     assert compose(["data=folder", f"+data.root={text}"]).data.root == text
+
+
+def test_a_folder_below_home_is_found_by_all_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A shell expands the ~ of root=~/x, but not that of run.root=~/x: runs went into a folder of the name ~."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert compose(["run.root=~/x"]).run.root == "/home/me/x"
+    assert 'run.root="/home/me/x"' in command_line(["-m", "run.root=~/x"]).overrides
+    keys, given = COMMANDS["evaluate"].known, ["run=~/x", "data.root='~/y'"]
+    found = parse(given, keys)
+    assert (found["run"], found["data.root"]) == ("/home/me/x", "/home/me/y")
 
 
 @pytest.mark.parametrize(
