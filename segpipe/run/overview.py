@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from rich.table import Table
 
-from segpipe.errors import CheckpointError, ConfigError, Interrupted
+from segpipe.errors import CheckpointError, ConfigError, Interrupted, first_line
 from segpipe.files import read_json
 from segpipe.ledger.rows import INPUTS
 from segpipe.run.console import CONSOLE, percent, table
@@ -96,8 +96,9 @@ def read_row(folder: Path, name: str) -> Row:
     row = Row(name, folder, date=f"{datetime.fromtimestamp(newest):%Y-%m-%d %H:%M}")
     try:
         config = saved_config(folder)
-    except ConfigError:
-        return replace(row, state="config.json is damaged")
+    except ConfigError as error:  # or of a later version
+        state, reason = "config.json is damaged", first_line(error)
+        return replace(row, state=state, reason=reason)
     root, data = config.data.root, ""
     with suppress(OSError, ValueError, TypeError, LookupError):
         recorded = read_json(folder / INPUTS)["data"]
@@ -267,6 +268,6 @@ def write_overview(path: Path, groups: Sequence[RecipeGroup]) -> Path:
         keys=keys,
         groups=groups,
         colors=COLORS,
-        charts=[picture for picture in charts if picture],
+        charts=list(filter(None, charts)),
         same={key: value for key, value in shared.items() if key not in keys},
     )

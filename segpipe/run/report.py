@@ -46,7 +46,6 @@ PAGE = "report.html"
 WORST = "Worst images"
 LATEST = "Latest prediction"
 WEAKEST = "Examples of weak classes"
-LAST_LINES = 8  # of metrics.jsonl, on the live page
 NEIGHBORS = 10  # images that are this close in the order of names look alike
 WEAK = 0.6  # IoU below which a class gets advice
 RARE = 0.01  # share of the labelled pixels
@@ -187,7 +186,6 @@ def write_report(path: Path, data: ReportData) -> Path:
         "report.html.j2",
         path,
         data=data,
-        live=data.live,
         figures={**data.result, **figures},
         falling=sorted(range(len(names)), key=iou.__getitem__, reverse=True),
         labelled=counts.sum(1),
@@ -195,7 +193,6 @@ def write_report(path: Path, data: ReportData) -> Path:
         sequences=lowest_first(sequences),
         note=data.result.get("note") or flattering(sequences),
         charts=_charts(data),
-        last_lines=LAST_LINES,
         size_names=SIZE_NAMES,
         distance_names=DISTANCE_NAMES,
         advice={name: told[name] for name in weakest},

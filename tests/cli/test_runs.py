@@ -367,9 +367,10 @@ def test_a_value_of_another_type_is_named_too(
     (root / "a" / "config.json").write_text('{"model": 5}')
     result = f'{{"miou": 0.5, "steps": 100, "ema_digest": "ab", {wrong}}}'
     (root / "c" / "result.json").write_text(result)
-    states = {row["name"]: row["state"] for row in listed(capsys, root)}
-    assert states["a"] == "config.json is damaged"
-    assert states["c"] == "result.json is damaged"
+    rows = {row["name"]: row for row in listed(capsys, root)}
+    assert rows["a"]["state"] == "config.json is damaged"
+    assert "model is a group of settings" in rows["a"]["reason"]
+    assert rows["c"]["state"] == "result.json is damaged"
 
 
 @pytest.mark.parametrize("hashed", [True, False])

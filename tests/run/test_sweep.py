@@ -414,8 +414,9 @@ def test_a_search_hears_of_failures_and_each_batch_is_checked(
     sweeps: Sweeps, searched: list[Any]
 ) -> None:
     sweeps.outcome = lambda config: 6 if config.optim.lr == 0.5 else 0
-    assert sweeps("run.name=x")[0] == 6
-    assert searched[1] == (0.5, "see the messages above")
+    code, said = sweeps("run.name=x")
+    assert (code, searched[1]) == (6, (0.5, "see the messages above"))
+    assert "'optim.lr=0.5'" in said, "Hydra names the failed job"
     shutil.rmtree(sweeps.root / "x-lr0.25")
     sweeps.outcome = lambda config: 0
     HillClimber.seen.clear()
