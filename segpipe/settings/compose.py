@@ -406,6 +406,8 @@ def _explanation(error: Exception) -> str:
             f"{key}: {text}. Give it a value, or refer to an existing setting or "
             f"variable; \\${{ escapes ${{."
         )
+    if override := getattr(error, "override", ""):
+        return f"{override} cannot be parsed: {text}"
     if "find 'hydra/" in text:
         return f"{text}. For others, pip install 'segpipe[joblib]', 'segpipe[submitit]' or 'segpipe[optuna]'."
     if key == "experiment" or key.startswith("_"):

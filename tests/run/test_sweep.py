@@ -183,6 +183,7 @@ def test_long_names_are_short_and_differ() -> None:
         ),
         (["seed=1,2", "hydra/sweeper=optuna2"], "optuna2"),
         (["seed=range(3,1)"], "no jobs"),
+        (["seed=1,2", "optim.lr=0.1,"], "optim.lr=0.1, cannot be parsed"),
         (["model=glob(nosuch*)", "hydra.sweeper.max_batch_size=1"], "no jobs"),
         (["seed=1,2", "hydra.job.chdir=true"], "hydra.job.chdir = true"),
     ],
