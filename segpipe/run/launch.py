@@ -285,7 +285,7 @@ def examine(config: Config, splits: Splits | None = None) -> Splits:
             ERRORS.print(skipped)
     # Now, not after hours of training; run.exists=replace clears the run's own folder.
     export, own = config.export, config.run_dir / "export"
-    stays = own.exists() and config.run.exists != "replace"
+    stays = os.path.exists(own) and config.run.exists != "replace"
     if export.enabled and (export.dir or stays):
         check_place(Path(export.dir or own))
     return splits

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from segpipe.distributed import environment
-from segpipe.errors import CheckpointError, ConfigError
+from segpipe.errors import ConfigError
+from segpipe.files import not_written
 from segpipe.processes import Watcher, before_end, end_process, process_start, this_host
 
 LOCK = "run.lock"
@@ -46,15 +47,13 @@ def in_use(folder: Path) -> bool:
 def held(folder: Path) -> Iterator[str]:
     """Context that owns the folder; yields a message about the dead previous owner, or "".
 
-    Raises ConfigError while another process owns the folder, CheckpointError when the lock cannot be written.
+    Raises ConfigError while another process owns the folder, NotWritten when the lock cannot be written.
     """
     lock = _Lock(folder / LOCK)
     try:
         taken_over = lock.take()
     except OSError as error:
-        raise CheckpointError(
-            f"{lock.path} could not be written: {error.strerror or error}."
-        ) from error
+        raise not_written(lock.path, error) from error
     lock.watcher.start()
     before_end.append(lock.release)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -33,7 +34,7 @@ from runs import (
     updates,
 )
 from segpipe.distributed import environment
-from segpipe.errors import ConfigError
+from segpipe.errors import ConfigError, NotWritten
 from segpipe.files import write_atomically
 from segpipe.ledger.divergence import compare
 from segpipe.ledger.reader import read_run
@@ -234,6 +235,17 @@ def test_replace_deletes_all_but_the_lock(tmp_path: Path) -> None:
 
 
 # --- the lock
+
+
+def test_a_folder_of_another_user_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(lock._Lock, "_create", denied)
+    with pytest.raises(NotWritten, match=r"run\.lock .*Permission denied\. .*owner"):
+        lock.held(tmp_path).__enter__()
 
 
 @pytest.mark.parametrize(

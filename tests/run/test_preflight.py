@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from runs import TINY, torch_restored
+from runs import TINY, run, torch_restored
 from segpipe.cli import checks
 from segpipe.cli.main import main as segpipe
 from segpipe.data import Sample
@@ -126,6 +126,14 @@ def test_a_run_is_refused_before_its_folder_is_claimed(
         )
     assert "cannot pickle '_thread.lock' object" in capsys.readouterr().err
     assert not (tmp_path / "runs/a").exists()
+
+
+def test_a_folder_that_cannot_even_be_looked_at_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As that of a colleague whose umask is 077."""
+    assert run(tmp_path / ("a" * 300)) == 2
+    assert "cannot be created or read: File name too long" in capsys.readouterr().err
 
 
 def test_the_samples_of_a_set_in_files_travel(tmp_path: Path) -> None:
