@@ -237,7 +237,13 @@ class Ring:
                 message=".*multi-threaded, use of fork",
                 category=DeprecationWarning,
             )
-            process.start()
+            try:
+                process.start()
+            except BlockingIOError as error:
+                raise DataError(
+                    f"data.workers = {self._how.workers}: no further process can be started ({error.strerror}). Raise "
+                    "the limit (ulimit -u; in a container, of its pids), or lower data.workers."
+                ) from error
         theirs.close()
         self._processes.append(process)
         self._pipes.append(ours)

@@ -1,5 +1,6 @@
 """Loader: the same bits for any workers and start method, distinct samples, errors from workers, and no hang."""
 
+import errno
 import hashlib
 import itertools
 import multiprocessing
@@ -428,6 +429,15 @@ def test_a_worker_that_a_sample_kills_is_named_with_it():
 
 
 @pytest.mark.timeout(60)
+def test_a_limit_on_processes_is_named(monkeypatch):
+    def denied(process):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", denied)
+    with pytest.raises(DataError, match=r"data\.workers = 2: .*ulimit -u"):
+        next(batches(workers=2))
+
+
 def test_a_spawned_process_that_ends_as_it_starts_is_no_hang(monkeypatch):
     """As in a script without `if __name__ == "__main__":`. More than a pipe holds waited for it forever."""
     resource_tracker.ensure_running()
