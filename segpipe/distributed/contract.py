@@ -38,7 +38,10 @@ from types import CodeType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from segpipe.errors import (
+    CheckpointError,
     CollectiveError,
+    ConfigError,
+    DataError,
     Interrupted,
     NotWritten,
     SegpipeError,
@@ -248,8 +251,8 @@ class Contract:
         self._verdict: CollectiveError | None = None
         self._decided = threading.Event()  # there is a verdict
         self._limit = 0.0  # for the training thread, after a verdict
-        # Called on the ranks that print the verdict; in a thread, because a disk may hang.
-        self.on_verdict: Callable[[CollectiveError], None] = lambda error: None
+        # Called on the ranks that print the verdict; in a thread, because a disk may hang. And with their own errors.
+        self.on_verdict: Callable[[SegpipeError], None] = lambda error: None
         self._answered_at: float | None = None
         self.waited_s = 0.0  # for other ranks; NCCL lets the GPU wait instead
 
@@ -295,8 +298,10 @@ class Contract:
         """
         if self._store is None or isinstance(error, CollectiveError):
             return
-        # Rank 0 has the first word.
-        if verdict := self.verdict(error) or self._wait(ANSWERS_S * (self._rank > 0)):
+        # All ranks have the same settings and files: rank 0 has the first word on them.
+        same = isinstance(error, ConfigError | DataError | CheckpointError)
+        patience_s = ANSWERS_S if same and self._rank else 0.0
+        if verdict := self.verdict(error) or self._wait(patience_s):
             raise verdict from None
 
         own = _on([self._rank], self._hosts)

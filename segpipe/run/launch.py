@@ -539,14 +539,12 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
 
     try:
         # Rank 0 owns the folder until it has finished its work after the training.
-        with contextlib.ExitStack() as held:
-            with _failure_told(group, config, noted=False):
-                if not prepared:
-                    splits = _prepare_together(config, group, splits)
-                group.together(own)
+        with contextlib.ExitStack() as held, _failure_told(group, config):
+            if not prepared:
+                splits = _prepare_together(config, group, splits)
+            group.together(own)
             group.contract.on_verdict = partial(note_failure, config)
-            with _failure_told(group, config, noted=True):
-                return _train(config, group, splits)
+            return _train(config, group, splits)
     finally:
         processes.leave(group)
 
@@ -594,8 +592,8 @@ def _disk_named(config: Config) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _failure_told(group: Group, config: Config, *, noted: bool) -> Iterator[None]:
-    """Tells the other ranks why this one ends; if `noted`, also records it in the run's folder, which it owns.
+def _failure_told(group: Group, config: Config) -> Iterator[None]:
+    """Tells the other ranks why this one ends, and records it in the run's folder once that is owned.
 
     Raises the ranks' common verdict in place of the error, if there is one.
     """
@@ -615,8 +613,8 @@ def _failure_told(group: Group, config: Config, *, noted: bool) -> Iterator[None
         told = error
         if not isinstance(told, SegpipeError):
             told = SegpipeError(plugins.located(error))
-        if noted and _speaks(told, group.rank) and not lost_another_rank(error):
-            note_failure(config, told)
+        if _speaks(told, group.rank) and not lost_another_rank(error):
+            group.contract.on_verdict(told)
         raise
 
 
