@@ -145,11 +145,11 @@ def launch(config: Config) -> int:
 
     Raises SegpipeError when a check fails before the processes start.
     """
+    environment.check_tasks()
+    check(config)  # checks that do not import torch come first
     if environment.under_launcher():
         return work(config)
     try:
-        environment.check_tasks()
-        check(config)  # checks that do not import torch come first
         # Before anything imports torch.
         flags.set_environment(config.compute.threads, config.compute.mode)
         config, world_size, splits = _prepared(config)
@@ -516,8 +516,6 @@ def work(
 def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
     threads, mode = config.compute.threads, config.compute.mode
     try:
-        if not prepared:
-            check(config)  # checks that do not import torch come first
         flags.set_environment(environment.local_world_size() * threads, mode)
         from segpipe.distributed import group as processes
 

@@ -255,7 +255,9 @@ def _open(
         # Also of a resumed run, whose export may be another.
         write_atomically(folder / "config.json", to_json(to_mapping(config)))
     group.keep_stacks(folder)
-    group.together(lambda: record() if _compares(group, folder) else None)
+    # The first rank of each other machine compares its files with those of rank 0, if it sees what that has recorded.
+    first = environment.local_rank() == 0 and not group.is_main
+    group.together(lambda: record() if first and (folder / INPUTS).is_file() else None)
     run = Run(
         config,
         group,
@@ -272,12 +274,6 @@ def _open(
         kept=group.gather(kept)[0],
     )
     return run, stream, notes
-
-
-def _compares(group: Group, folder: Path) -> bool:
-    """Whether this rank compares the files of its machine with those that rank 0, on another one, has recorded."""
-    first = environment.local_rank() == 0 and not group.is_main
-    return first and (folder / INPUTS).is_file()  # none without a common disk
 
 
 def header(
