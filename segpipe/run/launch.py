@@ -522,7 +522,11 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
         if not prepared:
             config, splits = with_steps(config)
         flags.apply(threads, mode)  # before the group: NCCL reads its variables there
-        same = {"segpipe": _version(), "configuration": config_hash(config)}
+        same = {
+            "segpipe": _version(),
+            "number of training images": str(len(splits.train) if splits else None),
+            "configuration": config_hash(config),
+        }
         group = processes.join(config.compute, same)
     except (ConfigError, DataError) as error:
         # The other ranks of this machine have the same settings and files.

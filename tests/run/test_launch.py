@@ -453,6 +453,23 @@ def test_number_of_processes_is_not_ignored_under_torchrun(
 
 
 @pytest.mark.usefixtures("as_torchrun")
+def test_ranks_compare_the_images_of_which_their_steps_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before their configurations, whose hashes then differ, too, and say less."""
+    compared: list[tuple[str, str]] = []
+
+    def join(compute: object, same: dict[str, str]) -> None:
+        compared.extend(same.items())
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(group, "join", join)
+    assert run(tmp_path / "run", "train.epochs=1", "train.steps=0") == 2
+    assert [value for _, value in compared][1:-1] == ["16"]
+    assert compared[-1][0] == "configuration"
+
+
+@pytest.mark.usefixtures("as_torchrun")
 def test_multirun_under_a_launcher_ends_with_the_usage_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
