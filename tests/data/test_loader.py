@@ -428,7 +428,6 @@ def test_a_worker_that_a_sample_kills_is_named_with_it():
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.timeout(60)
 def test_a_limit_on_processes_is_named(monkeypatch):
     def denied(process):
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -438,6 +437,7 @@ def test_a_limit_on_processes_is_named(monkeypatch):
         next(batches(workers=2))
 
 
+@pytest.mark.timeout(60)
 def test_a_spawned_process_that_ends_as_it_starts_is_no_hang(monkeypatch):
     """As in a script without `if __name__ == "__main__":`. More than a pipe holds waited for it forever."""
     resource_tracker.ensure_running()
