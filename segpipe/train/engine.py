@@ -25,7 +25,7 @@ from segpipe.distributed.contract import exit_code_of
 from segpipe.distributed.group import Group
 from segpipe.distributed.health import MIB, out_of_memory_named, sample
 from segpipe.errors import CheckpointError, Interrupted, NumericsError
-from segpipe.files import to_json, write_atomically
+from segpipe.files import file_sha256, to_json, write_atomically
 from segpipe.ledger import inputs
 from segpipe.ledger.digest import state_digest
 from segpipe.ledger.rows import INPUTS
@@ -255,9 +255,13 @@ def _open(
         # Also of a resumed run, whose export may be another.
         write_atomically(folder / "config.json", to_json(to_mapping(config)))
     group.keep_stacks(folder)
-    # The first rank of each other machine compares its files with those of rank 0, if it sees what that has recorded.
-    first = environment.local_rank() == 0 and not group.is_main
-    group.together(lambda: record() if first and (folder / INPUTS).is_file() else None)
+    # The first rank of each other machine compares its files with those that rank 0 has recorded. Without a common disk
+    # there is no such record, or that of an earlier run.
+    path = folder / INPUTS
+    first = environment.local_rank() == 0 and path.is_file()
+    own = file_sha256(path) if first else ""
+    compares = own == group.gather(own)[0] and not group.is_main
+    group.together(lambda: record() if compares else None)
     run = Run(
         config,
         group,
