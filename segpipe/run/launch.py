@@ -528,9 +528,10 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
             "configuration": config_hash(config),
         }
         group = processes.join(config.compute, same)
-    except (ConfigError, DataError) as error:
-        # The other ranks of this machine have the same settings and files.
-        error.told = environment.local_rank() > 0
+    except (ConfigError, DataError):
+        # Most are those of all ranks of this machine: then the first one ends, and the launcher the others.
+        if environment.local_rank():
+            environment.wait_to_be_ended()
         raise
 
     def own() -> None:
