@@ -16,6 +16,7 @@ class SegpipeError(Exception):
 
     exit_code = 1
     told = False  # whether another rank has already printed it
+    common = False  # whether all ranks raise it at once; then rank 0 reports it
 
 
 class ConfigError(SegpipeError):
@@ -74,12 +75,14 @@ class DivergenceError(SegpipeError):
     """Two ranks or two runs that must hold the same bits differ."""
 
     exit_code = 5
+    common = True
 
 
 class NumericsError(SegpipeError):
     """The loss or a gradient is not finite; the message says where the state was saved."""
 
     exit_code = 6
+    common = True
 
 
 class IntegrityError(ExportMismatch):
@@ -122,6 +125,7 @@ class Interrupted(SegpipeError):
     """Ctrl-C or SIGTERM; the state was saved before this was raised."""
 
     exit_code = 130
+    common = True
 
 
 def refuse(problems: Iterable[str]) -> None:

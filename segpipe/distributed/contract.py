@@ -38,10 +38,8 @@ from types import CodeType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from segpipe.errors import (
-    CheckpointError,
     CollectiveError,
     ConfigError,
-    DataError,
     Interrupted,
     NotWritten,
     SegpipeError,
@@ -298,19 +296,19 @@ class Contract:
         """
         if self._store is None or isinstance(error, CollectiveError):
             return
+        code = getattr(error, "exit_code", 1)
         # All ranks have the same settings and files: rank 0 has the first word on them.
-        same = isinstance(error, ConfigError | DataError | CheckpointError)
+        same = code == ConfigError.exit_code
         patience_s = ANSWERS_S if same and self._rank else 0.0
         if verdict := self.verdict(error) or self._wait(patience_s):
             raise verdict from None
 
-        own = _on([self._rank], self._hosts)
+        own = f"rank {self._rank}{_on([self._rank], self._hosts)}"
         if lost_another_rank(error):
-            raise lost_rank(error, f"rank {self._rank}{own}") from None
-        text = f"rank {self._rank}{own}: {type(error).__name__}: {error}"
+            raise lost_rank(error, own) from None
+        text = f"{own}: {type(error).__name__}: {error}"
         if not isinstance(error, SegpipeError):
             say(text)  # its traceback may not name the rank
-        code = getattr(error, "exit_code", 1)
         self._post("verdict", self._as_json(text, code, self._elsewhere()))
         if (verdict := self._wait(REPORT_S)) and str(verdict) != text:
             raise verdict

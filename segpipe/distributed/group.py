@@ -100,8 +100,7 @@ class Group:
     def together(self, action: Callable[[], Any]) -> list[Any]:
         """Run `action` on every rank; returns the results by rank, which must be small.
 
-        If it raises a SegpipeError on any rank, every rank raises the first such error. Rank 0 reports it; on the
-        others the error is marked as `told`.
+        If it raises a SegpipeError on any rank, every rank raises the first such error, marked as `common`.
         """
         own: SegpipeError | None = None
         result = None
@@ -110,9 +109,11 @@ class Group:
         except SegpipeError as error:
             own = error
         answers = self.gather((own, result))
-        for first, _ in answers:
+        for number, (first, _) in enumerate(answers):
             if first is not None:
-                first.told = not self.is_main
+                first.common = True
+                if number:  # perhaps on another machine
+                    first.args = (f"rank {number}: {first}",)
                 raise first from own
         return [found for _, found in answers]
 

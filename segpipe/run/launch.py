@@ -40,14 +40,7 @@ from segpipe.distributed.contract import (
     lost_another_rank,
     lost_rank,
 )
-from segpipe.errors import (
-    ConfigError,
-    DataError,
-    DivergenceError,
-    Interrupted,
-    NumericsError,
-    SegpipeError,
-)
+from segpipe.errors import ConfigError, DataError, Interrupted, SegpipeError
 from segpipe.files import ADVICE, not_written, read_json
 from segpipe.run.console import (
     CONSOLE,
@@ -101,8 +94,6 @@ LONGEST_SOCKET = 107  # bytes of a path, on Linux
 SOCKET_NAME = len("/pymp-12345678/listener-12345678")  # as multiprocessing makes it
 _HERE, _USERS = threading.Condition(), list[tuple[int, bool]]()
 _DEFAULTS = list[object]()  # torch's default dtype as each of them found it
-# Raised on all ranks at once, so that rank 0 alone reports them.
-COMMON_ERRORS = (NumericsError, DivergenceError, Interrupted)
 
 
 @contextlib.contextmanager
@@ -609,7 +600,7 @@ def _failure_told(group: Group, config: Config) -> Iterator[None]:
                 raise verdict from None
             raise
         except Exception as error:
-            if not (isinstance(error, COMMON_ERRORS) or getattr(error, "told", False)):
+            if not getattr(error, "common", False):
                 group.contract.fail(error)
             raise
     except Exception as error:
@@ -747,4 +738,4 @@ def _report(error: SegpipeError, *, rank: int = 0) -> int:
 
 def _speaks(error: SegpipeError, rank: int) -> bool:
     """Whether this rank is the one that reports the error."""
-    return not error.told and not (rank and isinstance(error, COMMON_ERRORS))
+    return not error.told and not (rank and error.common)
