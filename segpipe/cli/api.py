@@ -26,14 +26,13 @@ from omegaconf import DictConfig, OmegaConf
 from segpipe import errors, plugins
 from segpipe.cli.commands import COMMANDS, Given
 from segpipe.distributed.environment import local_rank, rank, wait_to_be_ended
-from segpipe.errors import Interrupted, SegpipeError
+from segpipe.errors import ConfigError, Interrupted, SegpipeError
 from segpipe.files import read_json
 from segpipe.run.launch import alone, check_job, examine, launch, launch_apart
 from segpipe.run.tracking import Failure, failure
 from segpipe.settings.compose import (
     command_line,
     complete,
-    compose,
     composed,
     quoted,
     resolve,
@@ -83,8 +82,13 @@ def configuration(settings: Settings = ()) -> Config:
     if isinstance(settings, Config):
         return from_mapping(to_mapping(settings))
     if isinstance(settings, Mapping):
-        return compose(list(_overrides(settings)))
-    return compose([settings] if isinstance(settings, str) else list(settings))
+        settings = list(_overrides(settings))
+    line = command_line([settings] if isinstance(settings, str) else settings)
+    if line.sweeps:
+        raise ConfigError(
+            "These settings are of a sweep. Add hydra.mode=RUN, or use `segpipe train`."
+        )
+    return composed(line)
 
 
 @alone(reads=True)

@@ -238,6 +238,10 @@ def test_settings_are_given_as_typed_by_name_or_whole() -> None:
     with pytest.raises(ConfigError, match="not of the form"):
         configuration("seed")
     assert configuration("seed=3").seed == 3
+    drives = {"experiment": "camvid_drives", "data.root": "x"}
+    with pytest.raises(ConfigError, match="of a sweep"):
+        configuration(drives)
+    assert configuration(drives | {"hydra.mode": "RUN"}).data.hold_out == "0001TP"
     with pytest.raises(ConfigError) as caught:
         configuration({"optim.lrr": 1, "train": {"steps": "x"}})
     assert len(str(caught.value).splitlines()) == 2
