@@ -53,9 +53,10 @@ def record(
 
     Raises DataError naming the first file that changed since the run was started.
     """
-    path = config.run_dir / INPUTS
+    run = config.run_dir
+    path = run / INPUTS
     if fresh:
-        for left in (path, *(config.run_dir / FOLDER).glob("rank*")):
+        for left in (path, *(run / FOLDER).glob("rank*")):
             left.unlink(missing_ok=True)
     found = inputs_of(sets)
     # Hashes from the checks of this start, or of an earlier one, if the files have not changed since.
@@ -66,7 +67,7 @@ def record(
     if path.is_file():
         if changed := changed_inputs(read_inputs(path)["data"], found, known):
             raise DataError(
-                f"data.root = {config.data.root} on {node()}: {changed[0]} since the run {config.run_dir} was started "
+                f"data.root = {config.data.root} on {node()}: {changed[0]} since the run {run} was started "
                 f"({len(changed)} changes). Restore the data, or start another run with another run.name."
             )
         return

@@ -48,17 +48,19 @@ Tracked = Callable[[], Any]  # a class as the module's docstring describes
 
 def tracker_classes(config: Config) -> dict[str, Tracked]:
     """The classes that track.name selects. Raises ConfigError if a class of your own cannot be found."""
-    own = [name for name in config.track.names if plugins.is_path(name)]
+    names = config.track.names
+    own = list(filter(plugins.is_path, names))
     plugins.trust(own)  # only `segpipe train` tracks: the user named it
     return {
         name: plugins.load("track.name", name) if name in own else TRACKERS[name][1]
-        for name in config.track.names
+        for name in names
     }
 
 
 def check_tracking(config: Config) -> None:
     """Raise ConfigError if a tracker's package is not installed, wandb has no login, or nothing would be called."""
-    for name, kind in tracker_classes(config).items():
+    classes = tracker_classes(config)
+    for name, kind in classes.items():
         if isinstance(kind, type) and not any(hasattr(kind, one) for one in _METHODS):
             raise ConfigError(
                 f"track.name = {name}, but the class has none of the methods {', '.join(_METHODS)}. See docs/sweeps.md."
@@ -69,7 +71,7 @@ def check_tracking(config: Config) -> None:
                 f"track.name = {name}, but {package} is not installed. Run pip install "
                 f"{TRACKERS[name][0]}, or set track=none."
             )
-    if "wandb" not in config.track.names:
+    if "wandb" not in classes:
         return
     given = os.environ.get("WANDB_MODE", "online")  # read even if track.mode is set
     if given not in _WANDB_MODES:

@@ -255,13 +255,14 @@ def _open(
         # Also of a resumed run, whose export may be another.
         write_atomically(folder / "config.json", to_json(to_mapping(config)))
     group.keep_stacks(folder)
-    # The first rank of each other machine compares its files with those that rank 0 has recorded. Without a common disk
-    # there is no such record, or that of an earlier run.
-    path = folder / INPUTS
-    first = environment.local_rank() == 0 and path.is_file()
-    own = file_sha256(path) if first else ""
-    compares = own == group.gather(own)[0] and not group.is_main
-    group.together(lambda: record() if compares else None)
+    if group.world_size > 1:
+        # The first rank of each other machine compares its files with those that rank 0 has recorded. Without a common
+        # disk there is no such record, or that of an earlier run.
+        path = folder / INPUTS
+        first = environment.local_rank() == 0 and path.is_file()
+        own = file_sha256(path) if first else ""
+        compares = own == group.gather(own)[0] and not group.is_main
+        group.together(lambda: record() if compares else None)
     run = Run(
         config,
         group,

@@ -585,9 +585,10 @@ def test_a_machine_whose_files_differ_ends_the_run_before_its_first_step(
         return [of_rank_0.hexdigest() if isinstance(item, str) else item]
 
     monkeypatch.setattr(Group, "gather", gathered)
+    monkeypatch.setattr(Group, "barrier", lambda _: None)
 
     def opened() -> None:
-        group = Group(1, 1, torch.device("cpu"))
+        group = Group(1, 2, torch.device("cpu"))
         with contextlib.closing(group.contract):
             run, stream, _ = engine._open(config, group, lambda _: (None, None), None)  # type: ignore[arg-type, return-value]
             stream.close()
