@@ -28,7 +28,7 @@ Work = Callable[..., Any]
 # What a rank would import for itself, again and again.
 PRELOADED = [
     "segpipe.train.engine", "segpipe.run.launch", "segpipe.settings.compose", "matplotlib.figure", "onnxruntime",
-    "pytest", "psutil", "runs",
+    "pytest", "psutil",
 ]  # fmt: skip
 
 
