@@ -257,15 +257,17 @@ class LossContract:
 
     def refusal(self) -> str:
         """Why a training must not start with this loss; empty if it may."""
+        questions = [
+            self._call,
+            self._randomness,
+            self._state,
+            self._sums,
+            self._another_start,
+        ]
+        if self.config.loss.class_weights != "none":
+            questions.append(self._weights)
         with preserved():
-            return refusal(
-                self._call,
-                self._randomness,
-                self._state,
-                self._sums,
-                self._another_start,
-                self._weights if self.config.loss.class_weights != "none" else str,
-            )
+            return refusal(*questions)
 
     def total(self, weights: Tensor | None = None, **given: Tensor) -> Tensor:
         """Loss of the batch, or of the `logits` and `target` given, divided by the valid pixels of the batch."""

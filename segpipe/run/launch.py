@@ -515,7 +515,7 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
         flags.apply(threads, mode)  # before the group: NCCL reads its variables there
         same = {
             "segpipe": _version(),
-            "number of training images": str(len(splits.train) if splits else None),
+            "number of training images": str(splits and len(splits.train)),
             "configuration": config_hash(config),
         }
         group = processes.join(config.compute, same)

@@ -97,8 +97,7 @@ def read_row(folder: Path, name: str) -> Row:
     try:
         config = saved_config(folder)
     except ConfigError as error:  # or of a later version
-        state, reason = "config.json is damaged", first_line(error)
-        return replace(row, state=state, reason=reason)
+        return replace(row, state="config.json is damaged", reason=first_line(error))
     root, data = config.data.root, ""
     with suppress(OSError, ValueError, TypeError, LookupError):
         recorded = read_json(folder / INPUTS)["data"]
