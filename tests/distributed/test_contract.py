@@ -240,9 +240,11 @@ def test_of_the_ranks_with_one_error_one_reports_it(
             ranks.contracts[rank].fail(DataError("not on this machine"))
             told.append(rank)
 
-    threads = [threading.Thread(target=fail, args=(rank,)) for rank in wrong]
+    # Rank 0 is the last one.
+    threads = [threading.Thread(target=fail, args=(rank,)) for rank in wrong[::-1]]
     for thread in threads:
         thread.start()
+        ranks.look(times=1)
     while any(thread.is_alive() for thread in threads):
         ranks.look(times=1)
     assert len(told) == 1
