@@ -316,6 +316,11 @@ CASES = (
         lambda i: F.adaptive_max_pool2d(i.full, i.full.shape[-1] // 8),
         lambda i: F.max_pool2d(i.full, 8),
     ),
+    Case(
+        "adaptive_max_pool3d_backward",
+        "volume",
+        lambda i: F.adaptive_max_pool3d(i.volume, 3),
+    ),
     Case("fractional_max_pool2d_backward", "full", lambda i: _fractional(i.full)),
     Case("avg_pool3d_backward", "volume", lambda i: F.avg_pool3d(i.volume, 3, 1, 1)),
     Case(

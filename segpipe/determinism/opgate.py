@@ -93,12 +93,13 @@ RULES = (
         _AVERAGE,
     ),
     Rule(
-        "adaptive_max_pool2d_backward adaptive_max_pool3d_backward fractional_max_pool2d_backward "
-        "fractional_max_pool3d_backward avg_pool3d_backward max_pool3d_with_indices_backward",
+        "adaptive_max_pool2d_backward fractional_max_pool2d_backward fractional_max_pool3d_backward "
+        "avg_pool3d_backward max_pool3d_with_indices_backward",
         RAISES,
         _ATOMICS,
         _POOL,
     ),
+    Rule("adaptive_max_pool3d_backward", SILENT, _ATOMICS, _POOL),
     Rule("max_unpool2d max_unpool3d", RAISES, _REPEATED, _BILINEAR),
     Rule(
         "reflection_pad1d_backward reflection_pad3d_backward",

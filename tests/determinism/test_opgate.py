@@ -211,6 +211,10 @@ BACKWARD: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
         "adaptive_max_pool2d_backward",
         lambda x: F.adaptive_max_pool2d(x, 3),
     ),
+    "adaptive maximum 3-D": (
+        "adaptive_max_pool3d_backward",
+        lambda x: F.adaptive_max_pool3d(x, 3),
+    ),
     "fractional maximum": (
         "fractional_max_pool2d_backward",
         lambda x: F.fractional_max_pool2d(x, 2, 4),
@@ -327,6 +331,15 @@ def test_what_is_safe_passes(name: str) -> None:
 def test_every_rule_has_a_plant() -> None:
     planted = {op.rstrip("_") for op, _ in PLANTS.values()}
     assert not [rule.ops for rule in RULES if planted.isdisjoint(rule.ops)]
+
+
+def test_an_op_that_torch_does_not_refuse_is_said_to_be_silent() -> None:
+    """Its kernel for CUDA adds atomically and asks for no permission; torch's list of refused ones leaves it out."""
+    refused = str(torch.use_deterministic_algorithms.__doc__)
+    assert "AdaptiveMaxPool2d" in refused
+    assert "AdaptiveMaxPool3d" not in refused
+    [found] = check_ops(lambda: both_ways(lambda x: F.adaptive_max_pool3d(x, 3)))
+    assert found.rule.state == opgate.SILENT
 
 
 def test_a_forward_before_the_gate_is_named_by_its_backward() -> None:
