@@ -106,10 +106,12 @@ class GraphedHeads(nn.Module):
             try:
                 replay = self._recorded(image)
             except (AssertionError, RuntimeError) as error:
-                if is_out_of_memory(error):
-                    raise
+                # torch ends a capture that broke, which raises a second error.
+                cause = ("previous error" in str(error) and error.__context__) or error
+                if is_out_of_memory(cause):
+                    raise cause from None
                 raise ConfigError(
-                    f"compute.cuda_graph: this network cannot be recorded: {first_line(error)}. Set it to off."
+                    f"compute.cuda_graph: this network cannot be recorded: {first_line(cause)}. Set it to off."
                 ) from error
             if self._trial(replay, image) == found:
                 return replay
@@ -149,8 +151,7 @@ class GraphedHeads(nn.Module):
                     given,
                     materialize_grads=True,
                 )
-            tensors = [*given, *grads, *self.heads.buffers()]
-            return int(digest_many(tensors))
+            return int(digest_many([*given, *grads, *self.heads.buffers()]))
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
@@ -218,9 +219,12 @@ def norms(model: nn.Module) -> dict[str, nn.modules.batchnorm._BatchNorm]:
 
 def statistics(model: nn.Module) -> list[Tensor]:
     """Running means and variances of `norms`, in module order."""
-    layers = norms(model).values()
-    found = [value for m in layers for value in (m.running_mean, m.running_var)]
-    return [value for value in found if value is not None]
+    return [
+        value
+        for layer in norms(model).values()
+        for value in (layer.running_mean, layer.running_var)
+        if value is not None
+    ]
 
 
 class Norms:

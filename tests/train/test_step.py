@@ -827,16 +827,27 @@ def test_a_network_is_not_replayed_where_that_would_change_it(
         ),
     ],
 )
+@pytest.mark.parametrize("ends", [False, True])
 def test_a_network_that_cannot_be_recorded_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
     raised: RuntimeError,
     error: type[Exception],
     text: str,
+    ends: bool,
 ) -> None:
-    """A capture that broke leaves torch's generator and stream in it, so eager would end in an error of torch."""
+    """A capture that broke leaves torch's generator and stream in it, so eager would end in an error of torch.
+
+    torch.cuda.graph ends the capture on its way out, which raises again and hides the cause.
+    """
 
     def record(*_: Any, **__: Any) -> None:
-        raise raised
+        try:
+            raise raised
+        finally:
+            if ends:
+                raise torch.AcceleratorError(
+                    "CUDA error: operation failed due to a previous error during capture\nCUDA kernel errors"
+                )
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
     state = fresh(config())
