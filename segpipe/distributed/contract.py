@@ -298,9 +298,8 @@ class Contract:
             return
         code = getattr(error, "exit_code", 1)
         # All ranks have the same settings and files: rank 0 has the first word on them.
-        same = code == ConfigError.exit_code
-        patience_s = ANSWERS_S if same and self._rank else 0.0
-        if verdict := self.verdict(error) or self._wait(patience_s):
+        waits = code == ConfigError.exit_code and self._rank
+        if verdict := self.verdict(error) or self._wait(ANSWERS_S if waits else 0.0):
             raise verdict from None
 
         own = f"rank {self._rank}{_on([self._rank], self._hosts)}"
@@ -452,9 +451,9 @@ class Contract:
             if store.check([f"calls/{rank}"])
         }
 
-        complete = len(answers) == self._world_size
-        over = now - self._answered_at > ANSWERS_S
-        if not (complete or over) or self._rank != min(answers):
+        missing = len(answers) < self._world_size
+        waits = missing and now - self._answered_at <= ANSWERS_S
+        if waits or self._rank != min(answers):
             return
         counts = [
             json.loads(store.get(key))[1] if store.check([key]) else 0
@@ -469,13 +468,17 @@ class Contract:
     def _as_json(self, text: str, exit_code: int, ranks: Sequence[int]) -> str:
         """A verdict as JSON; the first of `ranks` on every machine prints it."""
         first = {self._hosts[rank]: rank for rank in reversed(ranks)}
-        said = {"text": text, "exit_code": exit_code, "speakers": [*first.values()]}
-        return json.dumps(said)
+        return json.dumps(
+            {"text": text, "exit_code": exit_code, "speakers": [*first.values()]}
+        )
 
     def _elsewhere(self) -> list[int]:
         """The ranks of other machines."""
-        here = self._hosts[self._rank]
-        return [rank for rank, host in enumerate(self._hosts) if host != here]
+        return [
+            rank
+            for rank, host in enumerate(self._hosts)
+            if host != self._hosts[self._rank]
+        ]
 
     def _without_store(self, error: RuntimeError) -> str:
         """What this rank knows when the store is gone."""
@@ -502,9 +505,9 @@ class Contract:
 
 
 def lost_rank(error: Exception, where: str) -> CollectiveError:
-    """The error of a rank (`where`) that only knows that a collective failed."""
+    """The error of a rank (`where`) that only knows that a collective failed; NCCL's last line has the reason."""
     return CollectiveError(
-        f"{where}: a collective failed, because another rank ended or cannot be reached: {first_line(error)}."
+        f"{where}: a collective failed, often because a rank ended or cannot be reached: {' '.join(str(error).split())}"
     )
 
 
@@ -515,9 +518,12 @@ def lost_another_rank(error: BaseException) -> bool:
     """
     from torch.distributed import DistError
 
-    signs = ("gloo/transport", "Connection closed by peer")
     return isinstance(error, DistError) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+        isinstance(error, RuntimeError)
+        and any(
+            sign in str(error)
+            for sign in ("gloo/transport", "Connection closed by peer")
+        )
     )
 
 
