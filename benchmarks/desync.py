@@ -1,4 +1,7 @@
-"""Ways to deadlock or desync the ranks of a real training over gloo: each must end, with its cause in words."""
+"""Ways to deadlock or desync the ranks of a real training: each must end, with its cause in words.
+
+Over gloo on a CPU; with `compute.device=cuda ranks=2` over NCCL on two GPUs, or on one if it takes several ranks.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-def child(name: str, folder: str) -> int:
+def child(name: str, folder: str, *settings: str) -> int:
     """A rank of the run with the fault `name`."""
     from segpipe.distributed import environment
     from segpipe.distributed import group as meeting
@@ -124,6 +127,7 @@ def child(name: str, folder: str) -> int:
         [
             *RECIPE,
             *FAULTS[name].settings,
+            *settings,
             f"run.root={folder}",
             "run.name=run",
             f"seed={seed}",
@@ -166,10 +170,11 @@ def judge(
     said: Sequence[tuple[float, str]],
     begun: float | None,
     exit_code: int | None,
+    ranks: int = RANKS,
 ) -> dict[str, Any]:
     """Whether lines, each with its time, name the fault that began at `begun`, in time; exit code None: it hangs."""
     fault = FAULTS[name]
-    pattern = fault.said.replace("LAST", str(RANKS - 1))
+    pattern = fault.said.replace("LAST", str(ranks - 1))
     heard = next(
         ((when, line.strip()) for when, line in said if re.search(pattern, line)),
         None,
@@ -190,7 +195,7 @@ def _without_names(line: str, folder: str) -> str:
     )
 
 
-def provoke(name: str) -> dict[str, Any]:
+def provoke(name: str, ranks: int, settings: Sequence[str]) -> dict[str, Any]:
     """What a run with the fault said, how long after the fault, and how it ended."""
     said: list[tuple[float, str]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -199,11 +204,12 @@ def provoke(name: str) -> dict[str, Any]:
             "-m",
             "torch.distributed.run",
             "--standalone",
-            f"--nproc-per-node={RANKS}",
+            f"--nproc-per-node={ranks}",
         ]
         process = subprocess.Popen(
-            [*command, str(Path(__file__)), name, folder], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, start_new_session=True,
+            [*command, str(Path(__file__)), name, folder, *settings], cwd=ROOT, stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
 
         def listen() -> None:
@@ -222,7 +228,7 @@ def provoke(name: str) -> dict[str, Any]:
         listener.join()
         mark = Path(folder, "fault")
         begun = float(mark.read_text()) if mark.exists() else None
-    return judge(name, said, begun, exit_code)
+    return judge(name, said, begun, exit_code, ranks)
 
 
 SMOKE = {"FAULTS": {"order": FAULTS["order"]}, "RANKS": 2}
@@ -231,11 +237,15 @@ SMOKE = {"FAULTS": {"order": FAULTS["order"]}, "RANKS": 2}
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Every fault in turn; passed when each run ended with the right words in time."""
     rows = []
+    number = [part for part in given.settings if part.startswith("ranks=")]
+    settings = [part for part in given.settings if part not in number]
+    ranks = int(number[-1].removeprefix("ranks=")) if number else RANKS
     for name in FAULTS:
-        rows.append(provoke(name))
+        rows.append(provoke(name, ranks, settings))
         Console(stderr=True).print(rows[-1], soft_wrap=True)
+    recipe = " ".join([*RECIPE, *settings])
     return {
-        "what": f"{' '.join(RECIPE)}; {RANKS} processes, rank {RANKS - 1} at fault in step {STEP}",
+        "what": f"{recipe}; {ranks} processes, rank {ranks - 1} at fault in step {STEP}",
         "machine": measuring.machine(),
         "faults": rows,
         "passed": all(row["passed"] and not row["late"] for row in rows),

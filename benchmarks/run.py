@@ -136,6 +136,7 @@ WITH_SETTINGS = {
     "engines": "run=runs/NAME and cpp=BUILD",
     "runtime": "artifact=FOLDER",
     "cluster": "names of cases, such as cut dead_1",
+    "desync": "ranks=2 and settings of the runs, such as compute.device=cuda",
 }
 
 

@@ -55,6 +55,8 @@ def settings_of(claim: str, exported: Path, folder: Path) -> list[str]:
         return [f"run={exported}", "sizes=[64x96]"]
     if claim == "runtime":
         return [f"artifact={exported / 'export'}"]
+    if claim == "desync":
+        return ["ranks=2", "compute.shards=2"]
     return [f"run={exported}"] if claim == "engines" else []
 
 
