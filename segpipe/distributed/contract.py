@@ -145,8 +145,8 @@ def diagnose(
         )
     elif not (verdict := _behind(calls, counts)):
         verdict = (
-            f"the last {RING} collectives are the same on all ranks, up to {_named(max(counts), calls)}: an earlier "
-            f"one differs, data was corrupted in transit, or a connection broke."
+            f"the last {RING} collectives are the same on all ranks that answered, up to {_named(max(counts), calls)}: "
+            f"an earlier one differs, or that of a rank without an answer, data was corrupted, or a connection broke."
         )
 
     silent = [rank for rank in range(len(counts)) if rank not in calls]

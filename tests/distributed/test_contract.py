@@ -195,6 +195,10 @@ def test_a_difference_that_is_no_longer_remembered_is_not_called_agreement() -> 
         ranks.enter("barrier", 1, 1)
     ranks.look()
     assert "an earlier one differs" in ranks.said[0]
+    # gloo ends the process that receives more than it expects: of two ranks, one is left to tell.
+    alone = watch.diagnose({1: {1: "all_reduce at a.py:1 f"}}, (1, 1), ("", ""))
+    assert "the same on all ranks that answered" in alone
+    assert "or that of a rank without an answer" in alone
 
 
 def test_a_failure_of_one_rank_ends_all_with_its_exit_code() -> None:
