@@ -72,6 +72,7 @@ ConfigStore.instance().store(name="schema", node=Config)
 OmegaConf.register_new_resolver(
     "label", lambda name: str(name).rpartition(":")[2], replace=True
 )
+OmegaConf.register_new_resolver("home", os.path.expanduser, replace=True)
 
 
 @dataclass
@@ -94,11 +95,12 @@ def command_line(arguments: Sequence[str]) -> CommandLine:
     typed: list[str] = []
     for option, value in _pairs(arguments, OPTIONS, (), typed):
         if option in CONFIG_DIR:
-            if not Path(value or "?").is_dir():
+            folder = Path(value or "?").expanduser()
+            if not folder.is_dir():
                 raise ConfigError(
                     f"{option} = {value} is not a folder in {Path.cwd()}."
                 )
-            line.added.append(Path(value).resolve())
+            line.added.append(folder.resolve())
         line.sweeps |= option in MULTIRUN
         line.shows |= option in SHOW
     if line.added:
@@ -207,9 +209,9 @@ def _parsed(key: str, text: str, example: Any) -> Override:
 
 
 def unquoted(text: str) -> str:
-    """Text without the quotes around it, and with the home folder for ~, which no shell expands after `run.root=`."""
+    """Text without the quotes around it."""
     is_quoted = len(text) > 1 and text[0] in "'\"" and text[0] == text[-1]
-    return os.path.expanduser(text[1:-1] if is_quoted else text)
+    return text[1:-1] if is_quoted else text
 
 
 def quoted(text: str) -> str:

@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache, cached_property, partial
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ class Setting:
             ):
                 raise self._unfit(value, "a mapping such as {name: value}")
             if self.item is None:
-                return dict(value)
+                return {name: simple(each) for name, each in value.items()}
             return {name: self._item(f".{name}", value[name]) for name in value}
 
         if self.auto and value in ("auto", []):
@@ -223,7 +224,9 @@ def declared(kind: type, prefix: str = "", **inherited: Any) -> Iterator[Setting
 
 
 def simple(value: Any) -> Any:
-    """A number or an array of numpy or torch as Python's own, and a set as a list; any other value as it is."""
+    """The value as Python's own: of numpy or torch, a set as a list, a path as text with the home folder for ~."""
+    if isinstance(value, str | Path):  # no shell expands the ~ of run.root=~/x
+        return expanduser(value)
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Set):  # whose order differs between processes

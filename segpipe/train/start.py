@@ -92,7 +92,7 @@ def check_pins(config: Config, pins: Sequence[tuple[str, str]]) -> None:
 
 def weights_file(name: str) -> Path:
     """The file that `model.weights` or `loss.teacher` names; last.pt if it is a run folder."""
-    path = Path(name).expanduser()
+    path = Path(name)
     return path / "last.pt" if path.is_dir() else path
 
 

@@ -201,16 +201,31 @@ def test_text_is_taken_as_it_was_typed(text: str) -> None:
     assert compose(["data=folder", f"+data.root={text}"]).data.root == text
 
 
-def test_a_folder_below_home_is_found_by_all_commands(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_folder_below_home_is_found_wherever_it_is_named(
+    own_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shell expands the ~ of root=~/x, but not that of run.root=~/x: runs went into a folder of the name ~."""
     monkeypatch.setenv("HOME", "/home/me")
     assert compose(["run.root=~/x"]).run.root == "/home/me/x"
-    assert 'run.root="/home/me/x"' in command_line(["-m", "run.root=~/x"]).overrides
+    (own_files / "experiment" / "home.yaml").write_text(
+        "# @package _global_\nrun: {root: ~/x}\ndata: {mix: [{root: ~/y}], args: {to: ~/z, n: 3}}\n"
+        "export: {critical_classes: [~/c]}\n"
+    )
+    flags = ["--config-dir", "conf mine", "experiment=home"]
+    found = compose(flags)
+    assert (found.run.root, found.data.mix) == ("/home/me/x", [{"root": "/home/me/y"}])
+    assert found.data.args == {"to": "/home/me/z", "n": 3}
+    assert found.export.critical_classes == ["/home/me/c"]
+    swept = composing._merged(command_line(flags).overrides, return_hydra_config=True)
+    assert swept.hydra.sweep.dir == "/home/me/x"
+    monkeypatch.setenv("HOME", str(own_files.parent))
+    assert compose(["--config-dir=~/conf mine", "experiment=mine"]).optim.lr == 0.125
+    monkeypatch.setenv("HOME", "/home/me")
+    typed = compose(['data.mix=[{root: "~/y"}]'])
+    assert typed.data.mix == found.data.mix
     keys, given = COMMANDS["evaluate"].known, ["run=~/x", "data.root='~/y'"]
-    found = parse(given, keys)
-    assert (found["run"], found["data.root"]) == ("/home/me/x", "/home/me/y")
+    values = parse(given, keys)
+    assert (values["run"], values["data.root"]) == ("/home/me/x", "/home/me/y")
 
 
 @pytest.mark.parametrize(
