@@ -64,7 +64,7 @@ OPTIONS: Values = {
 SWEEP = re.compile(
     r"""['"]|^(choice|range|interval|glob|shuffle|sort|tag|str|json_str)\("""
 )
-MODE = re.compile(r"\+*(experiment|hydra\.mode)=(.*)")  # may make it a sweep
+MODE = re.compile(r"\+*(experiment|hydra(\.mode)?)=")  # may make it a sweep
 # Lines that OmegaConf appends to its messages; they name only its classes.
 OMEGACONF_LINE = re.compile(r"\s*(full_key: |reference_type=|object_type=)")
 
@@ -103,15 +103,16 @@ def command_line(arguments: Sequence[str]) -> CommandLine:
             line.added.append(folder.resolve())
         line.sweeps |= option in MULTIRUN
         line.shows |= option in SHOW
+        if option in SHOW and value != "job":
+            raise ConfigError(
+                f"{option} = {value}, but only the configuration of the run is shown. Write {option} job."
+            )
     if line.added:
         folders = ",".join(f"'file://{folder}'" for folder in line.added)
         line.overrides.append(f"hydra.searchpath=[{folders}]")
-    modes = [
-        f"{found[1]}={quoted(found[2])}" for found in map(MODE.match, typed) if found
-    ]
-    if modes:
-        # What is wrong with them is reported below.
-        with suppress(ConfigError), explained(line.added):
+    # What is wrong with them is reported below.
+    with suppress(ConfigError), explained(line.added):
+        if modes := [_override(text, line) for text in filter(MODE.match, typed)]:
             merged = _merged([*line.overrides, *modes], return_hydra_config=True)
             line.sweeps |= merged.hydra.mode == RunMode.MULTIRUN
     line.sweeps &= not line.shows  # of one run
@@ -228,7 +229,7 @@ def _value(entry: Setting, text: str) -> Any:
     if parsed.is_sweep_override():
         raise ConfigError(
             f"'{entry.key}={text}' has several values. For a list, write {entry.key}=[{text}]; "
-            f"for one run per value, add --multirun."
+            f"for one run per value, --multirun without --cfg."
         )
     return parsed.value()
 

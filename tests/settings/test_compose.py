@@ -267,6 +267,11 @@ def test_flags_and_sweeps_pass_the_first_check() -> None:
     assert line.sweeps
     line = command_line(["--multirun", "seed=1", "--cfg", "job"])
     assert (line.sweeps, line.shows) == (False, True), "it would train"
+    with pytest.raises(ConfigError, match="one run per value, --multirun without -"):
+        command_line(["-m", "seed=1,2", "--cfg", "job"])
+    for kind in ("hydra", "all", ""):
+        with pytest.raises(ConfigError, match=f"--cfg = {kind}, .* Write --cfg job"):
+            command_line([f"--cfg={kind}"])
     command_line(["-m", "model=glob(*)", "run.name=choice(a,b)", "hydra.verbose=true"])
     with pytest.raises(ConfigError, match="lrr is not a setting"):
         command_line(["-m", "optim.lrr=0.1,0.2"])
@@ -718,10 +723,14 @@ def test_an_experiment_that_is_a_sweep_is_known_by_its_mode(own_files: Path) -> 
         "# @package _global_\ndefaults: [camvid_drives, _self_]\ntrain: {steps: 9}\n"
     )
     flags = ["--config-dir", "conf mine", "data.root=x"]
+    number = own_files / "experiment" / "2026.yaml"
+    number.write_bytes((own_files / "experiment" / "drives.yaml").read_bytes())
     for sweep in (
+        ["experiment=2026"],
         ["experiment=camvid_drives"],
         ["+experiment=drives"],
         ["hydra.mode=MULTIRUN", "seed=1,2"],
+        ["hydra={mode: MULTIRUN}", "seed=1,2"],
     ):
         assert command_line([*flags, *sweep]).sweeps
         assert not command_line([*flags, sweep[0], "hydra.mode=RUN"]).sweeps
