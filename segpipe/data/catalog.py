@@ -408,8 +408,8 @@ def _train_ids(
         if raw in table:
             if implied and raw < len(names):
                 raise ValueError(
-                    f"id {raw} is in ignore, but without ids it is that of {names[raw]}. If ids start at 1, add "
-                    f"ids: {{1: {names[0]}, ...}} with all names."
+                    f"id {raw} is in ignore, but without ids it is that of {names[raw]}. For masks of colors, write "
+                    f"the color: {[raw] * 3}. If ids start at 1, add ids: {{1: {names[0]}, ...}} with all names."
                 )
             raise ValueError(f"id {raw} is in both ids and ignore, or twice in one.")
         table[raw] = train

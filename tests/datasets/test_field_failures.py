@@ -124,6 +124,12 @@ CASES: dict[str, tuple[Mask, str, int, tuple[str, ...]]] = {
         2,
         ("id 0 is in ignore, but without ids it is that of floor", "ids: {1: floor"),
     ),
+    "colors, and the id 0 ignored": (
+        colored,
+        f"{THREE}palette: [[7, 0, 0], [1, 128, 128], [9, 192, 192]]\nmasks: colors\nignore: [0]\n",
+        2,
+        ("id 0 is in ignore", "For masks of colors, write the color: [0, 0, 0]"),
+    ),
     "a class of few pixels": (
         few_pixels,
         THREE,
