@@ -1,4 +1,4 @@
-"""Draws the pictures of the README: python docs/images/draw.py runs/street, after `make train`.
+"""Draws the pictures of the README: python docs/images/draw.py RUN, the folder that `make train` prints.
 
 result.jpg: validation images, targets and predictions of the run. predict.jpg: frames of a synthetic drive, and of the
 video that `segpipe predict` makes of it. divergence.svg: two short runs on the same images, of

@@ -111,7 +111,7 @@ def test_both_wheels_can_be_installed_in_one_environment(
     )
     *paths, name = done.stdout.split()
     assert all(Path(path).is_relative_to(tmp_path) for path in paths)
-    assert name == "street"
+    assert name == "street-fast_scnn-seed0"
 
 
 def test_setup_without_cuda_knows_a_build_for_cuda_by_its_metadata() -> None:

@@ -480,7 +480,9 @@ def test_experiment_is_short_explained_and_valid(path: Path) -> None:
     known = "Expected:" in header
     assert known != ("Published:" in header and "Not measured here" in header)
     root = [] if "data: synthetic" in path.read_text() else ["data.root=somewhere"]
-    check(compose([f"experiment={path.stem}", *root]), world_size=1)
+    config = compose([f"experiment={path.stem}", *root, "seed=7"])
+    check(config, world_size=1)
+    assert config.run.name.endswith("-seed7"), "a second seed would be refused"
 
 
 def recipes() -> list[tuple[str, str]]:
