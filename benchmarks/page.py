@@ -76,10 +76,11 @@ its own shards.
 UNMEASURED = """Not measured on a GPU yet. [gpu.md](gpu.md) has the two commands that measure these rows."""
 RESULTS_HEAD = """## Results
 
-Every row is one command, `python benchmarks/run.py ID`, which prints JSON; `benchmarks/results/` keeps it. Arms are
-interleaved in one run; a figure in brackets is its 95 % interval. A goal is met if the worse end of the interval meets
-it. What is not met stays in the table. Figures of a CPU say nothing about a GPU; [gpu.md](gpu.md) says what those of
-the GPU are worth.
+A row is what `python benchmarks/run.py ID` printed on that machine with the code of that commit; `benchmarks/results/`
+keeps the JSON. Some need something else to repeat them: C8 a trained run; `rare`, `augment` and some runs of `bits`
+CamVid (`--camvid FOLDER`); `cluster` root; G1 to G7 a GPU. Arms are interleaved in one run; a figure in brackets is its
+95 % interval. A goal is met if the worse end of the interval meets it. What is not met stays in the table. Figures of a
+CPU say nothing about a GPU; [gpu.md](gpu.md) says what those of the GPU are worth.
 
 The name of a figure is its place in the JSON. `A over B` is the time of A divided by that of B, and `over B` before a
 name the time under that name divided by that of B; `times as fast` and `speedup` are above 1 where segpipe is faster.
