@@ -151,7 +151,7 @@ def not_written(path: Path, error: OSError, kept: str = "") -> NotWritten:
     )
     return NotWritten(
         f"{path} could not be written: {error.strerror or error}{kept and f'; {kept}'}. {advice}, or choose another "
-        f"run.root, then continue with run.exists=resume."
+        f"place (out, or run.root), then repeat the command. A training continues with run.exists=resume."
     )
 
 
