@@ -129,9 +129,12 @@ def state_dict_in(content: Any, path: Path) -> WeightsSource:
     if not entries:
         found = type(content).__name__
         if isinstance(content, Mapping):
-            found = listed([str(key) for key in content]) or f"an empty {found}"
+            others = [
+                str(key) for key in content if not isinstance(content[key], Tensor)
+            ]
+            found = listed(others) or f"an empty {found}"
         raise CheckpointError(
-            f"{path} holds no state dict (tensors by name), but {found}. Save net.state_dict()."
+            f"{path} holds no state dict (tensors by name, nothing else), but {found}. Save net.state_dict()."
         )
 
     def rank(entry: str) -> int:

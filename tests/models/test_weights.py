@@ -390,7 +390,8 @@ def test_the_state_dict_is_found(tmp_path: Path, content: Any, part: str) -> Non
 
 def test_a_file_without_a_state_dict_says_what_it_holds(tmp_path: Path) -> None:
     for content, held in (
-        ({"epoch": 3, "loss": 0.5}, "epoch, loss"), ([1, 2], "list"), (torch.ones(2), "Tensor"), ({}, "an empty dict"),
+        ({"epoch": 3, "loss": 0.5}, "epoch, loss"), ({**Small().state_dict(), "epoch": 3}, r"epoch\."),
+        ([1, 2], "list"), (torch.ones(2), "Tensor"), ({}, "an empty dict"),
     ):  # fmt: skip
         torch.save(content, tmp_path / "x.pth")
         with pytest.raises(
