@@ -290,6 +290,8 @@ def header(
 
     height, width = config.augment.crop_size
     compute, steps = config.compute, config.train.steps
+    warmup = config.optim.warmup_steps
+    slow = f", all below optim.lr (optim.warmup_steps = {warmup})"
     images, batch, classes = len(train), config.global_batch, val.classes
     held_out = f" (sequence {config.data.hold_out})" if config.data.hold_out else ""
     split = config.data.train_split
@@ -305,8 +307,8 @@ def header(
         f"{classes.num_classes} classes\n"
         f"data    {classes.name}: {images} training images{of}, crop {height}x{width}; "
         f"{len(val)} validation images{held_out}\n"
-        f"batch   {batch} = {compute.shards} shards x {compute.samples_per_shard} samples; {steps} steps,"
-        f" {steps * batch / images:.1f} epochs; {config.train.precision}\n"
+        f"batch   {batch} = {compute.shards} shards x {compute.samples_per_shard} samples; {steps} steps"
+        f"{slow if steps < warmup else ''}, {steps * batch / images:.1f} epochs; {config.train.precision}\n"
         f"device  {device}; processes {group.world_size}, threads per process {compute.threads}; mode {compute.mode}"
         f"{compiled}"
     )

@@ -12,9 +12,12 @@ import torch
 
 from runs import metrics, outcome, result, run
 from segpipe.audit.evidence import check_config
+from segpipe.data.samples import open_splits
+from segpipe.distributed.group import Group
 from segpipe.ledger.divergence import compare
 from segpipe.ledger.reader import read_run
 from segpipe.run.launch import with_steps
+from segpipe.settings.compose import compose
 from segpipe.settings.config import from_mapping, saved_config
 from segpipe.train import checkpoint, engine
 from segpipe.train.metrics import Validation
@@ -115,6 +118,15 @@ def test_epochs_are_whole_passes(images: int, epochs: int, steps: int) -> None:
     found, _ = with_steps(from_mapping(values))
     assert (found.train.steps, found.train.epochs) == (steps, 0)
     assert with_steps(found)[0] is found
+
+
+def test_a_run_that_ends_in_its_warm_up_says_so() -> None:
+    """It trains, for a quick look, but never with the learning rate that it was given."""
+    group = Group(0, 1, torch.device("cpu"))
+    for steps, said in ((19, True), (20, False)):
+        config = compose([f"train.steps={steps}", "data.num_train=4", "data.num_val=4"])
+        text = engine.header(config, group, *open_splits(config), torch.nn.ReLU())
+        assert ("steps, all below optim.lr (optim.warmup_steps = 20)" in text) is said
 
 
 def test_a_run_stores_steps_and_resumes_with_epochs(
