@@ -97,6 +97,16 @@ def test_ids_and_ignore_have_defaults(tmp_path: Path) -> None:
     assert table.name == tmp_path.name
 
 
+def test_colors_that_are_made_up_can_be_told_apart(tmp_path: Path) -> None:
+    """Those of classes 8 and 152 differed by 1."""
+    for num, least in ((40, 35), (255, 18)):
+        names = [f"c{place}" for place in range(num)]
+        table = load_masks(table_file(tmp_path, f"names: [{', '.join(names)}]\n"))
+        colors = np.array(table.classes.palette, float)
+        apart = np.linalg.norm(colors[:, None] - colors, axis=2)
+        assert apart[np.triu_indices(num, 1)].min() > least
+
+
 def test_names_may_be_numbers(tmp_path: Path) -> None:
     text = "names: [1, 2]\nids: {7: 1, 8: 2}\n"
     table = load_masks(table_file(tmp_path, text)).classes
