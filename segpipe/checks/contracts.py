@@ -317,7 +317,7 @@ class LossContract:
         )
 
     def _sums(self) -> str:
-        """Whether the loss of a batch is the sum of the losses of its halves."""
+        """Whether the loss of a batch is the sum of those of its halves, and grows with the size of the images."""
         whole = float(self.total())
 
         pairs = zip(self.logits.chunk(2), self.target.chunk(2), strict=True)
@@ -328,13 +328,19 @@ class LossContract:
                 f"{one:.6g} and {two:.6g} for its halves. Look for divisions by 0 and logarithms of 0."
             )
 
-        if abs(one + two - whole) <= CLOSE * abs(whole):
+        wide = float(
+            self.total(
+                logits=self.logits.repeat(1, 1, 1, 2),
+                target=self.target.repeat(1, 1, 2),
+            )
+        )
+        is_mean = abs(wide - whole) < CLOSE * abs(whole)
+        if abs(one + two - whole) <= CLOSE * abs(whole) and not is_mean:
             return ""
-        mean = " It looks like a mean." * (min(one, two) <= whole <= max(one, two))
         return (
-            f"{losses.KEY} = {self.name}: a batch has loss {whole:.6g}, but its halves together {one + two:.6g}.{mean} "
-            f'Return the loss of each pixel (reduction="none"), or their sum: segpipe divides by the number of valid '
-            f"pixels of the whole update."
+            f"{losses.KEY} = {self.name}: a batch has loss {whole:.6g}, its halves together {one + two:.6g}, and "
+            f"images twice as wide {wide:.6g}.{' It looks like a mean.' * is_mean} Return the loss of each pixel "
+            f'(reduction="none"), or their sum: segpipe divides by the number of valid pixels of the whole update.'
         )
 
     def _gradient(self, logits: Tensor, **given: Tensor) -> tuple[Tensor, Tensor]:

@@ -159,6 +159,8 @@ LOSS = """
             return F.cross_entropy(logits, target, ignore_index=ignore_index)
         losses = F.cross_entropy(logits, target, class_weights, ignore_index=ignore_index, reduction="none")
         valid = target != ignore_index
+        if fault == "mean of each image":
+            return (losses.flatten(1).sum(1) / valid.flatten(1).sum(1).clamp_min(1)).sum()
         if fault == "infinite":
             return losses / 0
         if fault == "square":
@@ -653,6 +655,7 @@ def test_no_training_starts_with_a_loss_that_depends_on_its_process(
             "shards add up",
             'It looks like a mean. Return the loss of each pixel (reduction="none")',
         ),
+        ("mean of each image", "shards add up", "It looks like a mean. Return"),
         ("square", "shards add up", "its halves together"),
         ("ignored", "ignored pixels do not count", "Mask out target == ignore_index"),
         ("counts", "a batch without labels", "Do not divide by counts"),
