@@ -200,7 +200,9 @@ def import_labels(given: Given) -> int:
         own = {"data.root": out, "val": given["val"], "replace": True}
         split(complete(own, COMMANDS["split"].known))
     elif "" in written:
-        CONSOLE.print(f"Next: segpipe split {here}")
+        CONSOLE.print(
+            f"Next: segpipe split {here}  # photos: by=image; one video: by=tail"
+        )
     CONSOLE.print(f"Then: segpipe doctor data=folder {here}")
     return 0
 
