@@ -76,7 +76,12 @@ FAULTS = [  # call, errno, times; what is said in the end, if it fails
     ("os.fsync", errno.ENOSPC, 1, "No space left on device.*Free some space"),
     ("os.fsync", errno.EDQUOT, 1, "Disk quota exceeded.*Free some space"),
     ("os.fsync", errno.EFBIG, 1, "File too large.*raise the limit .ulimit -f"),
-    ("os.replace", errno.EISDIR, 1, "Is a directory.*move it away, or .*out, or run.root"),
+    (
+        "os.replace",
+        errno.EISDIR,
+        1,
+        "Is a directory.*move it away, or .*out, or run.root",
+    ),
 ]
 
 

@@ -229,7 +229,7 @@ def _value(entry: Setting, text: str) -> Any:
     if parsed.is_sweep_override():
         raise ConfigError(
             f"'{entry.key}={text}' has several values. For a list, write {entry.key}=[{text}]; "
-            f"for one run per value, --multirun without --cfg."
+            f"for one run per value, add --multirun. --cfg shows one run."
         )
     return parsed.value()
 

@@ -267,7 +267,7 @@ def test_flags_and_sweeps_pass_the_first_check() -> None:
     assert line.sweeps
     line = command_line(["--multirun", "seed=1", "--cfg", "job"])
     assert (line.sweeps, line.shows) == (False, True), "it would train"
-    with pytest.raises(ConfigError, match="one run per value, --multirun without -"):
+    with pytest.raises(ConfigError, match=r"add --multirun\. --cfg shows one run"):
         command_line(["-m", "seed=1,2", "--cfg", "job"])
     for kind in ("hydra", "all", ""):
         with pytest.raises(ConfigError, match=f"--cfg = {kind}, .* Write --cfg job"):
