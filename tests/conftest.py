@@ -43,9 +43,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
-def pytest_collection_finish() -> None:
-    """Leave what was imported out of garbage collections, which took 4 % of the suite's time."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Seek no garbage while tests are imported and rewritten, which took 4 of 11 s, and none among what stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
