@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
 from safetensors.torch import save_file
 
@@ -23,6 +23,12 @@ from segpipe.train.state import build_state
 
 CPU = torch.device("cpu")
 SMALL = "mobilenetv4_conv_small_035"  # expects mean 0.5 and deviation 0.5
+
+
+@pytest.fixture
+def timm() -> Any:
+    """Imported by the process that needs it, since it takes 2 s, and not by each that collects tests."""
+    return import_module("timm")
 
 
 def config(encoder: str = SMALL, *, pretrained: bool = False, **model: Any) -> Any:
@@ -61,7 +67,7 @@ def test_the_encoder_sees_images_normalized_as_it_was_trained() -> None:
     "encoder", [SMALL, "convnext_atto"]
 )  # timm flattens the stages of the second
 def test_a_file_of_the_whole_classifier_gives_the_encoder(
-    encoder: str, tmp_path: Path
+    encoder: str, tmp_path: Path, timm: Any
 ) -> None:
     whole = timm.create_model(encoder, num_classes=10)
     path = tmp_path / "model.safetensors"
@@ -92,7 +98,9 @@ def test_a_file_of_the_whole_classifier_gives_the_encoder(
         "twins_svt_small",
     ],
 )
-def test_tensors_of_an_encoder_have_the_names_of_timms_files(encoder: str) -> None:
+def test_tensors_of_an_encoder_have_the_names_of_timms_files(
+    encoder: str, timm: Any
+) -> None:
     """timm flattens modules of the first three, below a stem too, and wraps the last."""
     with torch.device("meta"):
         net = build_model("timm", 5, {"encoder": encoder})
@@ -112,7 +120,7 @@ def test_an_encoder_whose_features_have_channels_last_sees_an_odd_size() -> None
 
 
 def test_pretrained_weights_are_loaded_for_step_0_only(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, timm: Any
 ) -> None:
     create, asked = timm.create_model, []
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +22,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-import wandb
 import yaml
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb import wandb_agent
 
 from ranks import launched
 from runs import TINY, run, settings
@@ -51,6 +49,19 @@ from segpipe.train import engine
 from segpipe.train.step import TrainStep
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+# Imported by the process that needs them, not by each that collects tests: wandb takes 0.8 s.
+def wandb() -> Any:
+    return import_module("wandb")
+
+
+def scalars(folder: Path, **given: Any) -> Any:
+    """What TensorBoard shows of a folder."""
+    events = "tensorboard.backend.event_processing.event_accumulator"
+    shown = import_module(events).EventAccumulator(str(folder), **given)
+    shown.Reload()
+    return shown
 
 
 def with_wandb(mode: str = "offline") -> Config:
@@ -195,9 +206,9 @@ def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    wandb.teardown()
+    wandb().teardown()
     yield tmp_path
-    wandb.teardown()
+    wandb().teardown()
 
 
 def test_online_without_a_login_stops_before_training(no_login: Path) -> None:
@@ -222,7 +233,7 @@ def test_login_of_an_own_server_is_asked_for_that_server(
     no_login: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.robots.test")
-    wandb.teardown()
+    wandb().teardown()
     (no_login / ".netrc").write_text(
         "machine api.wandb.ai login user password " + "0" * 40
     )
@@ -242,10 +253,10 @@ def test_login_by_variable_or_settings_file_is_found(
     settings.write_text(f"[default]\napi_key = {'0' * 40}\n")
     check_tracking(with_wandb("online"))
     settings.write_text("torn [")
-    wandb.teardown()  # it reads them once
+    wandb().teardown()  # it reads them once
     with pytest.raises(ConfigError):
         check_tracking(with_wandb("online"))
-    wandb.teardown()
+    wandb().teardown()
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     check_tracking(with_wandb("online"))
 
@@ -740,7 +751,7 @@ def test_the_data_is_an_input_of_a_run_online(tmp_path: Path, offline: bool) -> 
         path.write_text("{}")
     calls: list[tuple[str, str]] = []
     tracker = trackers.Wandb()
-    tracker._wandb = wandb
+    tracker._wandb = wandb()
     tracker._config = compose(["data=folder", f"data.root=/data/{FOLDER}"])
     tracker._run = SimpleNamespace(
         id="r1",
@@ -803,8 +814,7 @@ def test_a_real_run_is_in_wandb_and_tensorboard_with_pictures(
     media = folder.glob("wandb/offline-run-*/files/media/images/**/*.png")
     shapes = {cv2.imread(str(path)).shape for path in media}
     assert shapes == {(64, 4 * 96, 3)}, "image, target, prediction and errors"
-    shown = EventAccumulator(str(folder / "tensorboard"), size_guidance={"images": 0})
-    shown.Reload()
+    shown = scalars(folder / "tensorboard", size_guidance={"images": 0})
     assert {"first_image", "worst_1"} <= set(shown.Tags()["images"])
     steps = [event.step for event in shown.Images("first_image")]
     assert steps == [1, 2, 3]
@@ -910,8 +920,7 @@ def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
     killed.on_metrics(1, {"train/loss": 9.0})
     assert run(folder, *changes) == 0
     assert run(folder, *changes, "run.exists=resume") == 0
-    shown = EventAccumulator(str(folder / "tensorboard"))
-    shown.Reload()
+    shown = scalars(folder / "tensorboard")
     losses = [
         (entry["step"], entry["loss"])
         for entry in lines(folder)
@@ -1039,7 +1048,7 @@ def test_the_agent_of_wandb_starts_a_training_of_the_page(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     monkeypatch.setenv("PATH", path)
-    agent = wandb_agent.Agent(None, None, "sweep")
+    agent = import_module("wandb.wandb_agent").Agent(None, None, "sweep")
     agent._sweep_command = [*command, *given]
     program = str(ROOT / sweep["program"])
     agent._command_run({"run_id": "r1", "program": program, "args": proposal})
