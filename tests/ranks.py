@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -62,6 +63,7 @@ def _lead(
     composed: dict[tuple[str, ...], Config],
 ) -> None:
     runs.COMPOSED.update(composed)
+    gc.freeze()
     os.setsid()
     with open(stderr or os.devnull, "w") as file:
         os.dup2(file.fileno(), 2)
@@ -134,6 +136,7 @@ def _drive(
 ) -> None:
     runs.COMPOSED.update(composed)  # else every rank composes what this run is given
     torch.set_num_threads(1)
+    gc.freeze()  # what all ranks have imported is not walked by each
     context = mp.get_context("fork")
     pairs = [context.Pipe() for _ in range(num_ranks)]
     with held_port() as port:
