@@ -64,6 +64,7 @@ from segpipe.run.report import (
 from segpipe.run.trackers import check_tracking
 from segpipe.run.tracking import (
     FILE_NAME,
+    Failure,
     Tracker,
     failure,
     note_failure,
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
     from segpipe.train.engine import Run
     from segpipe.train.metrics import Validation
 
+STOPPED = "stopped. Continue with run.exists=resume."
 BYTES_PER_PIXEL = 4  # RGB and class id
 MUCH_PADDING = 0.2  # share of the pixels of crops
 LONGEST_SOCKET = 107  # bytes of a path, on Linux
@@ -138,18 +140,23 @@ def launch(config: Config) -> int:
     """
     environment.check_tasks()
     check(config)  # checks that do not import torch come first
-    if environment.under_launcher():
-        return work(config)
+    stopped = STOPPED
     try:
-        # Before anything imports torch.
-        flags.set_environment(config.compute.threads, config.compute.mode)
-        config, world_size, splits = _prepared(config)
+        if environment.under_launcher():
+            return work(config)
+        stopped = "stopped before the first step; nothing was written."
+        with stops_raised():
+            # Before anything imports torch.
+            flags.set_environment(config.compute.threads, config.compute.mode)
+            config, world_size, splits = _prepared(config)
+            stopped = STOPPED
+            if world_size == 1:
+                return work(config, prepared=True, splits=splits)
+            return _spawn(config, world_size)
     except KeyboardInterrupt:
-        ERRORS.print("stopped before the first step; nothing was written.")
+        if environment.rank() == 0:
+            ERRORS.print(stopped)
         return Interrupted.exit_code
-    if world_size == 1:
-        return work(config, prepared=True, splits=splits)
-    return _spawn(config, world_size)
 
 
 def launch_apart(config: Config) -> int:
@@ -389,7 +396,7 @@ def _spawn(config: Config, world_size: int) -> int:
 
     before = failure(config.run_dir)  # of an earlier session
     others = set(multiprocessing.active_children())
-    disabled = logging.root.manager.disable
+    disabled, code = logging.root.manager.disable, 0
     # The ranks report errors; torch would repeat them.
     logging.disable(logging.CRITICAL)
     try:
@@ -417,13 +424,13 @@ def _spawn(config: Config, world_size: int) -> int:
                     set(multiprocessing.active_children()) - others,
                     config.compute.timeout_s,
                 )
-                return Interrupted.exit_code
+                raise
     except ProcessExitedException as error:
-        if error.exit_code > 0:
-            return error.exit_code
-        return note_lost(config, error.error_index, -error.exit_code, before)
-    except Stopped:  # a second Ctrl-C
-        return Interrupted.exit_code
+        code = error.exit_code
+        if code < 0:
+            code = note_lost(config, error.error_index, -code, before)
+    except Stopped:
+        code = Interrupted.exit_code
     finally:
         for child in set(multiprocessing.active_children()) - others:
             child.kill()
@@ -434,7 +441,10 @@ def _spawn(config: Config, world_size: int) -> int:
             forkserver._forkserver._stop()  # type: ignore[attr-defined]
         # Rank 0 may have been killed; other machines cannot know that.
         remove_dead(config.run_dir)
-    return 0
+    # The ranks may have ended before they could say so, and rank 0 deletes the record of an earlier session.
+    if code == Interrupted.exit_code and failure(config.run_dir) in (before, Failure()):
+        ERRORS.print(STOPPED)
+    return code
 
 
 def _start_method() -> str:
@@ -489,10 +499,6 @@ def work(
         return _work(config, prepared, splits)
     except SegpipeError as error:
         return _report(error, rank=environment.rank())
-    except KeyboardInterrupt:
-        if environment.rank() == 0:
-            ERRORS.print("stopped. Continue with run.exists=resume.")
-        return Interrupted.exit_code
     except RuntimeError as error:
         if not lost_another_rank(error):
             raise

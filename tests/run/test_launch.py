@@ -353,9 +353,9 @@ def _sleep_unblocked() -> None:
 
 
 def test_a_signal_reaches_a_child_that_is_just_being_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The parent does not know it yet, and would wait for ever."""
+    """The parent does not know it yet, and would wait for ever. No rank is there to say that the run was stopped."""
     child = multiprocessing.get_context("spawn").Process(target=_sleep_unblocked)
 
     def starting(*_: object, **__: object) -> None:
@@ -371,6 +371,7 @@ def test_a_signal_reaches_a_child_that_is_just_being_started(
         )
         child.join(60)
         assert child.exitcode == -signal.SIGTERM
+        assert capsys.readouterr().err == "stopped. Continue with run.exists=resume.\n"
     finally:
         child.kill()
 
@@ -396,11 +397,16 @@ def test_one_process_sets_its_environment_before_anything_else(
     assert seen == ["PASSIVE"]
 
 
-def test_ctrl_c_while_files_are_checked_ends_in_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_files_are_checked_ends_in_a_line(
+    number: signal.Signals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), number)
+        wait_for_signal()
 
     monkeypatch.setattr(launch, "prepare", interrupted)
     assert run(tmp_path / "run") == 130
