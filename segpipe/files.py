@@ -35,7 +35,11 @@ ADVICE = {
     errno.EFBIG: "This process may not write a file of this size: raise the limit (ulimit -f)",
     **dict.fromkeys(PASSING, FAULTY),
 }
-FOLDER = "A folder is in its place: move it away"
+# Not in ADVICE: files that are read may also be missing or a folder.
+OF_OUTPUTS = {
+    errno.EISDIR: "A folder is in its place: move it away",
+    errno.ENOENT: "It or its folder was deleted or moved during the run: move it back",
+}
 
 
 def patiently(path: Path | str, work: Callable[[], T]) -> T:
@@ -80,10 +84,14 @@ def open_to_append(path: Path) -> int:
 
 
 def append(path: Path, descriptor: int, content: bytes) -> None:
-    """Append all of `content` to the open file at `path`, or nothing. Raises OSError."""
+    """Append all of `content` to the open file at `path`, or nothing.
+
+    Raises NotWritten, also if the file was deleted or moved.
+    """
     before = os.lseek(descriptor, 0, os.SEEK_END)
 
     def attempt() -> None:
+        path.stat()
         # A partial record would corrupt everything after it.
         os.ftruncate(descriptor, before)
         left = memoryview(content)
@@ -92,10 +100,10 @@ def append(path: Path, descriptor: int, content: bytes) -> None:
 
     try:
         patiently(path, attempt)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, before)
-        raise
+        raise not_written(path, error) from error
 
 
 def file_sha256(path: Path | str) -> str:
@@ -146,9 +154,7 @@ def files_below(folder: Path | str) -> list[str]:
 
 def not_written(path: Path, error: OSError, kept: str = "") -> NotWritten:
     """The error for a file that could not be written, with what to do; `kept` says what still exists."""
-    advice = (
-        FOLDER if error.errno == errno.EISDIR else ADVICE.get(error.errno or 0, FULL)
-    )
+    advice = {**ADVICE, **OF_OUTPUTS}.get(error.errno or 0, FULL)
     return NotWritten(
         f"{path} could not be written: {error.strerror or error}{kept and f'; {kept}'}. {advice}, or choose another "
         f"place (out, or run.root), then repeat the command. A training continues with run.exists=resume."

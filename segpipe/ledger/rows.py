@@ -432,8 +432,7 @@ class LedgerWriter:
         return row
 
     def _append(self, content: bytes) -> None:
-        with _disk(self.path):
-            append(self.path, self._file, content)
+        append(self.path, self._file, content)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from segpipe.errors import ConfigError, SegpipeError
-from segpipe.files import read_json
+from segpipe.files import not_written, read_json
 from segpipe.run.lock import LOCK, dead_lock, held
 from segpipe.run.report import PAGE, is_live
 from segpipe.run.tracking import FAILURE, FILE_NAME, failure, read_metrics
@@ -39,7 +39,7 @@ def claim_folder(config: Config, *, create: bool = True) -> None:
 def owned(config: Config) -> Iterator[None]:
     """Context that owns the run's folder, for the process that writes its files: rank 0.
 
-    Raises ConfigError while another process owns the folder.
+    Raises ConfigError while another process owns the folder, and at the end NotWritten if it was deleted or moved.
     """
     folder = config.run_dir
     with held(folder) as taken_over:
@@ -49,6 +49,10 @@ def owned(config: Config) -> Iterator[None]:
         _check_earlier_run(config)
         (folder / FAILURE).unlink(missing_ok=True)
         yield
+        try:
+            (folder / "config.json").stat()
+        except OSError as error:  # only a part of the run is there
+            raise not_written(folder / "config.json", error) from error
 
 
 def _check_earlier_run(config: Config) -> None:

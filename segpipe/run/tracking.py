@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from segpipe.errors import CollectiveError, SegpipeError
 from segpipe.files import (
     append,
-    not_written,
     open_to_append,
     plain,
     read_json,
@@ -104,10 +103,7 @@ class Tracker:
         if self._path is not None and self._file is not None:
             elapsed = round(self.seconds(), 3)
             entry = {"step": step, "kind": kind, "time_s": elapsed, **figures}
-            try:
-                append(self._path, self._file, _line(entry))
-            except OSError as error:
-                raise not_written(self._path, error) from error
+            append(self._path, self._file, _line(entry))
         self.call("on_metrics", step, dict(_scalars(figures, f"{kind}/")))
 
     def seconds(self) -> float:
@@ -292,7 +288,8 @@ def note_failure(config: Config, error: SegpipeError) -> None:
     reason = " ".join(str(error).split())
     noted = Failure(error.exit_code, reason, time.time(), type(error).__name__)
     with contextlib.suppress(SegpipeError, OSError):
-        write_atomically(config.run_dir / FAILURE, to_json(noted._asdict()))
+        if config.run_dir.exists():  # not deleted or moved
+            write_atomically(config.run_dir / FAILURE, to_json(noted._asdict()))
 
 
 class Failure(NamedTuple):

@@ -40,11 +40,12 @@ from segpipe.ledger.divergence import compare
 from segpipe.ledger.reader import read_run
 from segpipe.processes import process_start, this_host
 from segpipe.run import folder as folders
-from segpipe.run import lock
+from segpipe.run import launch, lock
 from segpipe.run.folder import clear_folder
 from segpipe.run.tracking import failure
 from segpipe.settings.compose import compose
 from segpipe.settings.config import to_mapping
+from segpipe.train import engine
 from segpipe.train.checkpoint import load
 
 pytestmark = pytest.mark.slow
@@ -235,6 +236,25 @@ def test_replace_deletes_all_but_the_lock(tmp_path: Path) -> None:
 
 
 # --- the lock
+
+
+@pytest.mark.parametrize("when", ["training", "export"])
+def test_a_run_whose_folder_is_moved_away_is_no_success(
+    when: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Neither before the export, at its next line, nor at the end; and no half of a run takes its place."""
+    folder, away = tmp_path / "run", tmp_path / "away"
+    place, name = (engine, "_keep") if when == "training" else (launch, "finish")
+    monkeypatch.setattr(place, name, lambda *_: folder.rename(away))
+    assert run(folder, "train.steps=2", "train.log_every=1") == NotWritten.exit_code
+    said = " ".join(capsys.readouterr().err.split())
+    lost = "No such file or directory. It or its folder was deleted or moved during the run: move it back, or"
+    assert lost in said
+    assert not folder.exists()
+    assert (away / "result.json").exists() is (when == "export")
 
 
 def test_a_folder_of_another_user_is_refused_with_what_to_do(
