@@ -17,6 +17,7 @@ class SegpipeError(Exception):
     exit_code = 1
     told = False  # whether another rank has already printed it
     common = False  # whether all ranks raise it at once; then rank 0 reports it
+    kind = ""  # class of the error of another rank that this one repeats
 
 
 class ConfigError(SegpipeError):

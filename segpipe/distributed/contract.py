@@ -305,10 +305,11 @@ class Contract:
         own = f"rank {self._rank}{_on([self._rank], self._hosts)}"
         if lost_another_rank(error):
             raise lost_rank(error, own) from None
-        text = f"{own}: {type(error).__name__}: {error}"
+        kind = type(error).__name__
+        text = f"{own}: {kind}: {error}"
         if not isinstance(error, SegpipeError):
             say(text)  # its traceback may not name the rank
-        self._post("verdict", self._as_json(text, code, self._elsewhere()))
+        self._post("verdict", self._as_json(text, code, self._elsewhere(), kind))
         if (verdict := self._wait(REPORT_S)) and str(verdict) != text:
             raise verdict
 
@@ -465,12 +466,13 @@ class Contract:
         code = CollectiveError.exit_code
         store.compare_set("verdict", "", self._as_json(text, code, sorted(answers)))
 
-    def _as_json(self, text: str, exit_code: int, ranks: Sequence[int]) -> str:
+    def _as_json(
+        self, text: str, exit_code: int, ranks: Sequence[int], kind: str = ""
+    ) -> str:
         """A verdict as JSON; the first of `ranks` on every machine prints it."""
         first = {self._hosts[rank]: rank for rank in reversed(ranks)}
-        return json.dumps(
-            {"text": text, "exit_code": exit_code, "speakers": [*first.values()]}
-        )
+        said = {"text": text, "exit_code": exit_code, "kind": kind}
+        return json.dumps({**said, "speakers": [*first.values()]})
 
     def _elsewhere(self) -> list[int]:
         """The ranks of other machines."""
@@ -490,10 +492,9 @@ class Contract:
             f"the process or machine that holds it ended, or the network{others} was cut."
         )
 
-    def _accept(self, text: str, exit_code: int, *, told: bool) -> None:
+    def _accept(self, text: str, exit_code: int, kind: str = "", *, told: bool) -> None:
         error = CollectiveError(text)
-        error.exit_code = exit_code
-        error.told = True
+        error.exit_code, error.kind, error.told = exit_code, kind, True
         if not told:
             say(text)
             note = threading.Thread(target=self.on_verdict, args=(error,), daemon=True)

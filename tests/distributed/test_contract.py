@@ -33,6 +33,7 @@ from segpipe.distributed import group as meeting
 from segpipe.distributed.contract import RING, CallLog, Contract, first_difference
 from segpipe.distributed.group import Group
 from segpipe.errors import CollectiveError, DataError
+from segpipe.run.tracking import failure, note_failure
 from segpipe.settings.config import Config
 from segpipe.train import step as gradients
 from segpipe.train.forward import AllHeads, Norms
@@ -218,7 +219,8 @@ def test_a_failure_of_one_rank_ends_all_with_its_exit_code() -> None:
     )
 
 
-def test_an_error_of_ours_is_said_once_by_the_rank_that_has_it() -> None:
+def test_an_error_of_ours_is_said_once_by_the_rank_that_has_it(tmp_path: Path) -> None:
+    """What a rank of another machine records has its kind, too."""
     ranks = Ranks(2)
     telling = threading.Thread(
         target=ranks.contracts[1].fail, args=(DataError("torn"),)
@@ -226,9 +228,11 @@ def test_an_error_of_ours_is_said_once_by_the_rank_that_has_it() -> None:
     telling.start()
     while telling.is_alive():
         ranks.look(times=1)
-    with pytest.raises(CollectiveError, match="rank 1: DataError: torn"):
+    with pytest.raises(CollectiveError, match="rank 1: DataError: torn") as caught:
         ranks.contracts[0].enter("barrier")
     assert ranks.said == [], "launch prints it"
+    note_failure(SimpleNamespace(run_dir=tmp_path), caught.value)  # type: ignore[arg-type]
+    assert failure(tmp_path).kind == "DataError"
 
 
 @pytest.mark.parametrize(("wrong", "says"), [((0, 1, 2), 0), ((1, 2), None), ((2,), 2)])
