@@ -104,7 +104,9 @@ def job_attempt() -> tuple[str, list[int]]:
     """
     launcher = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     job = os.environ.get("SLURM_JOB_ID") or launcher.removeprefix("none")
-    return job, [_number("SLURM_RESTART_COUNT"), _number("TORCHELASTIC_RESTART_COUNT")]
+    counts = "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"
+    # A script may set one to nothing.
+    return job, [_number(name) if os.environ.get(name) else 0 for name in counts]
 
 
 def wait_to_be_ended() -> None:

@@ -331,7 +331,7 @@ def test_an_owner_on_another_machine_is_judged_by_its_last_touch_not_by_a_clock(
     [
         ("1", "0", 0, True),  # Slurm has ended the attempt before
         ("0", "1", 0, False),  # torchrun started again what was refused here
-        ("0", "1", 31, True),  # and what lost its machine
+        ("", "1", 31, True),  # and what lost its machine; an empty count is 0
         ("0", "0", 31, False),
     ],
 )
