@@ -4,6 +4,7 @@ torch waits for `WORLD_SIZE` ranks until its timeout, even if two processes have
 So every rank first leaves a card in the store, and a conflict is named within a second.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -154,7 +155,8 @@ def join(config: ComputeConfig, same: Mapping[str, str]) -> Group:
     """Group of this process; connects to the other ranks if a launcher set RANK and WORLD_SIZE.
 
     `same`: further values that must be equal on all ranks, by name. Raises CollectiveError when they differ, or when
-    ranks are missing. Uses NCCL if each rank has its own GPU; gloo on CPUs and when ranks share a GPU.
+    ranks are missing, and ConfigError for what this machine lacks. Uses NCCL if each rank has its own GPU; gloo on CPUs
+    and when ranks share a GPU.
     """
     rank = environment.rank()
     world_size = environment.world_size() or 1
@@ -218,14 +220,21 @@ def leave(group: Group) -> None:
     group.contract.close()
 
 
+def give_up(error: Exception) -> None:
+    """Tell the ranks of other machines, which wait in `meet`, why this one ends."""
+    if environment.local_world_size() < (environment.world_size() or 1):
+        with contextlib.suppress(CollectiveError):
+            meet({}, environment.LINGER_S, problem=str(error))
+
+
 def meet(
-    same: Mapping[str, str], timeout_s: float, gpu: str = ""
+    same: Mapping[str, str], timeout_s: float, gpu: str = "", problem: str = ""
 ) -> tuple[Store, list[Card]]:
     """The store of this run and the cards of all ranks, once WORLD_SIZE ranks have connected to it.
 
     `same`: further values that must be equal on all ranks, by name; `gpu`: a unique name of this rank's GPU. Raises
-    CollectiveError on every rank when values differ, when two processes have the same RANK, and after `timeout_s` when
-    ranks are missing.
+    CollectiveError on every rank when values differ, when two processes have the same RANK, when one has a `problem`,
+    and after `timeout_s` when ranks are missing.
     """
     world_size = environment.world_size() or 1
     rank = environment.rank()
@@ -235,6 +244,7 @@ def meet(
         "machine": this_host(),
         "pid": os.getpid(),
         "gpu": gpu,
+        "problem": problem,
         "same": {"WORLD_SIZE": world_size, **same},
     }
     keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -334,6 +344,8 @@ def conflict(cards: Sequence[Card]) -> str:
     """Why these ranks cannot form one run, naming both sides; empty if they can."""
     by_rank: dict[int, Card] = {}
     for card in cards:
+        if problem := card.get("problem"):
+            return f"{_who(card)}: {problem}"
         first = cards[0]
         for name, value in first["same"].items():
             if card["same"].get(name) != value:

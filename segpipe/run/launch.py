@@ -512,10 +512,10 @@ def work(
 
 def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
     threads, mode = config.compute.threads, config.compute.mode
-    try:
-        flags.set_environment(environment.local_world_size() * threads, mode)
-        from segpipe.distributed import group as processes
+    flags.set_environment(environment.local_world_size() * threads, mode)
+    from segpipe.distributed import group as processes
 
+    try:
         if not prepared:
             config, splits = with_steps(config)
         flags.apply(threads, mode)  # before the group: NCCL reads its variables there
@@ -525,7 +525,8 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
             "configuration": config_hash(config),
         }
         group = processes.join(config.compute, same)
-    except (ConfigError, DataError):
+    except (ConfigError, DataError) as error:
+        processes.give_up(error)
         # Most are those of all ranks of this machine: then the first one ends, and the launcher the others.
         if environment.local_rank():
             environment.wait_to_be_ended()

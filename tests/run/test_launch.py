@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import multiprocessing
 import os
@@ -536,17 +537,18 @@ def test_what_a_machine_lacks_is_said_there(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Rank 0, on another machine, knows nothing of it, and it is not yet connected.
+    """Rank 0, on another machine, which waits for all ranks, is told.
 
     The launcher ends the others when the first rank of the machine has said it, unless that rank lacks nothing.
     """
+    store = group.local_store()
     for key, value in {
         "RANK": 8 + local,
         "LOCAL_RANK": local,
         "WORLD_SIZE": 16,
         "LOCAL_WORLD_SIZE": 8,
-        "MASTER_ADDR": "-",
-        "MASTER_PORT": 1,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": store.port,
     }.items():
         monkeypatch.setenv(key, str(value))
 
@@ -563,6 +565,9 @@ def test_what_a_machine_lacks_is_said_there(
     assert run(tmp_path / "run", "compute.shards=16") == 2
     assert waited == [""] * local
     assert capsys.readouterr().err.strip() == f"rank {8 + local}: no GPU here"
+    card = json.loads(store.get("segpipe/0/card/1"))
+    assert group.conflict([card]).startswith(f"rank {8 + local} (host ")
+    assert group.conflict([card]).endswith("): no GPU here")
 
 
 def test_a_rank_above_0_reports_its_own_error() -> None:
