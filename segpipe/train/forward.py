@@ -142,15 +142,17 @@ class GraphedHeads(nn.Module):
         """Digest of the logits, gradients and buffers of a pass with a fixed random seed."""
         torch.manual_seed(0)
         with self._unchanged():
-            found = [each for each in heads(image).values() if each.requires_grad]
-            given = [logits.detach().contiguous() for logits in found]
+            # A replay also has a gradient for the logits of a frozen head, and drops it.
+            found = list(heads(image).values())
+            trained = [logits for logits in found if logits.requires_grad]
             with torch.autocast(image.device.type, enabled=False):
                 grads = torch.autograd.grad(
-                    found,
+                    trained,
                     [p for p in self.heads.parameters() if p.requires_grad],
-                    given,
+                    [logits.detach().contiguous() for logits in trained],
                     materialize_grads=True,
                 )
+            given = [logits.detach().contiguous() for logits in found]
             return int(digest_many([*given, *grads, *self.heads.buffers()]))
 
     @contextlib.contextmanager

@@ -679,7 +679,7 @@ class Recorded:
         assert allow_unused_input, "of parameters that have no part in the heads"
         assert not torch.is_autocast_cache_enabled(), "weights that were cast once"
         (self.image,), self.network = inputs, network
-        self.parameters = list(network.parameters())
+        self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.autocast = torch.is_autocast_enabled("cpu")
         for _ in range(3):  # trial passes
             self.backward([torch.ones_like(each) for each in self.forward()])
@@ -697,10 +697,11 @@ class Recorded:
         )
 
     def backward(self, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        heads = list(self.heads.values())
-        given = [
-            torch.empty_like(h).copy_(g) for h, g in zip(heads, grads, strict=True)
+        pairs = zip(self.heads.values(), grads, strict=True)
+        trained = [
+            (h, torch.empty_like(h).copy_(g)) for h, g in pairs if h.requires_grad
         ]
+        heads, given = zip(*trained, strict=True)
         with self.cast():
             return torch.autograd.grad(heads, self.parameters, given, allow_unused=True)
 
@@ -760,6 +761,26 @@ def test_a_recorded_network_has_the_bits_of_eager(
     assert not any(each.requires_grad for each in made[0].outputs), (
         "their graph keeps nodes on the recording's stream"
     )
+
+
+def test_a_network_whose_head_is_frozen_is_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All logits of a replay have a gradient, that of the frozen head as well."""
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", Recorded)
+    found = []
+    for recorded in (False, True):
+        state = fresh(config())
+        for part in (state.model.body, state.model.norm, state.model.main):
+            part.requires_grad_(False)  # type: ignore[operator, union-attr]
+        step = step_of(state, config())
+        assert isinstance(step.gradients, ElasticGradients)
+        if recorded:
+            step.gradients.network = GraphedHeads(AllHeads(state.model), "fp32")
+        train_step(step, batches(0))
+        found.append(bits(state))
+    assert found[0] == found[1]
+    assert isinstance(step.gradients.network._replay, Recorded)
 
 
 def other_logits(replay: Recorded) -> Any:
