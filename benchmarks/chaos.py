@@ -290,9 +290,13 @@ def layout_of(chance: random.Random) -> dict[str, Any]:
 
 
 def set_up(run: Started) -> bool:
-    """Waits until the run opens its log, right before its first update. False: it has ended before."""
+    """Waits until the run writes to its log: its first update, or a resume's opening. False: it has ended before."""
     metrics = run.folder / "metrics.jsonl"
-    while not (metrics.exists() and metrics.stat().st_mtime >= run.since):
+    while not (
+        metrics.exists()
+        and (found := metrics.stat()).st_size
+        and found.st_mtime >= run.since
+    ):
         if run.launcher.poll() is not None:
             return False
         time.sleep(0.005)
