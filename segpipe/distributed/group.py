@@ -223,7 +223,10 @@ def leave(group: Group) -> None:
 def give_up(error: Exception) -> None:
     """Tell the ranks of other machines, which wait in `meet`, why this one ends."""
     if environment.local_world_size() < (environment.world_size() or 1):
-        with contextlib.suppress(CollectiveError):
+        with contextlib.suppress(CollectiveError, OSError, ValueError):
+            if environment.rank():  # torch would wait for a store, and print frames
+                place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                socket.create_connection(place, environment.LINGER_S).close()
             meet({}, environment.LINGER_S, problem=str(error))
 
 

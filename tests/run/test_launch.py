@@ -568,6 +568,12 @@ def test_what_a_machine_lacks_is_said_there(
     card = json.loads(store.get("segpipe/0/card/1"))
     assert group.conflict([card]).startswith(f"rank {8 + local} (host ")
     assert group.conflict([card]).endswith("): no GPU here")
+    # Without a store, torch would wait for twice this time, and print frames of its code.
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(environment, "LINGER_S", 10.0)
+    started = time.monotonic()
+    group.give_up(ConfigError("no GPU here"))
+    assert time.monotonic() - started < 8
 
 
 def test_a_rank_above_0_reports_its_own_error() -> None:
