@@ -88,7 +88,7 @@ def append(path: Path, descriptor: int, content: bytes) -> None:
 
     Raises NotWritten, also if the file was deleted or moved.
     """
-    before = os.lseek(descriptor, 0, os.SEEK_END)
+    before = -1
 
     def attempt() -> None:
         path.stat()
@@ -99,6 +99,7 @@ def append(path: Path, descriptor: int, content: bytes) -> None:
             left = left[os.write(descriptor, left) :]
 
     try:
+        before = os.lseek(descriptor, 0, os.SEEK_END)
         patiently(path, attempt)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -154,7 +155,7 @@ def files_below(folder: Path | str) -> list[str]:
 
 def not_written(path: Path, error: OSError, kept: str = "") -> NotWritten:
     """The error for a file that could not be written, with what to do; `kept` says what still exists."""
-    advice = {**ADVICE, **OF_OUTPUTS}.get(error.errno or 0, FULL)
+    advice = (ADVICE | OF_OUTPUTS).get(error.errno or 0, FULL)
     return NotWritten(
         f"{path} could not be written: {error.strerror or error}{kept and f'; {kept}'}. {advice}, or choose another "
         f"place (out, or run.root), then repeat the command. A training continues with run.exists=resume."

@@ -155,6 +155,11 @@ def test_metrics_stay_whole(tmp_path: Path, fault: Fault, pauses: list[float]) -
     tracker.close()
     [entry] = read_metrics(tmp_path / "metrics.jsonl")
     assert (entry["step"], entry["loss"], len(pauses)) == (1, 0.5, 2)
+    # A file server looks the file up for its size.
+    tracker = Tracker(tmp_path / "metrics.jsonl", {})
+    fault("os.lseek", errno.ESTALE, 1)
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl could not be written"):
+        tracker.log(2, "train", {"loss": 0.5})
 
 
 def test_an_append_by_two_hands_is_no_place_to_cut(tmp_path: Path) -> None:
