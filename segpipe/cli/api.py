@@ -172,8 +172,8 @@ def _typed(value: Any) -> str:
     if isinstance(value, Mapping):
         entries = (f"{_key(name)}: {_typed(each)}" for name, each in value.items())
         return f"{{{', '.join(entries)}}}"
-    if isinstance(value, str | Path):
-        return quoted(str(value))
+    if isinstance(value, str):
+        return quoted(value)
     if isinstance(value, Iterable):
         return f"[{', '.join(map(_typed, value))}]"
     return json.dumps(value, default=repr)

@@ -88,14 +88,14 @@ class Setting:
             ):
                 raise self._unfit(value, "a mapping such as {name: value}")
             if self.item is None:
-                return {name: simple(each) for name, each in value.items()}
+                return value
             return {name: self._item(f".{name}", value[name]) for name in value}
 
         if self.auto and value in ("auto", []):
             return []
         is_list = isinstance(default, list)
         takes_list = is_list or self.item is not None
-        if takes_list and isinstance(value, list | tuple) and (value or default == []):
+        if takes_list and isinstance(value, list) and (value or default == []):
             numbered = enumerate(value)
             return [self._item(f"[{place}]", each) for place, each in numbered]
         if is_list:
@@ -227,6 +227,10 @@ def simple(value: Any) -> Any:
     """The value as Python's own: of numpy or torch, a set as a list, a path as text with the home folder for ~."""
     if isinstance(value, str | Path):  # no shell expands the ~ of run.root=~/x
         return expanduser(value)
+    if isinstance(value, Mapping):
+        return {name: simple(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [simple(each) for each in value]
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Set):  # whose order differs between processes

@@ -208,13 +208,14 @@ def test_a_folder_below_home_is_found_wherever_it_is_named(
     monkeypatch.setenv("HOME", "/home/me")
     assert compose(["run.root=~/x"]).run.root == "/home/me/x"
     (own_files / "experiment" / "home.yaml").write_text(
-        "# @package _global_\nrun: {root: ~/x}\ndata: {mix: [{root: ~/y}], args: {to: ~/z, n: 3}}\n"
+        "# @package _global_\nrun: {root: ~/x}\ndata: {mix: [{root: ~/y}], args: {to: ~/z, n: 3, more: [{to: ~/z}]}}\n"
         "export: {critical_classes: [~/c]}\n"
     )
     flags = ["--config-dir", "conf mine", "experiment=home"]
     found = compose(flags)
     assert (found.run.root, found.data.mix) == ("/home/me/x", [{"root": "/home/me/y"}])
-    assert found.data.args == {"to": "/home/me/z", "n": 3}
+    more = [{"to": "/home/me/z"}]
+    assert found.data.args == {"to": "/home/me/z", "n": 3, "more": more}
     assert found.export.critical_classes == ["/home/me/c"]
     swept = composing._merged(command_line(flags).overrides, return_hydra_config=True)
     assert swept.hydra.sweep.dir == "/home/me/x"
