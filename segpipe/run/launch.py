@@ -534,7 +534,8 @@ def _work(config: Config, prepared: bool, splits: Splits | None) -> int:
 
     def own() -> None:
         """Rank 0 owns the folder that it writes; the parent of spawned processes may die before them."""
-        held.enter_context(stops_raised())
+        if not prepared or group.world_size > 1:  # else `launch` has
+            held.enter_context(stops_raised())
         if group.is_main:
             held.enter_context(owned(config))
 
