@@ -471,16 +471,15 @@ class Contract:
     ) -> str:
         """A verdict as JSON; the first of `ranks` on every machine prints it."""
         first = {self._hosts[rank]: rank for rank in reversed(ranks)}
-        said = {"text": text, "exit_code": exit_code, "kind": kind}
-        return json.dumps({**said, "speakers": [*first.values()]})
+        speakers = [*first.values()]
+        return json.dumps(
+            {"text": text, "exit_code": exit_code, "kind": kind, "speakers": speakers}
+        )
 
     def _elsewhere(self) -> list[int]:
         """The ranks of other machines."""
-        return [
-            rank
-            for rank, host in enumerate(self._hosts)
-            if host != self._hosts[self._rank]
-        ]
+        here = self._hosts[self._rank]
+        return [rank for rank, host in enumerate(self._hosts) if host != here]
 
     def _without_store(self, error: RuntimeError) -> str:
         """What this rank knows when the store is gone."""
@@ -519,12 +518,9 @@ def lost_another_rank(error: BaseException) -> bool:
     """
     from torch.distributed import DistError
 
+    signs = ("gloo/transport", "Connection closed by peer")
     return isinstance(error, DistError) or (
-        isinstance(error, RuntimeError)
-        and any(
-            sign in str(error)
-            for sign in ("gloo/transport", "Connection closed by peer")
-        )
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
     )
 
 

@@ -347,7 +347,7 @@ def conflict(cards: Sequence[Card]) -> str:
     """Why these ranks cannot form one run, naming both sides; empty if they can."""
     by_rank: dict[int, Card] = {}
     for card in cards:
-        if problem := card.get("problem"):
+        if problem := card["problem"]:
             return f"{_who(card)}: {problem}"
         first = cards[0]
         for name, value in first["same"].items():

@@ -286,8 +286,9 @@ class LivePage:
 def note_failure(config: Config, error: SegpipeError) -> None:
     """Record why the run ended. On a full disk it writes nothing, so the error itself stays visible."""
     reason = " ".join(str(error).split())
-    kind = error.kind or type(error).__name__
-    noted = Failure(error.exit_code, reason, time.time(), kind)
+    noted = Failure(
+        error.exit_code, reason, time.time(), error.kind or type(error).__name__
+    )
     with contextlib.suppress(SegpipeError, OSError):
         if config.run_dir.exists():  # not deleted or moved
             write_atomically(config.run_dir / FAILURE, to_json(noted._asdict()))

@@ -457,7 +457,13 @@ def test_garbage_in_the_sum_is_no_agreement() -> None:
         contract.settle(2 * ticket + 1)
 
 
-CARD = {"rank": 0, "host": "a", "pid": 1, "same": {"WORLD_SIZE": 2, "config": None}}
+CARD = {
+    "rank": 0,
+    "host": "a",
+    "pid": 1,
+    "problem": "",
+    "same": {"WORLD_SIZE": 2, "config": None},
+}
 
 
 @pytest.mark.parametrize(
