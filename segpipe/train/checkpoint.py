@@ -218,7 +218,7 @@ def state_of(
     bf16_on_cpu = group.device.type == "cpu" and config.train.precision == "bf16"
     if bf16_on_cpu and instructions is not None and "bf16" not in instructions:
         warnings.append(
-            "train.precision = bf16, but this CPU has no bf16 instructions: an update takes 12 to 16 times as long as "
+            "train.precision = bf16, but this CPU has no bf16 instructions: an update takes 8 to 16 times as long as "
             "with train.precision=fp32."
         )
     if rank_differences and config.compute.mode != "off":

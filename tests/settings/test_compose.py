@@ -516,6 +516,19 @@ def test_a_recipe_fits_each_of_its_networks(experiment: str, name: str) -> None:
         assert heads - {"boundary"}
 
 
+@pytest.mark.parametrize(
+    ("flags", "precision"),
+    [("fma avx512_bf16", "bf16"), ("fp bf16 svebf16", "bf16"), ("fma avx2", "fp32")],
+)
+def test_recipes_for_a_cpu_train_in_bf16_if_it_can(
+    flags: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(composing, "proc_lines", lambda name: [f"{name}: {flags}"])
+    for name in ("camvid_cpu", "camvid_drives", "camvid_gpu"):
+        config = compose([f"experiment={name}", "hydra.mode=RUN"])
+        assert config.train.precision == ("bf16" if "gpu" in name else precision), name
+
+
 def test_recipes_cover_the_networks_with_a_published_schedule() -> None:
     """Others: EfficientViT's is not published, an encoder of timm or a network of smp has none."""
     without = {"efficientvit_seg_b0", "efficientvit_seg_b1", "timm", "smp"}
