@@ -31,7 +31,7 @@ from segpipe.data.data_set import (
 from segpipe.data.facts import facts_of
 from segpipe.data.masks import settled
 from segpipe.data.pack import AUTO, Pack
-from segpipe.data.pairs import Scan, scan
+from segpipe.data.pairs import IMAGE_FOLDERS, SPLITS, Scan, scan
 from segpipe.data.readers import Progress, R, silent, threaded
 from segpipe.errors import DataError
 from segpipe.plugins import is_path
@@ -217,21 +217,20 @@ def _shared_ids(part: SubSet, names: Mapping[str, str], shared: ClassTable) -> U
     """
     given = {str(name): wanted for name, wanted in names.items()}
     own = part.samples.classes
-    where = f"{part.key}.map"
     choices = (*shared.names, IGNORE)
     for name, wanted in given.items():
         if name not in own.names:
             raise DataError(
-                f"{where} names the class {name!r}, but {part.label} has no such class.{nearest(name, own.names)}"
+                f"{part.key}.map names the class {name!r}, but {part.label} has no such class."
+                f"{nearest(name, own.names)}"
             )
         if wanted not in choices:
             raise DataError(
-                f"{where} maps {name} to {wanted!r}, which is not a class of the shared table "
+                f"{part.key}.map maps {name} to {wanted!r}, which is not a class of the shared table "
                 f"{shared.name}.{nearest(wanted, choices)}"
             )
 
-    known = {*given, *shared.names}
-    lost = [name for name in own.names if name not in known]
+    lost = [name for name in own.names if name not in (*given, *shared.names)]
     if lost:
         proposed = []
         for name in lost:
@@ -279,8 +278,8 @@ def _held_out(data: DataConfig, split: str) -> DataSet:
 def sequence(name: str, pattern: str = "") -> str:
     """Sequence of the image `name`, a path below the split's folder without suffix (`Samples.name`).
 
-    The folder, if the name has one; otherwise the part before the last number. A name without a number is its own
-    sequence:
+    The folder, if the name has one besides `images`, `train` and the like; otherwise the part before the last number.
+    A name without a number is its own sequence:
 
     `0016E5_08640` -> `0016E5`, `Seq05VD_f00030` -> `Seq05VD`, `lindau/lindau_000003_000019_leftImg8bit` -> `lindau`,
     `lindau_000003_000019` -> `lindau_000003`, `frame0012` -> `frame`, `000012` -> `unnamed`, `kitchen` -> `kitchen`.
@@ -302,12 +301,15 @@ def sequence(name: str, pattern: str = "") -> str:
 
 def frame(name: str) -> tuple[str, int | None]:
     """Sequence of an image by the rule above, and its frame number, or None if the name has no number."""
-    folder, _, stem = name.rpartition("/")
+    *folders, stem = name.split("/")
+    # Paths in a CSV start at the root of the data set.
+    folder = "/".join(each for each in folders if each not in (*IMAGE_FOLDERS, *SPLITS))
     numbers = list(_NUMBER.finditer(stem))
     if not numbers:
         return folder or stem, None
-    before = _END.sub("", stem[: numbers[-1].start()]) or numbers[-1][1]
-    return folder or before or "unnamed", int(numbers[-1][2])
+    last = numbers[-1]
+    before = _END.sub("", stem[: last.start()]) or last[1]
+    return folder or before or "unnamed", int(last[2])
 
 
 def bare_names(samples: DataSet) -> list[str]:
@@ -326,7 +328,7 @@ def sequences(samples: DataSet, pattern: str = "") -> list[str]:
 
 def image_sizes(samples: DataSet) -> Counter[Size]:
     """Number of images of each (height, width) in a split."""
-    return Counter(samples.size(index) for index in range(len(samples)))
+    return Counter(map(samples.size, range(len(samples))))
 
 
 def over(

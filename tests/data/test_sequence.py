@@ -16,6 +16,8 @@ from segpipe.errors import DataError
         ("lindau/lindau_000003_000019_leftImg8bit", ("lindau", 19)),  # Cityscapes
         ("lindau_000003_000019_leftImg8bit", ("lindau_000003", 19)),
         ("drive1/camera2/x", ("drive1/camera2", None)),
+        ("train/images/0016E5_08640", ("0016E5", 8640)),  # of a CSV
+        ("images/drive1/000012", ("drive1", 12)),
         ("kitchen-left-000123", ("kitchen-left", 123)),
         ("rec_2024-05-01_12-33-01_000010", ("rec_2024-05-01_12-33-01", 10)),
         ("frame0012", ("frame", 12)),
