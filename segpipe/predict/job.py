@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from glob import glob, has_magic
 from pathlib import Path, PurePosixPath
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 import cv2
@@ -289,9 +290,13 @@ class PredictJob:
                     size = image.shape
                     ids = self._ids(source, image)
                     if self.frames:
-                        path = self.out / paths["mask"] / f"{done:06}.png"
-                        write_mask(path, ids, self.predictor.palette)
-                    if add is not None:
+                        folder = self.out / paths["mask"]
+                        if not done:  # an earlier video may have been longer
+                            rmtree(folder, ignore_errors=True)
+                        write_mask(
+                            folder / f"{done:06}.png", ids, self.predictor.palette
+                        )
+                    if add:
                         add(self._blended(image, ids))
                     pixels = pixels + self._count(ids)
                     done += 1

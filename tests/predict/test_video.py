@@ -200,7 +200,8 @@ def test_a_stream_is_read_to_its_end_its_time_or_ctrl_c(
     out = tmp_path / "stopped"
     assert run_url(url, out) == 5
     assert len(list(read_frames(out / "overlays" / "stream.mp4"))) == 5
-    assert run_url(url, tmp_path / "timed", seconds=1e-9) == 1
+    assert run_url(url, out, seconds=1e-9) == 1
+    assert len(list((out / "masks" / "stream.mp4").iterdir())) == 1, "not of both"
     (camera,), _ = find("0", tmp_path)
     assert (camera.live, camera.name) == ("0", "camera0")
     (tmp_path / "0").mkdir()
