@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 AUTO = ".segpipe-pack"  # below data.root; readers of a data set skip hidden folders
 # Raise the number when a reader returns different pixels; new releases of decoders may, too.
-FORMAT = f"5 {cv2.__version__} {PIL.__version__}"
+FORMAT = f"6 {cv2.__version__} {PIL.__version__}"
 # Samples checked once and kept mapped; others are checked at each read. A process may have 65,530 maps.
 MOST_MAPS = 40_000
 PAGE_BYTES = 4096  # an entry takes about 400

@@ -170,7 +170,7 @@ def image_of(
             return header, _decode(content, cv2.IMREAD_COLOR_RGB | stored)
         if turn:
             image = ImageOps.exif_transpose(image)
-        return header, _rgb(image)
+        return header, _rgb(image, header.bits)
 
 
 def is_turned(header: Header, size: Sequence[int], rule: str, path: str) -> bool:
@@ -391,10 +391,10 @@ def _stored(image: Image.Image) -> NDArray[Any]:
     return pixels.astype(np.uint16) if image.mode in WIDE else pixels
 
 
-def _rgb(image: Image.Image) -> Uint8:
-    """RGB uint8 (H, W, 3): gray is repeated, alpha dropped, 16 bits cut to the upper 8."""
+def _rgb(image: Image.Image, bits: int) -> Uint8:
+    """RGB uint8 (H, W, 3): gray is repeated, alpha dropped, 16 or 12 bits cut to the upper 8."""
     if image.mode in WIDE:
-        image = Image.fromarray((_stored(image) >> 8).astype(np.uint8))
+        image = Image.fromarray((_stored(image) >> bits - 8).astype(np.uint8))
     return np.asarray(image.convert("RGB"), np.uint8)
 
 

@@ -498,6 +498,20 @@ def test_images_are_rgb_of_8_bits_and_no_cut_passes(tmp_path: Path, name: str) -
                 read(str(path))
 
 
+def test_a_tiff_of_12_bits_keeps_its_upper_8(tmp_path: Path) -> None:
+    """As cameras of inspection write it: two pixels in three bytes, one of 16 bits for Pillow."""
+    wide, path = GREY.astype(np.uint16) * 16 + 9, tmp_path / "image.tif"
+    bits = np.unpackbits(wide.astype(">u2").view(np.uint8), axis=1)
+    bits = bits.reshape(HEIGHT, WIDTH, 16)[..., 4:].reshape(HEIGHT, -1)
+    rows = np.packbits(bits, axis=1).tobytes()
+    depths = [struct.pack("<HHIHH", 258, 3, 1, depth, 0) for depth in (16, 12)]
+    content = encoded(wide, "TIFF").replace(*depths)
+    pixels = wide.astype("<u2").tobytes()
+    path.write_bytes(content.replace(pixels, rows.ljust(len(pixels))))
+    assert read_header(str(path)).bits == 12
+    assert np.array_equal(read_image(str(path)), np.dstack([GREY] * 3))
+
+
 def test_a_jpeg_is_read_whatever_a_camera_appends(tmp_path: Path) -> None:
     """A preview as a second picture (MPO), or a video."""
     path, jpeg, video = tmp_path / "photo.jpg", encoded(PICTURE, "JPEG"), bytes(200_000)
