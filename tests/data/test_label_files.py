@@ -398,6 +398,11 @@ CASES: dict[str, Case] = {
         IDS,
         ("several pages",),
     ),
+    "png of two frames": (
+        lambda: encoded(grey(), save_all=True, append_images=[Image.fromarray(rgb())]),
+        IDS,
+        ("several pages",),
+    ),
     "tiff truncated": (lambda: encoded(grey(), "TIFF")[:-9], IDS, ("is truncated",)),
     "tiff upside down": (
         lambda: encoded(grey(), "TIFF", exif=exif(3)),
