@@ -119,8 +119,9 @@ class ScaleCrop(A.DualTransform):  # type: ignore[misc]
 
         target = data["mask"]
         # bincount takes 5 times as long.
-        limits = [0, IGNORE_INDEX]
-        counts = cv2.calcHist([target], [0], None, limits[1:], limits).ravel()
+        counts = cv2.calcHist(
+            [target], [0], None, [IGNORE_INDEX], [0, IGNORE_INDEX]
+        ).ravel()
         present = np.flatnonzero(counts).tolist()
         if not present:
             return None

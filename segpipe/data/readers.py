@@ -320,8 +320,9 @@ def _header(image: Image.Image, content: bytes) -> Header:
     orientation = _exif_orientation(image.info.get("exif", b""))
     layout = LAYOUTS.get(image.mode)
     if image.format in ("JPEG", "MPO"):
-        fault = LOSSY.format("JPEG")
-        return Header(image.height, image.width, "color", 8, orientation, fault)
+        return Header(
+            image.height, image.width, "color", 8, orientation, LOSSY.format("JPEG")
+        )
     if layout is None or (image.mode == "I" and image.format != "PPM"):
         raise ValueError(
             f"has pixels of mode {image.mode} (F: floats, I: 32 bits), but gray or RGB with 8 or 16 bits was needed. "
@@ -354,8 +355,8 @@ def _mask_fault(image: Image.Image, layout: str, bits: int) -> str:
         if image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0:
             return f"its gray values are inverted. {WRITE_PNG}"
 
-    supported = (8,) if layout == "color" else (8, 16)
-    if bits in supported or (image.format == "PNG" and bits < 8):
+    is_wide = bits == 16 and layout != "color"
+    if bits == 8 or is_wide or (image.format == "PNG" and bits < 8):
         return ""
     return f"{bits} bits per channel of {layout} are not supported. Write it as PNG with 8."
 

@@ -270,9 +270,11 @@ def _held_out(data: DataConfig, split: str) -> DataSet:
             f"{', '.join(shown)}."
         )
 
-    sources = tuple(dict.fromkeys((*train.sources, *other.sources)))
-    chosen = tuple(left if split == "train" else held)
-    return replace(train, pairs=chosen, sources=sources)
+    return replace(
+        train,
+        pairs=tuple(left if split == "train" else held),
+        sources=tuple(dict.fromkeys((*train.sources, *other.sources))),
+    )
 
 
 def sequence(name: str, pattern: str = "") -> str:

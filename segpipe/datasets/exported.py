@@ -229,8 +229,9 @@ def write_import(
         faults.append("no image with labels was found.")
     if faults and not (skip and names):
         return faults, Counter()
-    results = zip(export.items, found, strict=True)
-    written = Counter(item.split for item, fault in results if not fault)
+    written = Counter(
+        item.split for item, fault in zip(export.items, found, strict=True) if not fault
+    )
     if written:
         table = {
             "name": out.resolve().name,

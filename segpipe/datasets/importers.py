@@ -93,8 +93,7 @@ def runs(counts: Sequence[int], size: Size) -> Area:
             f"has run lengths for {sum(counts)} pixels, but {height}x{width} were needed"
         )
 
-    inside = np.arange(len(counts)) % 2 == 1
-    return np.repeat(inside, counts).reshape(size)
+    return np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(size)
 
 
 def coco_counts(text: str) -> list[int]:
@@ -301,8 +300,7 @@ def _png(text: str, left: int, top: int, size: Size) -> Area:
     if part is None:
         raise ValueError("has a mask that is not a PNG")
 
-    height, width = part.shape
-    return _pasted(lambda _: part > 0, (height, width), left, top, size)
+    return _pasted(lambda _: part > 0, part.shape, left, top, size)
 
 
 def cvat(source: Path, names: Sequence[str]) -> Export:
@@ -335,13 +333,12 @@ def _read_cvat(
 ) -> None:
     """Add an image and its shapes."""
     subset = image.get("subset", "")
-    split = split_name(subset)
     folders = [folder / place for place in (f"images/{subset}", "images", "")]
     path = find_image(folders, name)
     size = int(image.attrib["height"]), int(image.attrib["width"])
     shapes = [shape for shape in image if shape.tag != "tag"]
     shapes.sort(key=lambda shape: float(shape.get("z_order", 0)))
-    export.add(split, name, path, size, list(map(_cvat_shape, shapes)))
+    export.add(split_name(subset), name, path, size, [*map(_cvat_shape, shapes)])
 
 
 def _cvat_shape(element: ElementTree.Element) -> tuple[str, Shape | str]:

@@ -142,8 +142,10 @@ class PredictJob:
     def shares(self, pixels: Sequence[int]) -> dict[str, float]:
         """Share of the pixels by class."""
         total = max(sum(pixels), 1)
-        named = zip(self.predictor.names, pixels, strict=True)
-        return {name: count / total for name, count in named}
+        return {
+            name: count / total
+            for name, count in zip(self.predictor.names, pixels, strict=True)
+        }
 
     def run(self) -> None:
         """Predict all sources and write predictions.json; `problems` collects errors of single files.
@@ -327,8 +329,7 @@ class PredictJob:
 
     def _summarize(self) -> None:
         """Write predictions.json without times, so that equal predictions give equal bytes."""
-        predictor = self.predictor
-        classes = zip(predictor.names, predictor.palette, strict=True)
+        classes = zip(self.predictor.names, self.predictor.palette, strict=True)
         content = {
             **self._head(),
             "classes": [
@@ -420,8 +421,8 @@ def film(path: Path, fps: float) -> Iterator[Callable[[Pixels], None]]:
         margins = ((0, height % 2), (0, width % 2), (0, 0))
         padded = np.pad(frame[..., ::-1], margins, mode="edge")
         if not frames:
-            code, size = cv2.VideoWriter.fourcc(*CODEC), padded.shape[1::-1]
-            writer.open(str(aside), code, fps, size)
+            code = cv2.VideoWriter.fourcc(*CODEC)
+            writer.open(str(aside), code, fps, padded.shape[1::-1])
         writer.write(np.ascontiguousarray(padded))
         frames += 1
 

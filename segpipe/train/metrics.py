@@ -213,7 +213,7 @@ def _middle(scores: Float64) -> list[float] | None:
     if not len(scores):
         return None
     edge = 50 * (1 - LEVEL)
-    return [float(value) for value in np.percentile(scores, (edge, 100 - edge))]
+    return list(np.percentile(scores, (edge, 100 - edge)).tolist())
 
 
 def by_sequence(
