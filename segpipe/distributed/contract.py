@@ -391,7 +391,11 @@ class Contract:
         for key, text in tuple(self._posts.items()):
             store.compare_set(key, "", text)
 
-        turn = int(time.monotonic() / TURN_S) % self._world_size
+        now = time.monotonic()
+        if now - self._looked_at > SILENT_S / 4:
+            self._since.clear()  # the whole job may have been suspended
+        self._looked_at = now
+        turn = int(now / TURN_S) % self._world_size
         if store.check(["verdict"]):
             verdict = json.loads(store.get("verdict"))
             told = self._rank not in verdict.pop("speakers")
@@ -414,10 +418,6 @@ class Contract:
 
     def _silent(self, beats: Sequence[int]) -> bool:
         """Whether all ranks of another machine have been silent for SILENT_S. `beats`: looks of each rank."""
-        now = time.monotonic()
-        if now - self._looked_at > SILENT_S / 4 and self._rank == 0:
-            self._since.clear()  # this process itself was suspended
-        self._looked_at = now
         heard = {
             self._hosts[rank]
             for rank, beat in enumerate(beats)

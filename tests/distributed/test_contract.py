@@ -170,6 +170,23 @@ def test_a_rank_that_does_not_come_is_named_with_what_is_awaited() -> None:
     assert patient.said == []
 
 
+def test_time_in_which_the_whole_job_was_suspended_is_not_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-Z, or a scheduler: the rank that the other waits for could not work either."""
+    now = 0.0
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now))
+    ranks = Ranks(2, timeout_s=600)
+    ranks.contracts[0].enter("barrier")
+    ranks.look(times=2)
+    now = 700.0  # rank 1 has the turn
+    ranks.look(times=1)
+    while not ranks.said:
+        now += 1
+        ranks.look(times=1)
+    assert now == pytest.approx(1300, abs=10)
+
+
 @pytest.mark.parametrize(("silent", "others"), [(2, slice(0, 2)), (0, slice(1, 3))])
 def test_a_silent_rank_is_named(
     silent: int, others: slice, monkeypatch: pytest.MonkeyPatch
