@@ -214,7 +214,11 @@ def _profiled(config: Config, group: Group, folder: Path) -> Given:
     samples = open_samples(config.data, "train", config.seed)
     shards = group.own_shards(config.compute.shards)
     sampling = counted(config, group, samples, say=print)
-    state, fingerprint, _ = checkpoint.state_of(config, group, samples.classes, None)
+    state, fingerprint, warnings = checkpoint.state_of(
+        config, group, samples.classes, None
+    )
+    for warning in warnings:  # such as a precision that makes these updates slow
+        CONSOLE.print(warning)
     steps = range(FIRST + TIMED + TRACED)
     stream = sampling.batches(group, steps)
     with tempfile.TemporaryDirectory() as scratch, closing(stream):
