@@ -102,6 +102,7 @@ class TrainView:
             TimeRemainingColumn(elapsed_when_finished=False),
             console=console,
             disable=not enabled or not console.is_terminal,
+            speed_estimate_period=3600,  # an update may take longer than rich's 30 s
         )
         self._task = self._bar.add_task(name, total=total, completed=done, figures="")
 

@@ -75,6 +75,18 @@ def test_a_run_name_is_not_markup(name: str) -> None:
     assert "3/8" in text
 
 
+def test_the_time_left_is_known_when_updates_are_slow() -> None:
+    """Slower than the 30 s from which rich takes a speed."""
+    now, console = 0.0, terminal(**LOOKS)
+    view = TrainView(console, name="run", done=2, total=8, enabled=True)
+    (task,) = view._bar.tasks
+    view._bar.get_time = task._get_time = lambda: now
+    for done in (3, 4, 5):
+        now += 40
+        view.advance(done, {"loss": "1.5"})
+    assert task.time_remaining == 3 * 40
+
+
 def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path: Path) -> None:
     """As `| head -1` does, and a terminal that closes."""
     process = start("train.py", *settings(tmp_path / "run", "train.progress=true"))
