@@ -24,7 +24,8 @@ from segpipe.run.tracking import FILE_NAME, failure, read_metrics
 from segpipe.settings.config import deciding, flat, saved_config
 from segpipe.settings.setting import Values, shown
 
-SETTINGS_SHOWN = 6  # columns of a table; the page and --json show all
+# Columns of a table, fewer in a narrow terminal; the page and --json show all.
+SETTINGS_SHOWN = 6
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,8 @@ def print_runs(rows: Sequence[Row]) -> None:
 def run_table(groups: Sequence[RecipeGroup]) -> Table:
     """Table of runs, or of recipes with mean and range over their runs, and the settings in which they differ."""
     keys = differing([group.settings for group in groups])
-    settings, rest = keys[:SETTINGS_SHOWN], keys[SETTINGS_SHOWN:]
+    fitting = max(0, min(SETTINGS_SHOWN, CONSOLE.width // 15 - 4))
+    settings, rest = keys[:fitting], keys[fitting:]
     by = groups[0].by if groups else ""
     columns = ["name", "mIoU %", "steps", "state", *settings, "date", "digest"]
     if by:
@@ -218,7 +220,7 @@ def run_table(groups: Sequence[RecipeGroup]) -> Table:
         lines.append(line)
     made = table(columns, lines)
     for column in made.columns:
-        column.no_wrap = column.header not in (columns[0], *settings)
+        column.no_wrap = column.header in columns[1:3]
     if rest:
         made.caption = f"They also differ in: {', '.join(rest)}."
     return made

@@ -212,7 +212,7 @@ def test_columns_are_the_settings_that_differ_and_the_best_comes_first(
     assert "\ns3 failed: <b>loss nan</b>\n" in text
 
 
-@pytest.mark.parametrize("width", [120, 160])
+@pytest.mark.parametrize("width", [80, 120, 160])
 def test_name_score_steps_and_state_are_readable_in_every_terminal(
     width: int,
     tmp_path: Path,
