@@ -218,7 +218,7 @@ def _profiled(config: Config, group: Group, folder: Path) -> Given:
         config, group, samples.classes, None
     )
     for warning in warnings:  # such as a precision that makes these updates slow
-        CONSOLE.print(warning)
+        print(warning)
     steps = range(FIRST + TIMED + TRACED)
     stream = sampling.batches(group, steps)
     with tempfile.TemporaryDirectory() as scratch, closing(stream):

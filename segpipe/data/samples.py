@@ -47,6 +47,8 @@ LEAST_SIDE = 4  # pixels; Fast-SCNN convolves without padding at stride 2
 # A word of a name that is a number, optionally with a short prefix: 08640, f00930, frame0012.
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])([A-Za-z]{0,6})([0-9]+)(?![0-9A-Za-z])")
 _END = re.compile(r"[\W_]+$")
+# Paths in a CSV start at the root of the data set.
+NO_SEQUENCE = {*IMAGE_FOLDERS, *SPLITS}
 
 
 def main_set(data: DataConfig) -> DataConfig:
@@ -230,7 +232,8 @@ def _shared_ids(part: SubSet, names: Mapping[str, str], shared: ClassTable) -> U
                 f"{shared.name}.{nearest(wanted, choices)}"
             )
 
-    lost = [name for name in own.names if name not in (*given, *shared.names)]
+    known = {*given, *shared.names}
+    lost = [name for name in own.names if name not in known]
     if lost:
         proposed = []
         for name in lost:
@@ -304,8 +307,7 @@ def sequence(name: str, pattern: str = "") -> str:
 def frame(name: str) -> tuple[str, int | None]:
     """Sequence of an image by the rule above, and its frame number, or None if the name has no number."""
     *folders, stem = name.split("/")
-    # Paths in a CSV start at the root of the data set.
-    folder = "/".join(each for each in folders if each not in (*IMAGE_FOLDERS, *SPLITS))
+    folder = "/".join(each for each in folders if each not in NO_SEQUENCE)
     numbers = list(_NUMBER.finditer(stem))
     if not numbers:
         return folder or stem, None

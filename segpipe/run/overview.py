@@ -24,9 +24,6 @@ from segpipe.run.tracking import FILE_NAME, failure, read_metrics
 from segpipe.settings.config import deciding, flat, saved_config
 from segpipe.settings.setting import Values, shown
 
-# Columns of a table, fewer in a narrow terminal; the page and --json show all.
-SETTINGS_SHOWN = 6
-
 
 @dataclass(frozen=True)
 class Row:
@@ -192,7 +189,8 @@ def print_runs(rows: Sequence[Row]) -> None:
 def run_table(groups: Sequence[RecipeGroup]) -> Table:
     """Table of runs, or of recipes with mean and range over their runs, and the settings in which they differ."""
     keys = differing([group.settings for group in groups])
-    fitting = max(0, min(SETTINGS_SHOWN, CONSOLE.width // 15 - 4))
+    # As many as the terminal has room for; the page and --json show all.
+    fitting = max(0, min(6, CONSOLE.width // 15 - 4))
     settings, rest = keys[:fitting], keys[fitting:]
     by = groups[0].by if groups else ""
     columns = ["name", "mIoU %", "steps", "state", *settings, "date", "digest"]

@@ -76,7 +76,7 @@ OmegaConf.register_new_resolver(
 OmegaConf.register_new_resolver("home", os.path.expanduser, replace=True)
 OmegaConf.register_new_resolver(  # without instructions for it bf16 takes 8 to 16 times as long
     "cpu_precision",
-    lambda: "bf16" if "bf16" in "".join(proc_lines("cpuinfo")) else "fp32",
+    lambda: "bf16" if "bf16" in str(proc_lines("cpuinfo")) else "fp32",
     replace=True,
 )
 
