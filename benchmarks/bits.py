@@ -24,7 +24,7 @@ RECIPE = (
     "model=pidnet_s", "train.steps=3", "compute.samples_per_shard=2",
     "compute.threads=1", "compute.device=cpu", "augment.crop_size=[64,96]", "loss.name=ohem", "loss.class_weights=log",
     "optim.clip_norm=1", "optim.warmup_steps=0", "export.enabled=false", "train.progress=false", "data.num_val=4",
-    "data.num_train=64", "data.size=[96,128]",
+    "data.num_train=64", "data.size=[96,128]", "train.precision=${cpu_precision:}",
 )  # fmt: skip
 PROCESSES = (1, 3, 5, 7, 2, 4, 8, 12, 16)  # uneven ones first
 UNEVEN = (1, 3, 4, 5, 6)  # of 6 shards
@@ -89,13 +89,6 @@ def drawn(number: int) -> list[str]:
     return [f"{key}={value}" for key, value in found.items()]
 
 
-def recipe() -> tuple[str, ...]:
-    """RECIPE in bf16; in fp32 where the CPU has no instruction for bf16, which makes an update 16 times as long."""
-    found = measuring.machine()["instructions"].split()
-    precision = "bf16" if {"avx512_bf16", "amx_bf16"} & set(found) else "fp32"
-    return (*RECIPE, f"train.precision={precision}")
-
-
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Digests of all cases; passed when those of one data set and number of shards are equal, and those of the control
     are not. `--repeats` limits the numbers of processes, layouts of workers and drawn recipes to the first so many."""
@@ -138,7 +131,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     equal = {kind: _equal(alike) for kind, alike in kinds.items()}
     control = _equal([row for row in rows if row["mode"] == "ddp"])
     return {
-        "what": f"{' '.join(recipe())}; torchrun --nproc-per-node=processes",
+        "what": f"{' '.join(RECIPE)}; torchrun --nproc-per-node=processes",
         "machine": measuring.machine(),
         "rows": rows,
         "equal": equal,
@@ -166,7 +159,7 @@ def digests(case: Case, folder: Path, camvid: Path | None) -> dict[str, Any]:
     command = [
         *start,
         "train.py",
-        *recipe(),
+        *RECIPE,
         *data,
         *case.changes,
         f"run.root={folder.parent}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import statistics
 import tempfile
@@ -110,7 +111,7 @@ def operations(net: torch.nn.Module, image: torch.Tensor) -> int:
 
     with FlopCounterMode(display=False) as counter:
         net(image)
-    return int(counter.get_total_flops()) // 2
+    return int(counter.get_total_flops() // 2)
 
 
 def latency(
@@ -163,6 +164,8 @@ def profile(given: Given) -> int:
     """Exit code. Prints the time of each part of an update, and writes profile.json and a trace."""
     config = compose(given["overrides"])
     check(config)
+    # torch's profiler calls a machine without a GPU an error.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     flags.set_environment(
         environment.local_world_size() * config.compute.threads, config.compute.mode
     )
@@ -186,7 +189,7 @@ def profile(given: Given) -> int:
         f"{found['images_per_second']:.1f} images/s per process"
     )
     CONSOLE.print(table(("part of an update", "ms", "share"), rows))
-    waiting = parts.get("data", 0.0) / whole
+    waiting = parts["data"] / whole
     CONSOLE.print(
         f"loader: {found['sample_ms']:.1f} ms to read and augment a sample in one process; updates wait {waiting:.0%} "
         f"of their time. data.workers={found['workers']} would keep up, given as many cores."
@@ -219,8 +222,7 @@ def _profiled(config: Config, group: Group, folder: Path) -> Given:
     )
     for warning in warnings:  # such as a precision that makes these updates slow
         print(warning)
-    steps = range(FIRST + TIMED + TRACED)
-    stream = sampling.batches(group, steps)
+    stream = sampling.batches(group, range(FIRST + TIMED + TRACED))
     with tempfile.TemporaryDirectory() as scratch, closing(stream):
         elsewhere = replace(config, run=replace(config.run, root=scratch))
         watch = open_watch(elsewhere, group, state, samples, fingerprint)
@@ -254,9 +256,11 @@ def _profiled(config: Config, group: Group, folder: Path) -> Given:
     found["other"] = max(traced * TRACED - sum(found.values()), 0.0)
     factor = 1000 * whole / max(sum(found.values()), 1e-9)
     batch = len(shards) * config.compute.samples_per_shard
-    slowest = sorted(found, key=found.__getitem__, reverse=True)
-    parts = {name: factor * found[name] for name in slowest}
-    busy_ms = max(1000 * whole - parts.get("data", 0.0), 1e-9)
+    parts = {
+        name: factor * found[name]
+        for name in sorted(found, key=found.__getitem__, reverse=True)
+    }
+    busy_ms = max(1000 * whole - parts["data"], 1e-9)
     return {
         "update_ms": 1000 * whole,
         "images_per_second": batch / whole,  # of this process

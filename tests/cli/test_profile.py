@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -41,6 +42,7 @@ def test_a_run_is_profiled_and_leaves_nothing_but_its_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(speed, "TIMED", 2)
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
     state_of = checkpoint.state_of
     # As of a CPU without bf16 instructions, where a profile takes minutes.
     monkeypatch.setattr(
@@ -53,6 +55,7 @@ def test_a_run_is_profiled_and_leaves_nothing_but_its_profile(
     ]  # fmt: skip
     assert main(["profile", *overrides]) == 0
     told = capsys.readouterr().out
+    assert os.environ["KINETO_LOG_LEVEL"] == "6"  # torch reads it when it is imported
     profile = json.loads((tmp_path / "one_profile" / "profile.json").read_text())
     parts = profile["parts"]
     assert {
