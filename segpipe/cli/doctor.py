@@ -80,8 +80,9 @@ def main(given: Given) -> int:
         _write_page(config, ["all"], [*found, todo], warnings, given["out"], whole)
         return 0 if is_new and not found else DataError.exit_code
     with progress("checking files") as show:
-        grouped = bool(given["lines"])
-        found = list(problems(data, splits, progress=show, grouped=grouped))
+        found = list(
+            problems(data, splits, progress=show, grouped=bool(given["lines"]))
+        )
     opened: dict[str, DataSet] = {}
     if not found:
         both = open_splits(config)
@@ -92,8 +93,9 @@ def main(given: Given) -> int:
     print_problems(found, given["lines"])
     _write_page(config, splits, found, warnings, given["out"])
     if found:
-        plural = "s" * (len(found) > 1)
-        CONSOLE.print(f"{len(found)} problem{plural} in {data.root or 'data.mix'}")
+        CONSOLE.print(
+            f"{len(found)} problem{'s' * (len(found) > 1)} in {data.root or 'data.mix'}"
+        )
         return DataError.exit_code
     _show_content(opened)
     for warning in warnings:
@@ -105,14 +107,19 @@ def _offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
     """Print a class table proposed from the masks, and write it if `write` is set; returns whether one exists now."""
     path = table_path(data)
     scans = [scan(data, split) for split in splits]
-    pairs = sorted({pair for found in scans for pair in found.pairs})
-    pairs = pairs or scan_undivided(data).pairs
-    if not pairs:
-        faults = [fault for found in scans for fault in found.faults]
-        CONSOLE.print([*faults, f"{data.root} has no image with a mask."][0])
+    whole = scan_undivided(data)
+    if _not_divided(data, splits):
+        scans = [whole]
+    pairs = sorted({pair for found in scans for pair in found.pairs}) or whole.pairs
+    try:
+        if not pairs:
+            faults = [fault for found in scans for fault in found.faults]
+            raise DataError([*faults, f"{data.root} has no image with a mask."][0])
+        with progress("reading masks") as show:
+            text = propose([pair.mask for pair in pairs], show)
+    except DataError as error:
+        CONSOLE.print(str(error))
         return False
-    with progress("reading masks") as show:
-        text = propose([pair.mask for pair in pairs], show)
     CONSOLE.print(text)
     said = f"{path} does not exist. The table above fits its masks: add write=true to write it."
     if write:
@@ -129,7 +136,12 @@ def _not_divided(data: DataConfig, splits: list[str]) -> str:
         return ""
     if any(scan(data, split)[:2] != ([], [no_split(root, split)]) for split in splits):
         return ""
-    here = shlex.quote(f"data.root={root}")
+    settings = [
+        f"data.{key}={value}"
+        for key in ("root", "images", "masks")
+        if (value := getattr(data, key))
+    ]
+    here = shlex.join(settings)
     return (
         f"{root} is not divided into {' and '.join(splits)} yet, so nothing else was checked. Next: `segpipe split "
         f"{here} val=0.2` (independent photos: by=image, frames of one video: by=tail), then `segpipe doctor "
@@ -140,9 +152,11 @@ def _not_divided(data: DataConfig, splits: list[str]) -> str:
 def _warnings(config: Config, opened: Mapping[str, DataSet]) -> list[str]:
     """What may be intended, or would spoil a training."""
     data, train = config.data, opened["train"]
-    workers = partial(check_workers, config, *opened.values())
-    refused = refusals([workers, partial(check_crop, config, train)])
-    warnings = [f"training would refuse this: {reason}" for reason in refused]
+    tests = [
+        partial(check_workers, config, *opened.values()),
+        partial(check_crop, config, train),
+    ]
+    warnings = [f"training would refuse this: {reason}" for reason in refusals(tests)]
     whole = published(data.name).splits if data.name in PUBLISHED else {}
     for split, samples in opened.items():
         warnings += missing_labels(split, samples)
@@ -218,8 +232,9 @@ def _show_content(opened: Mapping[str, DataSet]) -> None:
         example = ""
         for files in samples.file_sets():
             example = f"; {files.pairs[0].image} with {files.pairs[0].mask}"
-        sizes = ", ".join(_sizes(image_sizes(samples))[:8])
-        CONSOLE.print(f"{name}: {len(samples)} images of {sizes}{example}")
+        CONSOLE.print(
+            f"{name}: {len(samples)} images of {listed(_sizes(image_sizes(samples)), 8)}{example}"
+        )
     shares = {name: class_pixels(samples) for name, samples in sets.items()}
     CONSOLE.print(share_table(opened["train"].classes, shares))
 
@@ -266,8 +281,9 @@ def _examples(census: Census) -> list[Shown]:
                 image, target = samples.read(census.rows[int(pixels.argmax())].place)
                 part = densest(target == k)
                 own = np.where(target == k, target, IGNORE_INDEX)[part]
-                pictures = overlay(image[part], own, samples.classes.palette, WIDTH)
-                found.append((name, pictures))
+                found.append(
+                    (name, overlay(image[part], own, samples.classes.palette, WIDTH))
+                )
     return found
 
 
@@ -280,8 +296,13 @@ def _first_batch(config: Config, samples: DataSet) -> tuple[list[Shown], list[st
         shard = Sampling(plain, samples).first_shard(min(config.data.workers, 1))
     except SegpipeError as error:
         return [], [str(error)]
-    palette = samples.classes.palette
-    pairs = zip(shard.image.numpy(), shard.target.numpy(), strict=True)
-    pictures = [overlay(*pair, palette, WIDTH) for pair in pairs]
-    names = [samples.name(index) for index in shard.index.tolist()]
-    return list(zip(names, pictures, strict=True)), []
+    rows = zip(
+        map(samples.name, shard.index.tolist()),
+        shard.image.numpy(),
+        shard.target.numpy(),
+        strict=True,
+    )
+    return [
+        (name, overlay(image, target, samples.classes.palette, WIDTH))
+        for name, image, target in rows
+    ], []

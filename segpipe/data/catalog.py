@@ -441,7 +441,7 @@ def missing(folder: Path) -> str:
     for other in get_close_matches(absent.name, siblings, 1):
         hint = f"Nearest: {parent / other}"
     state = "is a file, not a folder" if absent.exists() else "does not exist"
-    return f"{absent} {state}. {hint}. Set data.root and the split to existing folders."
+    return f"{absent} {state}. {hint}. Set data.root and the split, or data.images and data.masks, to existing folders."
 
 
 STREET = load_masks(

@@ -216,10 +216,11 @@ def _pair_by_name(layout: FolderLayout, found: Scan) -> None:
         found.pairs.append(Pair(f"{stem}{of_image}", images[stem], masks[stem]))
     without_mask = sorted((chosen & images.keys()) - masks.keys())
     without_image = sorted((chosen & masks.keys()) - images.keys())
-    if without_mask and not found.pairs and not without_image:
+    if without_mask and not found.pairs:
         raise DataError(
-            f"{folders[1]} has no masks for the {len(without_mask)} images. For "
-            "labels in another format, see `segpipe import --help`."
+            f"{folders[1]} has no masks for the {len(without_mask)} images: {without_mask[0]} needs a mask of the same "
+            "name. If names of masks have an ending, set data.masks='FOLDER/*ENDING', or 'FOLDER/SPLIT/*ENDING' with "
+            "a folder per split. For labels in another format, see `segpipe import --help`."
         )
     for stem in without_mask:
         place = f"{folders[1] / stem}{of_mask}.png"
@@ -307,7 +308,7 @@ def _endings(layout: FolderLayout, images: Files, masks: Files) -> tuple[str, st
         fits = [f"*{ending}" for (_, ending), count in counts.items() if count == most]
         raise DataError(
             f"{layout.masks.folder} has the masks {' and '.join(fits)} for the images. Choose with "
-            f"data.masks=FOLDER/SPLIT/{fits[0]}."
+            f"data.masks=FOLDER/SPLIT/{fits[0]}, or FOLDER/{fits[0]} without a folder per split."
         )
     return best if most else ways[0]
 

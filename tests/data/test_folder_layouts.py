@@ -267,6 +267,14 @@ REFUSED = {
             "`segpipe import --help`",
         ],
     ),
+    "another ending": (
+        ["images/train/a.png", "mask:masks/train/a_v2.png"],
+        ["no masks for the 1 images: a needs a mask of the same name."],
+    ),
+    "another ending, listed": (
+        ["images/a.png", "mask:masks/a_v2.png", "train.txt=a"],
+        ["If names of masks have an ending, set data.masks='FOLDER/*ENDING'"],
+    ),
     "heic": (
         ["images/train/a.heic", "mask:masks/train/a.png"],
         ["a.png has no image"],

@@ -267,7 +267,7 @@ def test_the_doctor_says_where_a_set_comes_from_and_what_is_missing(
     assert segpipe(arguments) == 2
     text = capsys.readouterr().out
     assert "ImageSets/Segmentation/val.txt is missing; it lists" in text
-    assert "SegmentationClass has no masks for the 1 images." in text
+    assert "SegmentationClass has no masks for the 1 images: 2007_000032 needs" in text
     arguments[2] += "/nowhere"
     assert segpipe(arguments) == 2
     assert "nowhere does not exist" in capsys.readouterr().out

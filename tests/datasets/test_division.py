@@ -379,6 +379,39 @@ def test_training_of_one_class_is_refused_and_named_by_the_doctor(
     )
 
 
+def test_doctor_names_what_keeps_a_folder_from_being_divided(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It called for `segpipe split`, which refused the folder; the commands that it prints keep given folders."""
+    root = flat(tmp_path, {f"{drive}_0": mask_of(0, 0, 5, 5) for drive in "abc"})
+    for mask in (tmp_path / "masks").iterdir():
+        mask.rename(mask.with_stem(f"{mask.stem}_v2"))
+    command = ["doctor", "data=folder", root, "write=true"]
+    assert segpipe(command) == 2
+    text = capsys.readouterr().out
+    assert "a_0 needs a mask of the same name" in text
+    assert "segpipe split" not in text
+    given = "data.masks=masks/*_v2"
+    assert segpipe([*command, given]) == 0
+    assert f"`segpipe split {root} '{given}' val=0.2`" in capsys.readouterr().out
+    assert segpipe(["split", root, given]) == 0
+    assert segpipe(["doctor", "data=folder", root, given, "data.workers=0"]) == 0
+
+
+def test_masks_that_all_are_jpeg_are_told_with_the_missing_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = flat(tmp_path, {f"{drive}_0": mask_of(0, 0, 5, 5) for drive in "abc"})
+    for mask in (tmp_path / "masks").iterdir():
+        cv2.imwrite(str(mask.with_suffix(".jpg")), cv2.imread(str(mask)))
+        mask.unlink()
+    out = tmp_path / "doctor.html"
+    assert segpipe(["doctor", "data=folder", root, f"out={out}"]) == 2
+    text = capsys.readouterr().out
+    assert "a_0.jpg cannot be a mask: JPEG is lossy" in text
+    assert f"{out} was not written: it needs classes.yaml." in text
+
+
 def test_no_table_is_proposed_for_what_are_no_classes(tmp_path: Path) -> None:
     noise = np.random.Generator(np.random.Philox(1)).integers(
         0, 256, (32, 32, 3), np.uint8
