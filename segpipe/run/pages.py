@@ -148,7 +148,7 @@ def chart(
             axes.legend(frameon=False)
         last = f": {points[-1][1]:.3g}" if len(drawn) == 1 else ""
         axes.set_title(f"{title}{last}")
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        axes.update_datalim([(points[-1][0], 0.0)])
         axes.locator_params(axis="x", integer=True, nbins=6)
         axes.grid(alpha=0.3)
         # A date would make every file different.

@@ -1,6 +1,7 @@
 """Pictures that a page holds: what is blended, shrunk and drawn."""
 
 import base64
+import re
 
 import cv2
 import numpy as np
@@ -68,3 +69,14 @@ def test_flat_and_single_curves_are_drawn_the_same_each_time(
     assert b"#3b82f6" in drawn
     assert chart("loss", {"": points}) == url
     assert chart("loss", {"": []}) == ""
+
+
+def test_a_curve_stays_below_the_frame_of_its_chart() -> None:
+    """The margin was that of the curve's own range: one from 92 to 96 % ran into the upper edge."""
+    url = chart("mIoU", {"": [(40.0, 92.0), (80.0, 95.0), (120.0, 96.0)]}, marked=True)
+    drawn = base64.b64decode(url.partition(",")[2]).decode()
+    curve = next(path for path in drawn.split("<path ") if "#3b82f6" in path)
+    heights = [float(y) for y in re.findall(r"[ML] \S+ (\S+)", curve)]
+    frame = drawn.partition('id="patch_2"')[2].partition("/>")[0]
+    top = min(float(y) for y in re.findall(r"[ML] \S+ (\S+)", frame))
+    assert min(heights) > top + 5
