@@ -536,12 +536,14 @@ class NetworkContract:
         images = self.image[:2] if image is None else image
         heads = self.net.train().logits(images, aux=True)
         check_heads(heads, images, self.num_classes, self.config.model.name)
+        _refuse_probabilities(heads)
         return heads
 
     def _logits(self, image: Tensor, net: nn.Module | None = None) -> Tensor:
         """Main logits in eval mode."""
         with torch.no_grad():
             logits: Tensor = (net or self.net).eval()(image)
+        _refuse_probabilities({"main": logits})
         return logits
 
     def _training_shapes(self) -> str:
@@ -677,6 +679,16 @@ class NetworkContract:
     def _export(self) -> str:
         """Whether an export of these weights, with images of this size, would be published."""
         return NOTE + self.export(self.config, self.net, self.num_classes, self.size)
+
+
+def _refuse_probabilities(heads: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError for a head whose values add up to 1 at every pixel: the loss has its own softmax."""
+    for name, logits in heads.items():
+        if (logits.float().abs().sum(1) - 1).abs().max() < 0.01:
+            raise ConfigError(
+                f"head {name} is probabilities, which add up to 1, but logits were needed. Leave out softmax: the loss "
+                "and the exported file have their own."
+            )
 
 
 def _same(one: Tensor, two: Tensor) -> bool:

@@ -129,7 +129,11 @@ def watching() -> Iterator[dict[str, str]]:
         name, own = watched.get(id(function), ("", 1))
         if function is environment:
             name = f"os.environ[{frame.f_locals['key']!r}]"
-        elif event == "c_call" and _is_date(function):
+        elif (
+            event == "c_call"
+            and function.__name__ in DATES
+            and "datetime" in repr(function.__self__)
+        ):
             name, own = f"datetime.{function.__name__}", 0
         if name and not _is_default_seed(frame):
             note(name, caller, own)
@@ -164,11 +168,6 @@ def _is_default_seed(frame: FrameType) -> bool:
     """Whether numpy draws entropy for a bit generator, which it does even if the generator has a key."""
     is_draw = frame.f_code is random.SystemRandom.getrandbits.__code__
     return is_draw and frame.f_locals["k"] == 128
-
-
-def _is_date(function: Any) -> bool:
-    """Whether a C function returns the current date."""
-    return function.__name__ in DATES and "datetime" in repr(function.__self__)
 
 
 def _top(frame: FrameType) -> str:

@@ -256,22 +256,18 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         rule = self._rules.get(func._schema.name.removeprefix("aten::").rstrip("_"))
-        if rule is not None and rule.when(_arguments(func, args, kwargs)):
-            self.found[Violation(str(func.overloadpacket), *_caller(), rule)] = None
+        if rule is not None:
+            # By name, with the defaults that the dispatcher omits.
+            defaults = {one.name: one.default_value for one in func._schema.arguments}
+            given = dict(zip(defaults, args, strict=False))
+            if rule.when({**defaults, **given, **kwargs}):
+                self.found[Violation(str(func.overloadpacket), *_caller(), rule)] = None
         if torch.is_inference_mode_enabled():  # composite ops arrive undecomposed there
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
         return func(*args, **kwargs)
-
-
-def _arguments(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Arguments by name, with the defaults that the dispatcher omits."""
-    defaults = {each.name: each.default_value for each in op._schema.arguments}
-    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
 def _caller() -> tuple[str, int]:

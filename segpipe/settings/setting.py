@@ -145,7 +145,10 @@ class Setting:
             )
         for item in items:
             if isinstance(item, str):
-                if not self._is_choice(item):
+                known = not self.choices or item in self.choices
+                known = known or (self.plugin and ":" in item)
+                # The family of a setting without one matches the empty text.
+                if not known and not (item and re.fullmatch(self.family[1], item)):
                     return (
                         f"{self.key} = {item!r} is not one of {self._names}."
                         f"{nearest(item, self.choices)}"
@@ -163,12 +166,6 @@ class Setting:
         if problem := self.problem(found):
             raise ConfigError(problem)
         return found
-
-    def _is_choice(self, name: str) -> bool:
-        if not self.choices or name in self.choices or (self.plugin and ":" in name):
-            return True
-        # The family of a setting without one matches the empty text.
-        return bool(name and re.fullmatch(self.family[1], name))
 
 
 Settings = Mapping[str, Setting]

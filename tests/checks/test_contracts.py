@@ -128,6 +128,8 @@ NET = """
                 out.register_hook(lambda gradient: gradient * (1 + int(os.environ.get("RANK", "0"))))
             if self.fault == "hash":
                 out = out * HASH
+            if self.fault == "softmax" or (self.fault == "softmax in eval" and not self.training):
+                out = out.softmax(1)
             if self.fault == "mode":
                 out = (out * (1 + torch.are_deterministic_algorithms_enabled())).bfloat16()
             return out
@@ -263,6 +265,11 @@ def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
             "weights",
             "equal seeds give equal weights",
             "Draw initial weights from torch's generator",
+        ),
+        (
+            "softmax",
+            "logits of every head in training",
+            "head main is probabilities.*Leave out softmax",
         ),
         (
             "channels",
@@ -531,6 +538,15 @@ def test_the_export_is_tried(
     assert clauses["Branch"].problem
     assert (clauses["Bare"].problem, clauses["Bare"].note) == ("", "onnx")
     assert "G1 integrity" in clauses["Sorted"].problem
+
+
+@pytest.mark.parametrize("fault", ["softmax", "softmax in eval"])
+def test_no_training_starts_with_probabilities_for_logits(fault: str) -> None:
+    config = from_mapping({"model": {"name": "net:Net", "args": {"fault": fault}}})
+    with pytest.raises(
+        ConfigError, match="head main is probabilities, which add up to 1"
+    ):
+        check_network_of(config, 5)
 
 
 def test_a_network_with_other_channels_than_classes_starts_no_training(

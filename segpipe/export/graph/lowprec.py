@@ -162,7 +162,13 @@ def to_int8(source: Path, out: Path, images: Sequence[Image]) -> None:
             "no convolution comes before the one that makes the logits, so all of the network would stay in fp32. "
             "Leave int8 out of export.precision."
         )
-    ranges = activation_ranges(model, _activations(model.graph, nodes), images)
+    need_scale = (
+        name
+        for node in model.graph.node
+        if node.name in nodes
+        for name in (*_data(node), *node.output)
+    )
+    ranges = activation_ranges(model, list(dict.fromkeys(need_scale)), images)
     onnx.save(_quantized(model, nodes, ranges), out)
 
 
@@ -238,17 +244,6 @@ def _named(model: onnx.ModelProto) -> onnx.ModelProto:
         node.name = f"{node.op_type}_{index}"
     del model.graph.value_info[:]
     return onnx.shape_inference.infer_shapes(model, strict_mode=True)
-
-
-def _activations(graph: onnx.GraphProto, nodes: Sequence[str]) -> list[str]:
-    """Names of the tensors that need a scale."""
-    named = (
-        name
-        for node in graph.node
-        if node.name in nodes
-        for name in (*_data(node), *node.output)
-    )
-    return list(dict.fromkeys(named))
 
 
 def _data(node: onnx.NodeProto) -> list[str]:
