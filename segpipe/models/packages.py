@@ -228,11 +228,17 @@ def smp(
 
     try:
         net: nn.Module = package.create_model(
-            arch, encoder, encoder_weights=None, classes=num_classes, **args
+            arch,
+            encoder,
+            encoder_weights=None,
+            activation=None,
+            classes=num_classes,
+            **args,
         )
     except Exception as error:  # KeyError, TypeError, ValueError ..., by what is wrong
         raise ConfigError(
-            f"model.args: segmentation-models-pytorch cannot build {arch} on {encoder}: {first_line(error)}"
+            f"model.args: segmentation-models-pytorch cannot build {arch} on {encoder}: {first_line(error)}. segpipe "
+            f"sets classes, activation and encoder_weights (use model.weights=FILE model.weights_partial=true)."
         ) from error
 
     net.output_stride = 1  # type: ignore[assignment]

@@ -109,7 +109,8 @@ def read_torch(path: Path) -> Any:
         reason = "its pickle is damaged" if damaged else first_line(error)
         raise CheckpointError(
             f"{path} ({len(content)} bytes) cannot be read as a torch file: {reason}. It is truncated or foreign. "
-            f"Fetch it again, or use another file of the run (last.pt, best.pt)."
+            f"Fetch it again, or use another file of the run (last.pt, best.pt). Of TorchScript, save the tensors: "
+            f"torch.save(torch.jit.load(FILE).state_dict(), 'tensors.pth')."
         ) from error
 
 
@@ -219,8 +220,8 @@ def fit(
     kept = [name for name, value in found.items() if _fits(value, own[name])]
     if not any(own[name].ndim for name in kept):
         raise WeightsError(
-            f"no tensor of {where} fits {type(model).__name__}: it has {_first(tensors)}, the network {_first(own)}. "
-            f"Check that model.name is the network that was trained."
+            f"no tensor of {where} fits {type(model).__name__}: it has {listed(list(tensors), 3)}, the network "
+            f"{listed(list(own), 3)}. Check that model.name is the network that was trained."
         )
 
     rows = {
@@ -387,10 +388,6 @@ def published_key(key: str, patterns: Keys) -> str:
     for pattern, replacement in patterns:
         key = re.sub(pattern, replacement, key)
     return key
-
-
-def _first(tensors: Mapping[str, Tensor]) -> str:
-    return f"{', '.join(list(tensors)[:3])}, ..."
 
 
 def _counted(names: tuple[str, ...]) -> str:

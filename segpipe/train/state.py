@@ -287,6 +287,13 @@ def _load(
     if not start.tensors:
         return None, []
     found = fit(model, start, num_classes=classes.num_classes, partial=partial)
+    if getattr(model, "wants_pretrained", False) and any(
+        name.startswith("encoder.") for name in found.fresh
+    ):
+        raise ConfigError(
+            f"model.args.pretrained = true, but the weights come from {start.where}, which lacks tensors of the "
+            f"encoder: they would be random. Use a file with the encoder, or set model.args.pretrained=false."
+        )
     notes = [f"weights of {start.where}, SHA-256 {start.sha256[:16]}: {found.summary}"]
     if start.class_names and not found.classes and start.class_names != classes.names:
         notes.append(

@@ -10,9 +10,11 @@ import copy
 import json
 import math
 import os
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -238,6 +240,21 @@ def test_a_missing_package_is_named() -> None:
     with pytest.raises(ConfigError, match=r"pip install 'segpipe\[smp\]'") as error:
         build_model("smp", C)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("argument", ["encoder_weights", "activation", "classes"])
+def test_what_segpipe_sets_is_no_argument_of_a_network_of_smp(
+    monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
+    """Softmax as its activation was trained with a second softmax in the loss."""
+    package = ModuleType("segmentation_models_pytorch")
+    package.create_model = lambda arch, encoder, **_: nn.Conv2d(3, C, 1)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    assert build_model("smp", C).output_stride == 1
+    with pytest.raises(
+        ConfigError, match=rf"'{argument}'.*segpipe sets classes.*weights"
+    ):
+        build_model("smp", C, {argument: "softmax2d"})
 
 
 # With the real command

@@ -88,6 +88,28 @@ def test_a_file_of_the_whole_classifier_gives_the_encoder(
         build_state(settings, STREET, CPU, checkpoint.read_start(settings))
 
 
+def test_an_encoder_that_should_be_pretrained_does_not_stay_random(
+    tmp_path: Path,
+) -> None:
+    decoder = {
+        name: value
+        for name, value in build_model("timm", 19, {"encoder": SMALL})
+        .state_dict()
+        .items()
+        if not name.startswith("encoder.")
+    }
+    path = tmp_path / "decoder.safetensors"
+    save_file(decoder, path)
+    settings = config(pretrained=True, weights=str(path), weights_partial=True)
+    start = checkpoint.read_start(settings)
+    with pytest.raises(
+        ConfigError, match=r"pretrained = true, but .* lacks tensors of"
+    ):
+        build_state(settings, STREET, CPU, start)
+    settings.model.args = {"encoder": SMALL}
+    build_state(settings, STREET, CPU, start)
+
+
 @pytest.mark.parametrize(
     "encoder",
     [

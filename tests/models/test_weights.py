@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,7 @@ def test_what_does_not_fit_is_named(name: str) -> None:
     )
     refused(
         {"a": torch.zeros(1), "b": torch.zeros(2)},
-        r"no tensor of x\.pth fits .*: it has a, b, .*, the network",
+        r"no tensor of x\.pth fits .*: it has a, b, the network \S+, \S+, \S+ and \d+ more\.",
     )
 
 
@@ -430,6 +431,18 @@ def test_no_file_runs_code(tmp_path: Path) -> None:
         path, weights_only=False
     )  # the control: the file does run code where it is allowed to
     assert (tmp_path / "ran").exists()
+
+
+def test_torchscript_is_told_how_to_be_converted(tmp_path: Path) -> None:
+    path = tmp_path / "script.pt"
+    with warnings.catch_warnings(action="ignore"):  # the format is deprecated
+        traced = torch.jit.trace(nn.Conv2d(3, 3, 1), torch.zeros(1, 3, 8, 8))  # type: ignore[no-untyped-call, attr-defined]
+        torch.jit.save(traced, path)  # type: ignore[no-untyped-call, attr-defined]
+    with (
+        warnings.catch_warnings(action="ignore"),
+        pytest.raises(CheckpointError, match=r"torch\.jit\.load\(FILE\)\.state_dict"),
+    ):
+        read_torch(path)
 
 
 def test_damaged_files_are_told_apart(tmp_path: Path) -> None:

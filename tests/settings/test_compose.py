@@ -247,6 +247,9 @@ def test_a_folder_below_home_is_found_wherever_it_is_named(
         ("optimizer", "optim.name"),
         ("dataset", "data"),
         ("warmup_epochs", "optim.warmup_steps"),
+        ("loss.ignore_index", "data.classes"),
+        ("model.encoder", "model.args"),
+        ("model_ema", "ema.decay"),
     ],
 )
 def test_hints_are_near(typed: str, meant: str) -> None:
