@@ -164,8 +164,9 @@ def profile(given: Given) -> int:
     """Exit code. Prints the time of each part of an update, and writes profile.json and a trace."""
     config = compose(given["overrides"])
     check(config)
-    # torch's profiler calls a machine without a GPU an error.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    if not Path("/proc/driver/nvidia").exists():
+        # torch's profiler calls a machine without a GPU an error.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     flags.set_environment(
         environment.local_world_size() * config.compute.threads, config.compute.mode
     )
@@ -254,13 +255,13 @@ def _profiled(config: Config, group: Group, folder: Path) -> Given:
     trace.export_chrome_trace(str(folder / "trace.json"))  # type: ignore[no-untyped-call]
     found = spent(trace, group.device)
     found["other"] = max(traced * TRACED - sum(found.values()), 0.0)
-    factor = 1000 * whole / max(sum(found.values()), 1e-9)
+    factor = 1000 * whole / sum(found.values())
     batch = len(shards) * config.compute.samples_per_shard
     parts = {
         name: factor * found[name]
         for name in sorted(found, key=found.__getitem__, reverse=True)
     }
-    busy_ms = max(1000 * whole - parts["data"], 1e-9)
+    busy_ms = 1000 * whole - parts["data"]
     return {
         "update_ms": 1000 * whole,
         "images_per_second": batch / whole,  # of this process
