@@ -547,8 +547,9 @@ class NetworkContract:
         return logits
 
     def _training_shapes(self) -> str:
-        """Whether the heads have valid shapes; a note with their sizes."""
+        """Whether the heads have valid shapes and are logits, in eval mode too; a note with their sizes."""
         heads = self._heads().items()
+        self._logits(self.image)
         sizes = [f"{name} {tuple(logits.shape[-2:])}" for name, logits in heads]
         return f"{NOTE}{', '.join(sizes)} for images of {self.size}"
 
@@ -684,7 +685,7 @@ class NetworkContract:
 def _refuse_probabilities(heads: Mapping[str, Tensor]) -> None:
     """Raise ConfigError for a head whose values add up to 1 at every pixel: the loss has its own softmax."""
     for name, logits in heads.items():
-        if (logits.float().abs().sum(1) - 1).abs().max() < 0.01:
+        if logits.min() >= 0 and (logits.float().sum(1) - 1).abs().max() < 0.01:
             raise ConfigError(
                 f"head {name} is probabilities, which add up to 1, but logits were needed. Leave out softmax: the loss "
                 "and the exported file have their own."

@@ -219,7 +219,8 @@ def _pair_by_name(layout: FolderLayout, found: Scan) -> None:
     if without_mask and not found.pairs:
         raise DataError(
             f"{folders[1]} has no masks for the {len(without_mask)} images: {without_mask[0]} needs a mask of the same "
-            "name. If names of masks have an ending, set data.masks='FOLDER/*ENDING', or 'FOLDER/SPLIT/*ENDING' with "
+            f"name{f', but there is {without_image[0]}' if without_image else ''}. If names of masks have an ending, "
+            "set data.masks='FOLDER/*ENDING', or 'FOLDER/SPLIT/*ENDING' with "
             "a folder per split. For labels in another format, see `segpipe import --help`."
         )
     for stem in without_mask:

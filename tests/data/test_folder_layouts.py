@@ -269,7 +269,9 @@ REFUSED = {
     ),
     "another ending": (
         ["images/train/a.png", "mask:masks/train/a_v2.png"],
-        ["no masks for the 1 images: a needs a mask of the same name."],
+        [
+            "no masks for the 1 images: a needs a mask of the same name, but there is a_v2."
+        ],
     ),
     "another ending, listed": (
         ["images/a.png", "mask:masks/a_v2.png", "train.txt=a"],
