@@ -548,9 +548,11 @@ class NetworkContract:
 
     def _training_shapes(self) -> str:
         """Whether the heads have valid shapes and are logits, in eval mode too; a note with their sizes."""
-        heads = self._heads().items()
+        sizes = [
+            f"{name} {tuple(logits.shape[-2:])}"
+            for name, logits in self._heads().items()
+        ]
         self._logits(self.image)
-        sizes = [f"{name} {tuple(logits.shape[-2:])}" for name, logits in heads]
         return f"{NOTE}{', '.join(sizes)} for images of {self.size}"
 
     def _odd_sizes(self) -> str:

@@ -113,8 +113,8 @@ def _offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
     pairs = sorted({pair for found in scans for pair in found.pairs}) or whole.pairs
     try:
         if not pairs:
-            faults = [fault for found in scans for fault in found.faults]
-            raise DataError([*faults, f"{data.root} has no image with a mask."][0])
+            faults = (fault for found in scans for fault in found.faults)
+            raise DataError(next(faults, f"{data.root} has no image with a mask."))
         with progress("reading masks") as show:
             text = propose([pair.mask for pair in pairs], show)
     except DataError as error:
@@ -136,12 +136,11 @@ def _not_divided(data: DataConfig, splits: list[str]) -> str:
         return ""
     if any(scan(data, split)[:2] != ([], [no_split(root, split)]) for split in splits):
         return ""
-    settings = [
+    here = shlex.join(
         f"data.{key}={value}"
         for key in ("root", "images", "masks")
         if (value := getattr(data, key))
-    ]
-    here = shlex.join(settings)
+    )
     return (
         f"{root} is not divided into {' and '.join(splits)} yet, so nothing else was checked. Next: `segpipe split "
         f"{here} val=0.2` (independent photos: by=image, frames of one video: by=tail), then `segpipe doctor "

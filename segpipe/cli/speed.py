@@ -126,7 +126,7 @@ def latency(
     device = choose_device(config.compute.device, 0)
     flags.apply(config.compute.threads, "off")
     net = build_model(config.model.name, num_classes, config.model.args)
-    net = net.to(device).eval()
+    net.to(device).eval()
     image = torch.zeros(1, 3, *size, device=device)
     with torch.inference_mode():
         times = [_seconds(lambda: net(image), device) for _ in range(WARM_UP + runs)]
@@ -190,10 +190,9 @@ def profile(given: Given) -> int:
         f"{found['images_per_second']:.1f} images/s per process"
     )
     CONSOLE.print(table(("part of an update", "ms", "share"), rows))
-    waiting = parts["data"] / whole
     CONSOLE.print(
-        f"loader: {found['sample_ms']:.1f} ms to read and augment a sample in one process; updates wait {waiting:.0%} "
-        f"of their time. data.workers={found['workers']} would keep up, given as many cores."
+        f"loader: {found['sample_ms']:.1f} ms to read and augment a sample in one process; updates wait "
+        f"{parts['data'] / whole:.0%} of their time. data.workers={found['workers']} would keep up, given as many cores."
     )
     CONSOLE.print(f"trace for ui.perfetto.dev: {own / 'trace.json'}")
     return 0

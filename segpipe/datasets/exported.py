@@ -168,10 +168,8 @@ def find_image(folders: Sequence[Path], file_name: str) -> Path:
 
 def entry_name(file_name: str) -> str:
     """Relative path of an image's files in the folder of its split, without suffix; never outside that folder."""
-    path = PurePosixPath(file_name.replace("\\", "/"))
-    return "/".join(
-        part for part in path.with_suffix("").parts if part not in ("/", "..")
-    )
+    parts = PurePosixPath(file_name.replace("\\", "/")).with_suffix("").parts
+    return "/".join(part for part in parts if part not in ("/", ".."))
 
 
 def split_name(name: str) -> str:

@@ -259,8 +259,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if rule is not None:
             # By name, with the defaults that the dispatcher omits.
             defaults = {one.name: one.default_value for one in func._schema.arguments}
-            given = dict(zip(defaults, args, strict=False))
-            if rule.when({**defaults, **given, **kwargs}):
+            defaults.update(zip(defaults, args, strict=False))
+            if rule.when({**defaults, **kwargs}):
                 self.found[Violation(str(func.overloadpacket), *_caller(), rule)] = None
         if torch.is_inference_mode_enabled():  # composite ops arrive undecomposed there
             with self:

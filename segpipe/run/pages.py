@@ -83,8 +83,8 @@ def _environment() -> jinja2.Environment:
 
 
 def _csp_hash(script: str) -> str:
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest())
+    return f"'sha256-{digest.decode()}'"
 
 
 def _is_finite(value: Any) -> bool:

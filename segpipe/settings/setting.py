@@ -146,7 +146,7 @@ class Setting:
         for item in items:
             if isinstance(item, str):
                 known = not self.choices or item in self.choices
-                known = known or (self.plugin and ":" in item)
+                known |= self.plugin and ":" in item
                 # The family of a setting without one matches the empty text.
                 if not known and not (item and re.fullmatch(self.family[1], item)):
                     return (

@@ -288,8 +288,7 @@ def _load(
         return None, []
     found = fit(model, start, num_classes=classes.num_classes, partial=partial)
     if getattr(model, "wants_pretrained", False) and any(
-        name.startswith("encoder.") and not name.endswith("num_batches_tracked")
-        for name in found.fresh
+        name.startswith("encoder.") and name.endswith("weight") for name in found.fresh
     ):
         raise ConfigError(
             f"model.args.pretrained = true, but the weights come from {start.where}, which lacks tensors of the "

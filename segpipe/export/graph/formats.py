@@ -125,8 +125,7 @@ def _loaded(path: Path) -> tuple[Any, str]:
 
 def open_torchscript(path: Path, profile: Profile) -> Run:
     """Answers of a TorchScript file. Call it inside `one_thread`."""
-    module, _ = _loaded(path)
-    return torch_run(module, profile)
+    return torch_run(_loaded(path)[0], profile)
 
 
 def problems_of_torchscript(path: Path, manifest: Manifest) -> list[str]:
