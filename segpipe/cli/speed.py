@@ -192,7 +192,8 @@ def profile(given: Given) -> int:
     CONSOLE.print(table(("part of an update", "ms", "share"), rows))
     CONSOLE.print(
         f"loader: {found['sample_ms']:.1f} ms to read and augment a sample in one process; updates wait "
-        f"{parts['data'] / whole:.0%} of their time. data.workers={found['workers']} would keep up, given as many cores."
+        f"{parts['data'] / whole:.0%} of their time. data.workers={found['workers']} would keep up, "
+        "given as many cores."
     )
     CONSOLE.print(f"trace for ui.perfetto.dev: {own / 'trace.json'}")
     return 0
