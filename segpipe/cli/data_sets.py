@@ -99,10 +99,9 @@ def split(given: Given) -> int:
     pairs = [p for p in found.pairs if os.path.realpath(p.image) not in kept]
     if left_out := len(found.pairs) - len(pairs):
         CONSOLE.print(f"{left_out} images of the test split are left out.")
-    found = found._replace(pairs=pairs)
     names, pixels = [pair.name for pair in pairs], None
     if table_path(data).is_file():
-        samples = file_samples(data, found)
+        samples = file_samples(data, found._replace(pairs=pairs))
         with progress("reading masks", len(names)) as show:
             pixels = np.stack(over(samples, samples.counts, range(len(samples)), show))
     ways = {key: given[key] for key in ("val", "by", "seed", "pattern")}

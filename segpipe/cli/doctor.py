@@ -150,10 +150,10 @@ def _not_divided(data: DataConfig, splits: list[str]) -> str:
 
 def _warnings(config: Config, opened: Mapping[str, DataSet]) -> list[str]:
     """What may be intended, or would spoil a training."""
-    data, train = config.data, opened["train"]
+    data = config.data
     tests = [
         partial(check_workers, config, *opened.values()),
-        partial(check_crop, config, train),
+        partial(check_crop, config, opened["train"]),
     ]
     warnings = [f"training would refuse this: {reason}" for reason in refusals(tests)]
     whole = published(data.name).splits if data.name in PUBLISHED else {}

@@ -103,7 +103,6 @@ def _seen(run: Path, trained: Config, config: Config) -> set[str] | None:
         training = open_samples(data, "train", trained.seed)
     except DataError:
         return None
-    moved = config.data.root != trained.data.root
-    if moved and not were_read(run, training):
+    if config.data.root != trained.data.root and not were_read(run, training):
         return None
     return set(sequences(training, config.data.sequence))

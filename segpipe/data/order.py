@@ -308,9 +308,7 @@ def repeats_by_class(threshold: float, sets: Sets, counts: PixelCounts) -> Float
     return repeat_factors(counts.pixels > 0, threshold, weights)
 
 
-def repeats_by_sequence(
-    sequences: Sequence[Sequence[str]],
-) -> Float64:
+def repeats_by_sequence(sequences: Sequence[Sequence[str]]) -> Float64:
     """Repeats of each sample so that all sequences of a data set are used equally often, float64 (n,).
 
     sequences: sequence of each sample, per data set of a mixture. Raises ConfigError if no set has two sequences.

@@ -22,12 +22,10 @@ from contextlib import suppress
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import cv2
 import numpy as np
-import PIL
 
 from segpipe.data import Sample, Uint8
-from segpipe.data.facts import State, state_of
+from segpipe.data.facts import FORMAT, State, state_of
 from segpipe.errors import DataError
 from segpipe.files import file_sha256
 
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
     from segpipe.data.pairs import Pair
 
 AUTO = ".segpipe-pack"  # below data.root; readers of a data set skip hidden folders
-# Raise the number when a reader returns different pixels; new releases of decoders may, too.
-FORMAT = f"6 {cv2.__version__} {PIL.__version__}"
 # Samples checked once and kept mapped; others are checked at each read. A process may have 65,530 maps.
 MOST_MAPS = 40_000
 PAGE_BYTES = 4096  # an entry takes about 400

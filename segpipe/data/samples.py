@@ -39,9 +39,8 @@ from segpipe.settings.config import Config
 from segpipe.settings.groups import FILE_SETS, DataConfig
 from segpipe.settings.setting import nearest
 
-IGNORE = (
-    "ignore"  # in the map of a mixture: exclude the class's pixels from loss and score
-)
+# In the map of a mixture: exclude the class's pixels from loss and score.
+IGNORE = "ignore"
 LEAST_SIDE = 4  # pixels; Fast-SCNN convolves without padding at stride 2
 
 # A word of a name that is a number, optionally with a short prefix: 08640, f00930, frame0012.

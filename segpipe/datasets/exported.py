@@ -34,11 +34,10 @@ SPLIT_NAMES = {
 }  # fmt: skip
 # Errors raised by content of unexpected types.
 INCOMPLETE = (
-    KeyError,
+    LookupError,
     TypeError,
     ValueError,
     AttributeError,
-    IndexError,
     OverflowError,
     RecursionError,
     cv2.error,
