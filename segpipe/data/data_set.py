@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
@@ -486,10 +486,9 @@ def _table(source: Any, path: str) -> ClassTable:
     if isinstance(source.classes, ClassTable):
         return source.classes
     try:
-        palette = [[*map(int, color)] for color in getattr(source, "palette", ())]
-        names = source.classes  # mask_table_of refuses a mapping
-        names = names if isinstance(names, Mapping) else [*map(str, names)]
-        table = {"names": names, "palette": palette}
+        given = {"names": source.classes, "palette": getattr(source, "palette", ())}
+        # Sequences become lists; mask_table_of refuses anything else.
+        table = {key: np.array(value, object).tolist() for key, value in given.items()}
         return mask_table_of(table, path.rpartition(":")[2]).classes
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise DataError(f"data.name = {path}: {error}") from None

@@ -94,6 +94,15 @@ DATA = """
     class ById(Data):
         classes = {0: "a", 1: "b"}
 
+    class Unordered(Data):
+        classes = {"a"}
+
+    class NoPalette(Data):
+        palette = None
+
+    class Shares(Data):
+        palette = np.eye(2, 3) / 2
+
     class Refilled(Data):
         image, target = np.zeros((8, 6, 3), np.uint8), np.zeros((8, 6), np.uint8)
 
@@ -228,6 +237,12 @@ def test_two_samples_of_one_name_are_refused() -> None:
         (config("data:Odd"), "data:Odd: the object has no name, read, classes"),
         (config("data:Twice"), "data.name = data:Twice: names has a twice"),
         (config("data:ById"), "names has {0: 'a', 1: 'b'}, but a list"),
+        (config("data:Unordered"), "names has {'a'}, but a list"),
+        (config("data:NoPalette"), "palette = None, but 2 colors"),
+        (
+            config("data:Shares"),
+            r"palette = \[0\.5, 0\.0, 0\.0\], but .* from 0 to 255",
+        ),
         (config("data:Date"), "data has no Date. Did you mean Data"),
     ],
 )
