@@ -158,7 +158,9 @@ def not_written(path: Path, error: OSError, kept: str = "") -> NotWritten:
     advice = (ADVICE | OF_OUTPUTS).get(error.errno or 0, FULL)
     return NotWritten(
         f"{path} could not be written: {error.strerror or error}{kept and f'; {kept}'}. {advice}, or choose another "
-        f"place (out, or run.root), then repeat the command. A training continues with run.exists=resume."
+        # The suffixes are those of files that only a training writes.
+        "place (out, or run.root), then repeat the command"
+        f"{' with run.exists=resume' * (path.suffix in ('.pt', '.bin', '.jsonl'))}."
     )
 
 

@@ -30,6 +30,7 @@ from segpipe.data.samples import (
 from segpipe.datasets.division import shared_sequences
 from segpipe.datasets.problems import Census, missing_labels, problems, take
 from segpipe.datasets.proposal import propose
+from segpipe.files import write_atomically
 from segpipe.errors import DataError, SegpipeError, listed
 from segpipe.run.console import CONSOLE, print_problems, progress, share_table
 from segpipe.run.launch import (
@@ -123,7 +124,7 @@ def _offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
     CONSOLE.print(text)
     said = f"{path} does not exist. The table above fits its masks: add write=true to write it."
     if write:
-        path.write_text(text)
+        write_atomically(path, text.encode())
         said = f"Wrote this table to {path}. Name the classes before training."
     CONSOLE.print(said)
     return write

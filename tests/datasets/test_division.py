@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from errno import ENOSPC
 from pathlib import Path
 
 import cv2
@@ -214,6 +216,22 @@ def test_a_newcomer_gets_from_masks_to_a_checked_split(
     assert "in both training" not in capsys.readouterr().out, (
         "by the number, the last of each drive is a sequence"
     )
+
+
+def test_a_full_disk_is_named_and_holds_no_empty_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = flat(tmp_path, {f"{drive}_0": mask_of(0, 1) for drive in "ab"})
+
+    def full(*paths: Path) -> None:
+        raise OSError(ENOSPC, os.strerror(ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    assert segpipe(["doctor", "data=folder", root, "write=true"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{tmp_path}/classes.yaml could not be written: No space")
+    assert said.endswith("then repeat the command.\n"), "of trainings it says nothing"
+    assert not list(tmp_path.glob("*classes.yaml*"))
 
 
 def test_commands_that_are_printed_can_be_typed(
