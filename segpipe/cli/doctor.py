@@ -1,6 +1,5 @@
 """`segpipe doctor`: reports all problems of a data set in one pass, or the content of its splits if it has none."""
 
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from segpipe import IGNORE_INDEX
 from segpipe.cli.commands import Given
 from segpipe.data import PHOTOS
-from segpipe.data.catalog import PUBLISHED, published, table_path
+from segpipe.data.catalog import PUBLISHED, published, table_path, typed
 from segpipe.data.data_set import DataSet
 from segpipe.data.order import spaced
 from segpipe.data.pairs import Scan, no_split, scan, scan_undivided, split_lists
@@ -30,8 +29,8 @@ from segpipe.data.samples import (
 from segpipe.datasets.division import shared_sequences
 from segpipe.datasets.problems import Census, missing_labels, problems, take
 from segpipe.datasets.proposal import propose
-from segpipe.files import write_atomically
 from segpipe.errors import DataError, SegpipeError, listed
+from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, print_problems, progress, share_table
 from segpipe.run.launch import (
     check_crop,
@@ -132,20 +131,14 @@ def _offer_table(data: DataConfig, splits: list[str], *, write: bool) -> bool:
 
 def _not_divided(data: DataConfig, splits: list[str]) -> str:
     """What to do with a folder that lacks only its splits; empty for any other."""
-    root = Path(data.root)
-    if data.name != "folder" or data.mix or split_lists(root):
+    if data.name != "folder" or data.mix or split_lists(Path(data.root)):
         return ""
-    if any(scan(data, split)[:2] != ([], [no_split(root, split)]) for split in splits):
+    if any(scan(data, split)[:2] != ([], [no_split(data, split)]) for split in splits):
         return ""
-    here = shlex.join(
-        f"data.{key}={value}"
-        for key in ("root", "images", "masks")
-        if (value := getattr(data, key))
-    )
     return (
-        f"{root} is not divided into {' and '.join(splits)} yet, so nothing else was checked. Next: `segpipe split "
-        f"{here} val=0.2` (independent photos: by=image, frames of one video: by=tail), then `segpipe doctor "
-        f"data=folder {here}` again."
+        f"{data.root} is not divided into {' and '.join(splits)} yet, so nothing else was checked. Next: `segpipe "
+        f"split {typed(data)} val=0.2` (independent photos: by=image, frames of one video: by=tail), then `segpipe "
+        f"doctor data=folder {typed(data)}` again."
     )
 
 

@@ -178,7 +178,22 @@ def mask_table(data: DataConfig) -> MaskTable:
         raise DataError(missing(Path(data.root)))
     if data.name in PUBLISHED and not data.classes:
         return published(data.name).table
-    return load_masks(table_path(data))
+    path = table_path(data)
+    if not path.exists():
+        raise DataError(
+            f"{path} does not exist. A folder data set needs a class table: `segpipe doctor data=folder {typed(data)}` "
+            "proposes one from the masks. If it lies elsewhere, set data.classes=FILE."
+        )
+    return load_masks(path)
+
+
+def typed(data: DataConfig) -> str:
+    """The settings that name the folders of a data set, as typed in a shell."""
+    return shlex.join(
+        f"data.{key}={value}"
+        for key in ("root", "images", "masks")
+        if (value := getattr(data, key))
+    )
 
 
 @cache
@@ -218,12 +233,6 @@ def load_masks(path: Path) -> MaskTable:
     """Mask table from a YAML file of the form above. Raises DataError naming file and key."""
     try:
         entries = _yaml(path)
-    except FileNotFoundError:
-        raise DataError(
-            f"{path} does not exist. A folder data set needs a class table: "
-            f"`segpipe doctor data=folder {shlex.quote(f'data.root={path.parent}')}` proposes one from the masks. "
-            "If it lies elsewhere, set data.classes=FILE."
-        ) from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).replace('in "<unicode string>", ', "").split())
         raise DataError(f"{path} cannot be read as YAML: {reason}") from None
@@ -441,7 +450,7 @@ def missing(folder: Path) -> str:
     for other in get_close_matches(absent.name, siblings, 1):
         hint = f"Nearest: {parent / other}"
     state = "is a file, not a folder" if absent.exists() else "does not exist"
-    return f"{absent} {state}. {hint}. Set data.root and the split, or data.images and data.masks, to existing folders."
+    return f"{absent} {state}. {hint}. Set data.root and the split, or both data.images and data.masks."
 
 
 STREET = load_masks(

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import csv
 import os
-import shlex
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from segpipe.data.catalog import PUBLISHED, PublishedSet, missing, published
+from segpipe.data.catalog import PUBLISHED, PublishedSet, missing, published, typed
 from segpipe.errors import DataError, listed
 from segpipe.files import files_below
 
@@ -172,6 +171,11 @@ def _scan(data: DataConfig, split: str | None) -> Scan:
     found = Scan([], [], [], [])
     try:
         layout = _undivided(data) if split is None else _layout(data, split)
+        for place in (layout.images, layout.masks):
+            if not place.folder.is_dir():
+                raise DataError(missing(place.folder))
+        if split and layout.listing and not layout.listing.is_file():
+            raise DataError(no_split(data, split))
         source = layout.table or layout.listing
         if source:
             found.lists.append(source)
@@ -189,9 +193,6 @@ def _scan(data: DataConfig, split: str | None) -> Scan:
 def _pair_by_name(layout: FolderLayout, found: Scan) -> None:
     """Add pairs of images and masks with the same stem; only listed ones if there is a list."""
     folders = layout.images.folder, layout.masks.folder
-    for folder in folders:
-        if not folder.is_dir():
-            raise DataError(missing(folder))
     together = folders[0] == folders[1]
     images = _pictures(folders[0], LOSSLESS if together else (), found)
     # Report the files of a shared folder only once.
@@ -416,8 +417,6 @@ def _layout(data: DataConfig, split: str) -> FolderLayout:
     if data.images or data.masks:
         divided = SPLIT in data.images + data.masks
         listing = None if divided else root / f"{split}.txt"
-        if listing and not listing.is_file():
-            raise DataError(no_split(root, split))
         return _named(data, f"/{SPLIT}" * divided, split)._replace(listing=listing)
     if data.name in PUBLISHED:
         return _published(published(data.name), root, split)
@@ -470,10 +469,9 @@ def _found(root: Path, split: str) -> FolderLayout:
         )
     if table.is_file():
         return in_table
-    if listing.is_file():
+    undivided = images.is_dir() and masks.is_dir() and not _divided(images, split)
+    if listing.is_file() or undivided:
         return whole._replace(listing=listing)
-    if images.is_dir() and masks.is_dir() and not _divided(images, split):
-        raise DataError(no_split(root, split))
     return divided
 
 
@@ -491,16 +489,16 @@ def _undivided(data: DataConfig) -> FolderLayout:
     return _synonyms(root)
 
 
-def no_split(root: Path, split: str) -> str:
+def no_split(data: DataConfig, split: str) -> str:
     """Message about images and masks without splits."""
-    lists = split_lists(root)
+    lists = split_lists(Path(data.root))
     fix = (
         f"The lists that exist are {', '.join(lists)}: set the split to one of them, or write {split}.txt."
         if lists
-        else f"`segpipe split {shlex.quote(f'data.root={root}')}` writes train.txt and val.txt."
+        else f"`segpipe split {typed(data)}` writes train.txt and val.txt."
     )
     return (
-        f"{root} has images and masks, but nothing defines split {split}: there is no such folder, no "
+        f"{data.root} has images and masks, but nothing defines split {split}: there is no such folder, no "
         f"{split}.txt and no {split}.csv. {fix}"
     )
 

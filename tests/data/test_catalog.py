@@ -9,9 +9,10 @@ import pytest
 from tables import CAMVID
 
 from segpipe import IGNORE_INDEX
-from segpipe.data.catalog import STREET, ClassTable, load_masks, missing
+from segpipe.data.catalog import STREET, ClassTable, load_masks, mask_table, missing
 from segpipe.data.masks import target_of_ids
 from segpipe.errors import DataError
+from segpipe.settings.groups import DataConfig
 
 YAML = """
 name: warehouse
@@ -164,7 +165,7 @@ def test_a_wrong_table_is_refused(
 
 def test_a_missing_table_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"classes\.yaml does not exist.*data\.classes"):
-        load_masks(tmp_path / "classes.yaml")
+        mask_table(DataConfig(name="folder", root=str(tmp_path)))
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(DataError, match="has no keys"):
         load_masks(tmp_path / "list.yaml")

@@ -201,6 +201,10 @@ def test_settings_name_other_folders(tmp_path: Path) -> None:
     beside = make(tmp_path / "beside", "train/a.png", "mask:train/a_mask.png")
     beside.images, beside.masks = "train", "train/*_mask"
     assert "nothing defines split train" in scan(beside, "train")[1][0]
+    beside.images = ""
+    [fault] = scan(beside, "train").faults
+    assert fault.startswith(f"{beside.root}/images does not exist.")
+    assert "both data.images and data.masks" in fault
     beside.images, beside.masks = "SPLIT", "SPLIT/*_mask"
     assert found(beside) == [("a", "train/a.png", "train/a_mask.png")]
     config = compose(

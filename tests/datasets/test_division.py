@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from segpipe.cli.main import main as segpipe
-from segpipe.data.catalog import load_masks
+from segpipe.data.catalog import load_masks, mask_table
 from segpipe.data.masks import read_target, settled
-from segpipe.data.pairs import no_split
+from segpipe.data.pairs import scan
 from segpipe.data.samples import check_labelled, open_samples
 from segpipe.datasets.division import divide, shared_sequences
 from segpipe.datasets.proposal import propose
@@ -237,17 +237,22 @@ def test_a_full_disk_is_named_and_holds_no_empty_table(
 def test_commands_that_are_printed_can_be_typed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For a folder whose name a shell would divide."""
+    """For folders whose names a shell would divide."""
     folder = tmp_path / "my photos (2)"
     root = flat(folder, {f"{drive}_0": mask_of(0, 1) for drive in "ab"})
     assert segpipe(["doctor", "data=folder", root, "write=true"]) == 0
     said = capsys.readouterr().out
     assert f"`segpipe split '{root}' val=0.2`" in said
     assert f"`segpipe doctor data=folder '{root}'`" in said
-    assert f"`segpipe split '{root}'`" in no_split(folder, "train")
-    with pytest.raises(DataError, match="does not exist") as caught:
-        load_masks(folder / "no.yaml")
-    assert f"`segpipe doctor data=folder '{root}'`" in str(caught.value)
+    data = DataConfig(name="folder", root=str(folder), masks="masks (old)")
+    (folder / "masks").rename(folder / data.masks)
+    [fault] = scan(data, "train").faults
+    assert f"`segpipe split '{root}' 'data.masks=masks (old)'`" in fault
+    (folder / "classes.yaml").unlink()
+    with pytest.raises(DataError, match=r"classes\.yaml does not exist") as caught:
+        mask_table(data)
+    said = f"`segpipe doctor data=folder '{root}' 'data.masks=masks (old)'`"
+    assert said in str(caught.value)
 
 
 def test_split_refuses_folders_that_are_divided(
