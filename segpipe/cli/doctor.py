@@ -32,13 +32,7 @@ from segpipe.datasets.proposal import propose
 from segpipe.errors import DataError, SegpipeError, listed
 from segpipe.files import write_atomically
 from segpipe.run.console import CONSOLE, print_problems, progress, share_table
-from segpipe.run.launch import (
-    check_crop,
-    check_workers,
-    checks,
-    refusals,
-    with_crop,
-)
+from segpipe.run.launch import check_crop, check_workers, checks, refusals, with_crop
 from segpipe.run.pages import overlay, write_page
 from segpipe.run.report import densest
 from segpipe.settings.compose import compose

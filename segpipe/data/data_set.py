@@ -154,9 +154,7 @@ class DataSet(Samples, Protocol):
         return [SubSet("", self, float(len(self)))]
 
     def problems(
-        self,
-        indices: Sequence[int],
-        progress: Progress = silent,
+        self, indices: Sequence[int], progress: Progress = silent
     ) -> Iterator[str]:
         """A message for every sample among these that cannot be read or repeats the name of another."""
         first: dict[str, int] = {}
@@ -229,8 +227,7 @@ class FileSamples(DataSet):
 
     def size(self, index: int) -> Size:
         """(height, width) of the mask, which is the upright image's. Reads at most a header."""
-        header = self.facts.header(self.pairs[index].mask)
-        return header.height, header.width
+        return self.facts.header(self.pairs[index].mask)[:2]
 
     def content(self, index: int) -> Int64:
         count = partial(counted, self.table)

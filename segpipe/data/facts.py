@@ -103,10 +103,8 @@ class Facts:
 
         state, content = state_of(path), read_file(path)
         header, counts = read(content, path, check)
-        digest = sha256_of(content)
-        return self._learn(
-            path, Known(state, header, digest, key, counts if key else [])
-        )
+        known = Known(state, header, sha256_of(content), key, counts if key else [])
+        return self._learn(path, known)
 
     def hashes(self, paths: Iterable[str]) -> dict[str, str]:
         """SHA-256 of the unchanged files that were read completely."""

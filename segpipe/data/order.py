@@ -213,11 +213,7 @@ class _Repeat:
 
 
 def requests(
-    places: Iterable[StepShard],
-    order: Order,
-    *,
-    every: int,
-    workers: int,
+    places: Iterable[StepShard], order: Order, *, every: int, workers: int
 ) -> Iterator[Request]:
     """Requests that deliver `places` in order; between them, requests that repeat watched samples.
 
@@ -342,10 +338,8 @@ def draws(repeats: Float64 | None, sets: Sets, seed: int) -> Draws | None:
         own = np.ones(size) if repeats is None else repeats[first : first + size]
         passes.append(Passes(seed, number, first, own))
         first += size
-    numbers = whole_shares(
-        [weight for _, weight in sets], sum(one.length for one in passes)
-    )
-    return Draws(seed, passes, numbers)
+    total = sum(one.length for one in passes)
+    return Draws(seed, passes, whole_shares([weight for _, weight in sets], total))
 
 
 def pixels_seen(

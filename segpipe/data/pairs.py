@@ -52,16 +52,7 @@ MASK_FOLDERS = (
     "gtFine",
     "SegmentationClass",
 )
-LOSSLESS = (
-    ".png",
-    ".bmp",
-    ".tif",
-    ".tiff",
-    ".ppm",
-    ".pgm",
-    ".pbm",
-    ".pnm",
-)
+LOSSLESS = (".png", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm")
 LOSSY = (  # a mask only if there is no lossless one
     ".jpg",
     ".jpeg",

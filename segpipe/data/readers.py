@@ -267,12 +267,10 @@ def _opened(content: bytes) -> tuple[Image.Image, Header]:
 
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
-        pages = 1
         scaled = image.format == "PPM" and image.tile[0][0] != "raw"
         # Pillow turns a TIFF when it loads it, and forgets its orientation.
         turned = getattr(image, "tag_v2", {}).get(ORIENTATION_TAG, 1) != 1
-        if image.format != "MPO":
-            pages = getattr(image, "n_frames", 1)
+        pages = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
         if image.format not in BY_OPENCV:
             image.load()
     except Exception as error:  # whatever Pillow raises for damaged data

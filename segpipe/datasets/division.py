@@ -68,8 +68,7 @@ def _nearest_to(weights: Float64, val: float, seed: int) -> set[int]:
     num, columns = weights.shape
     best, chosen = np.inf, set[int]()
     for trial in range(TRIALS):
-        random = generator(sample_key(seed, 0, trial, "split"))
-        order = random.permutation(num)
+        order = generator(sample_key(seed, 0, trial, "split")).permutation(num)
         sums = np.cumsum(weights[order], axis=0)
         total, firsts = sums[-1], sums[:-1]
         lacking = ((firsts == 0) | (firsts == total)).sum(axis=1)

@@ -357,8 +357,8 @@ def _cvat_shape(element: ElementTree.Element) -> tuple[str, Shape | str]:
     if kind == "mask":
         height, width, left, top = map(int, numbers("height", "width", "left", "top"))
         counts = list(map(int, element.attrib["rle"].split(",")))
-        part = height, width
-        return label, partial(_pasted, partial(runs, counts), part, left, top)
+        area = partial(runs, counts)
+        return label, partial(_pasted, area, (height, width), left, top)
 
     if kind == "polygon":
         points = [point.split(",") for point in element.attrib["points"].split(";")]

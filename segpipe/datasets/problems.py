@@ -11,11 +11,7 @@ import numpy as np
 
 from segpipe.data import Int64, Size
 from segpipe.data.data_set import DataSet, FileSamples
-from segpipe.data.masks import (
-    check_kind,
-    check_sizes,
-    counted,
-)
+from segpipe.data.masks import check_kind, check_sizes, counted
 from segpipe.data.order import spaced
 from segpipe.data.pairs import Pair
 from segpipe.data.readers import (
@@ -29,12 +25,7 @@ from segpipe.data.readers import (
     silent,
     threaded,
 )
-from segpipe.data.samples import (
-    keep_facts,
-    open_readable,
-    over,
-    parts,
-)
+from segpipe.data.samples import keep_facts, open_readable, over, parts
 from segpipe.errors import DataError, listed
 from segpipe.files import file_sha256
 from segpipe.settings.groups import DataConfig
