@@ -315,7 +315,10 @@ def _check_checksums(image: Image.Image) -> None:
 
 def _header(image: Image.Image, content: bytes) -> Header:
     """Header of an image file."""
-    orientation = _exif_orientation(image.info.get("exif", b""))
+    orientation = _exif_orientation(
+        # In a PNG it may come after the pixels, where Pillow has not looked yet.
+        image.info.get("exif") or content.partition(b"eXIf")[2]
+    )
     layout = LAYOUTS.get(image.mode)
     if image.format in ("JPEG", "MPO"):
         return Header(
@@ -474,8 +477,6 @@ def threaded(
             break
 
     left = range(len(results), len(given), CHUNK)
-    if not left:
-        return results
     chunks = [given[at : at + CHUNK] for at in left]
     threads: list[int] = []
     pool = ThreadPoolExecutor(

@@ -612,6 +612,19 @@ def test_the_mask_tells_whether_its_photo_is_turned(
     assert list(problems(stored, ["train"])) == []
 
 
+def test_an_orientation_may_come_after_the_pixels(tmp_path: Path) -> None:
+    data = turned_set(tmp_path, 6, (HEIGHT, WIDTH), TARGET.T)
+    photo = tmp_path / "images/train/a.png"
+    content = photo.read_bytes()
+    start, end = content.index(b"eXIf") - 4, content.index(b"IDAT") - 4
+    tag = content[start:end]
+    photo.write_bytes(content[:start] + content[end:-12] + tag + content[-12:])
+    assert list(problems(data, ["train"])) == []
+    assert np.array_equal(
+        open_samples(data, "train", 0).read(0)[0], upright(6, PICTURE)
+    )
+
+
 @pytest.mark.parametrize(("number", "size"), [(6, (5, 5)), (3, (5, 7)), (2, (5, 7))])
 def test_a_photo_that_may_be_turned_or_not_is_refused(
     tmp_path: Path, number: int, size: tuple[int, int]
