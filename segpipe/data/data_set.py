@@ -474,8 +474,8 @@ def open_plugin(data: DataConfig, split: str) -> PluginSamples:
         )
     if not len(source):
         raise DataError(f"data.name = {path}: split {split} has no sample.")
-    classes, root = _table(source, path), data.root or "."
-    return PluginSamples(PerProcess(source), classes, path, split, root)
+    classes = _table(source, path)
+    return PluginSamples(PerProcess(source), classes, path, split, data.root or ".")
 
 
 def _table(source: Any, path: str) -> ClassTable:

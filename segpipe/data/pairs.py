@@ -216,9 +216,8 @@ def _pair_by_name(layout: FolderLayout, found: Scan) -> None:
             "a folder per split. For labels in another format, see `segpipe import --help`."
         )
     for stem in without_mask:
-        place = f"{folders[1] / stem}{of_mask}.png"
         found.faults.append(
-            f"{images[stem]} has no mask {place}. Draw it, or remove the image."
+            f"{images[stem]} has no mask {folders[1] / stem}{of_mask}.png. Draw it, or remove the image."
         )
     for stem in without_image:
         found.faults.append(f"{masks[stem]} has no image in {folders[0]}.")
@@ -327,11 +326,10 @@ def _listed(listing: Path, images: Files, ending: str, found: Scan) -> set[str]:
         line = _composed(text.strip())
         bare = os.path.splitext(line)[0]
         path = os.path.normpath(listing.parent / bare)
-        exact = _composed(text)  # a name may end in a space
-        named = known.get(exact) or known.get(line)
-        known_stem = named or known.get(bare) or known.get(path)
-        if known_stem:
-            stems[known_stem] += 1
+        forms = _composed(text), line, bare, path  # a name may end in a space
+        named = [known[form] for form in forms if form in known]
+        if named:
+            stems[named[0]] += 1
         elif line:
             found.faults.append(
                 f"{listing} lists {line:.200}, but no image has this stem."
