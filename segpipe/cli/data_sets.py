@@ -117,6 +117,12 @@ def split(given: Given) -> int:
             f"{path}: {len(own)} images ({len(own) / len(names):.1%}) of {len(counts)} "
             f"sequence{'s' * (len(counts) != 1)}: {listed(shown, 10)}"
         )
+    if given["by"] == "sequence" and abs(chosen.mean() - given["val"]) > 0.05:
+        CONSOLE.print(
+            f"val has {chosen.mean():.0%} of the images, not {given['val']:.0%}: sequences stay whole, and both sides "
+            "should have each class of classes.yaml. To come nearer, repeat with replace=true and by=tail (the last "
+            "frames of each sequence), by=image (independent photos), or pattern=REGEX for shorter sequences."
+        )
     if pixels is None:
         CONSOLE.print(
             f"{table_path(data)} does not exist, so the division ignores classes: see segpipe doctor."

@@ -194,7 +194,10 @@ def test_a_newcomer_gets_from_masks_to_a_checked_split(
     assert segpipe(["split", root, "val=0.4"]) == 0
     text = capsys.readouterr().out
     assert "train.txt: 12 images (60.0%) of 3 sequences" in text
+    assert "sequences stay whole" not in text
     assert "val, % of pixels" in text
+    assert segpipe(["split", root, "val=0.28", "replace=true"]) == 0
+    assert "val has 20% of the images, not 28%: sequences" in capsys.readouterr().out
     lists = [
         (tmp_path / f"{split}.txt").read_text().split() for split in ("train", "val")
     ]
