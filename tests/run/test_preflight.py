@@ -176,7 +176,9 @@ def test_a_crop_that_is_mostly_padding_is_warned_of(
         warned = (
             f"Warning: {share} of the crops of augment.crop_size = {crop} is padding"
         )
-        assert capsys.readouterr().err.startswith(warned) == bool(share)
+        said = capsys.readouterr().err
+        assert said.startswith(warned) == bool(share)
+        assert ("augment.crop_size=auto" in said) == bool(share)
 
 
 def test_auto_trains_with_the_crop_that_it_names(tmp_path: Path) -> None:
