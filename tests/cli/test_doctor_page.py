@@ -166,6 +166,7 @@ def test_a_set_with_broken_files_has_a_page_too(tmp_path: Path) -> None:
     ):
         assert part in text
     assert tile(text, "without a label") == "none"  # what id 9 is, nobody knows yet
+    assert text.count("no picture: see Problems") == 1  # of the truncated image
     assert "A batch as training sees it" not in text
     for path in root.glob("masks/*/*.png"):
         path.write_bytes(b"")
