@@ -160,9 +160,8 @@ def _equal_channels(table: MaskTable, pixels: Uint8, path: str) -> Uint8:
     differ = (red != green) | (red != blue)
     if differ.any():
         row, column = np.argwhere(differ)[0]
-        other = ""
-        if table.classes.name == "camvid":
-            other = " For CamVid's 32 colors, set data=camvid32."
+        of_camvid = table.classes.name == "camvid"
+        other = " For CamVid's 32 colors, set data=camvid32." * of_camvid
         raise DataError(
             f"{path} holds colors, such as {tuple(pixels[row, column, :3].tolist())} at row {row}, column "
             f"{column}, but masks = ids, or the class table has no palette. Set `masks: colors` and one color per "

@@ -124,9 +124,8 @@ def read_file(path: str, *, part: bool = False) -> bytes:
             return read(path, PART_BYTES, TAIL_BYTES)
         return read(path)
     except OSError as error:
-        advice = ""
-        if error.errno in PASSING:
-            advice = ", in six attempts. Check the disk or the file server"
+        failed = error.errno in PASSING
+        advice = ", in six attempts. Check the disk or the file server" * failed
         raise DataError(f"{path} cannot be read: {error.strerror}{advice}.") from None
 
 

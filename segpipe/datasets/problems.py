@@ -139,7 +139,7 @@ def _checked(
             check_mask(header, path)
             check_kind(table, header, path)
 
-    for path in (pair.image, pair.mask):
+    for path in pair[1:]:
         is_mask = path == pair.mask
         own = partial(check, path, is_mask)
         try:
