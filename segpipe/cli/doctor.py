@@ -70,7 +70,7 @@ def main(given: Given) -> int:
         whole = scan_undivided(data)
         found = whole.faults  # `segpipe split` refuses these
         print_problems(found, given["lines"])
-        CONSOLE.print(todo)
+        CONSOLE.print(f"{'Correct these first. ' * bool(found)}{todo}")
         _write_page(config, ["all"], [*found, todo], warnings, given["out"], whole)
         return 0 if is_new and not found else DataError.exit_code
     with progress("checking files") as show:

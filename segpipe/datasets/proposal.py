@@ -134,9 +134,9 @@ def _table(tally: Tally, classes: Sequence[Value]) -> list[str]:
     if IGNORE_INDEX in classes:
         ignored = "ignore: []"
     elif colored:
-        ignored += "  # move the color of unlabelled pixels here, as in [[0, 0, 0]], with its name"
+        ignored += "  # if a color means unlabelled, move it here, as in [255, [0, 0, 0]], and delete its name"
     elif IGNORE_INDEX in tally.pixels:
-        ignored += f"  # {tally.share(IGNORE_INDEX)}; if this is not 0, maybe a class"
+        ignored += f"  # {tally.share(IGNORE_INDEX)}. If 255 is a class, add it to names and ids, and write ignore: []"
     return [*lines, ignored]
 
 

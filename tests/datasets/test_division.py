@@ -180,11 +180,13 @@ def test_a_newcomer_gets_from_masks_to_a_checked_split(
         in text
     )
     assert "problem" not in text
+    assert "Correct" not in text
     unpaired = tmp_path / "images/f_0.png"
     unpaired.write_bytes((tmp_path / "images/a_0.png").read_bytes())
     assert segpipe(["doctor", "data=folder", root]) == 2
     text = capsys.readouterr().out
     assert f"{tmp_path}/masks/f_0.png. Draw it, or remove the image." in text
+    assert "Correct these first." in text
     assert "is not divided" in text
     unpaired.unlink()
     (tmp_path / "training.txt").touch()
