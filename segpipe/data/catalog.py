@@ -445,12 +445,12 @@ def missing(folder: Path) -> str:
     parent, absent = folder, folder
     while not parent.is_dir():
         parent, absent = parent.parent, parent
-    siblings = sorted(path.name for path in parent.iterdir() if path.is_dir())
+    siblings = sorted(path.name for path in parent.glob("[!.]*") if path.is_dir())
     hint = f"{parent} holds {', '.join(siblings[:8]) or 'no folders'}"
     for other in get_close_matches(absent.name, siblings, 1):
         hint = f"Nearest: {parent / other}"
     state = "is a file, not a folder" if absent.exists() else "does not exist"
-    return f"{absent} {state}. {hint}. Set data.root and the split, or both data.images and data.masks."
+    return f"{absent} {state}. {hint}. Set data.root, data.split, or both data.images and data.masks accordingly."
 
 
 STREET = load_masks(

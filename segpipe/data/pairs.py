@@ -26,7 +26,6 @@ import os
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from difflib import get_close_matches
 from itertools import chain, product
 from pathlib import Path
@@ -91,6 +90,7 @@ MASK_ENDINGS = (
     "_gtFine_labelTrainIds",
     "-mask",
     "-label",
+    ".jpg",
 )
 # Files next to images that are no images, by suffix, or by name if there is no suffix.
 COMPANIONS = (
@@ -448,10 +448,9 @@ def _found(root: Path, split: str) -> FolderLayout:
     divided = FolderLayout(Place(images / split), Place(masks / split))
     if (images / split).is_dir():
         return divided
-    with suppress(DataError):  # two folders of one kind
-        outer = _synonyms(root / split)
-        if outer.images.folder.is_dir():
-            return outer
+    outer = _synonyms(root / split)
+    if outer.images.folder.is_dir():
+        return outer
     if table.is_file() and listing.is_file():
         raise DataError(
             f"{table} and {listing} both list split {split}. Remove one of them."
@@ -461,17 +460,20 @@ def _found(root: Path, split: str) -> FolderLayout:
     undivided = images.is_dir() and masks.is_dir() and not _divided(images, split)
     if listing.is_file() or undivided:
         return whole._replace(listing=listing)
+    if not images.is_dir() and _divided(root, split):
+        return outer
     return divided
 
 
 def _undivided(data: DataConfig) -> FolderLayout:
     """Locations of all files of a data set without splits. Raises DataError if there are splits."""
     root = Path(data.root)
-    for divided in (root / "images" / "train", root / "train" / "images"):
-        if divided.is_dir() and not (data.images and data.masks):
+    for images in ("images/train", "train/images"):
+        if (root / images).is_dir() and not (data.images and data.masks):
             raise DataError(
-                f"{divided} exists, so {root} is already divided into splits. To divide one of its folders again, name "
-                "it in this and every other command: data.images=images/train data.masks=masks/train."
+                f"{root / images} exists, so {root} is already divided into splits. To divide one of its folders "
+                "again, name it in this and every other command: "
+                f"data.images={images} data.masks={images.replace('images', 'masks')}."
             )
     if data.images or data.masks:
         return _named(data, "", "")
@@ -503,7 +505,7 @@ def split_lists(root: Path) -> list[str]:
 
 def _divided(folder: Path, split: str) -> bool:
     """Whether a subfolder is named like a split; others, such as a folder per drive, are not splits."""
-    names = [path.name.lower() for path in folder.iterdir() if path.is_dir()]
+    names = [path.name.lower() for path in folder.glob("*") if path.is_dir()]
     return bool({*SPLITS}.intersection(names) or get_close_matches(split, names))
 
 
@@ -517,8 +519,9 @@ def _named(data: DataConfig, behind: str, split: str) -> FolderLayout:
 def _place(root: Path, pattern: str, split: str) -> Place:
     """Folder and stem ending from the value of a setting."""
     folder, star, ending = pattern.replace(SPLIT, split).partition("*")
-    for suffix in SUFFIXES:
-        ending = ending.removesuffix(suffix)
+    stem, suffix = os.path.splitext(ending)
+    if suffix in SUFFIXES:
+        ending = stem
     return Place(root / folder, ending if star else None)
 
 

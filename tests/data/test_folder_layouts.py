@@ -80,6 +80,7 @@ LAYOUTS = {
         "a",
     ),
     "one folder for a split": (["train/a.png", "mask:train/a_mask.png"], "a"),
+    "Supervisely": (["images/train/a.jpg", "mask:masks/train/a.jpg.png"], "a"),
     "one folder, by suffix": (["train/a.jpg", "mask:train/a.png"], "a"),
     "hidden files": (
         ["images/train/a.png", "images/train/.x/b.png", "mask:masks/train/a.png"],
@@ -198,6 +199,9 @@ def test_settings_name_other_folders(tmp_path: Path) -> None:
     )
     data.images, data.masks = "photo/SPLIT", "drawn/SPLIT/*_v2.png"
     assert found(data) == [("a", "photo/train/a.png", "drawn/train/a_v2.png")]
+    data.masks = "drawn/SPLIT/*.jpeg"
+    make(tmp_path, "mask:drawn/train/a.jpeg.png")
+    assert found(data) == [("a", "photo/train/a.png", "drawn/train/a.jpeg.png")]
     beside = make(tmp_path / "beside", "train/a.png", "mask:train/a_mask.png")
     beside.images, beside.masks = "train", "train/*_mask"
     assert "nothing defines split train" in scan(beside, "train")[1][0]
@@ -235,6 +239,14 @@ REFUSED = {
     "other splits": (
         ["images/val/a.png", "mask:masks/val/a.png"],
         ["images/train does not exist"],
+    ),
+    "other splits, each with its two folders": (
+        ["valid/images/a.png", "mask:valid/masks/a.png"],
+        ["/train does not exist"],
+    ),
+    "two synonyms in a split": (
+        ["train/imgs/a.png", "mask:train/labels/a.png", "mask:train/gt/a.png"],
+        ["train has labels and gt, each of which may hold the masks."],
     ),
     "a split of another name": (
         ["images/tain/a.png", "mask:masks/tain/a.png"],
@@ -329,7 +341,7 @@ def test_what_cannot_be_paired_is_refused_with_the_fix(
 def test_nothing_is_suggested_for_a_folder_that_is_like_no_other(
     tmp_path: Path,
 ) -> None:
-    for name in ("ext", "images"):
+    for name in ("ext", "images", ".segpipe-cache"):
         (tmp_path / name).mkdir()
     assert missing(tmp_path / "nonexist").startswith(
         f"{tmp_path}/nonexist does not exist. {tmp_path} holds ext, images."

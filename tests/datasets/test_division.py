@@ -263,9 +263,15 @@ def test_commands_that_are_printed_can_be_typed(
 def test_split_refuses_folders_that_are_divided(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "images/train").mkdir(parents=True)
-    assert segpipe(["split", f"data.root={tmp_path}"]) == 2
-    assert "already divided into splits" in capsys.readouterr().err
+    for images, masks in (
+        ("train/images", "train/masks"),
+        ("images/train", "masks/train"),
+    ):
+        (tmp_path / images).mkdir(parents=True)
+        assert segpipe(["split", f"data.root={tmp_path}"]) == 2
+        said = capsys.readouterr().err
+        assert "already divided into splits" in said
+        assert f"data.images={images} data.masks={masks}." in said
     assert segpipe(["split", "data.root=/no/where"]) == 2
 
 
