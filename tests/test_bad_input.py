@@ -280,7 +280,10 @@ BAD_TABLES: list[tuple[str | bytes, tuple[str, ...]]] = [
         ("could not determine a constructor",),
     ),
     ("[" * 3000 + "]" * 3000, ("maximum recursion depth",)),
-    (b"names: [stra\xdfe, b, c]", ("cannot be read as YAML: 'utf-8' codec",)),
+    (
+        b"names: [stra\xdfe, b, c]",
+        ("cannot be read as YAML: 'utf-8' codec", "byte. Save it as UTF-8."),
+    ),
     (b"\0\0", ("cannot be read as YAML",)),
     (" " * (1 << 21), ("it has 2097152 bytes",)),
 ]

@@ -235,7 +235,9 @@ def load_masks(path: Path) -> MaskTable:
         entries = _yaml(path)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).replace('in "<unicode string>", ', "").split())
-        raise DataError(f"{path} cannot be read as YAML: {reason}") from None
+        raise DataError(
+            f"{path} cannot be read as YAML: {reason}{'. Save it as UTF-8.' * isinstance(error, UnicodeError)}"
+        ) from None
 
     if not isinstance(entries, dict):
         raise DataError(f"{path} has no keys, but names was needed.")
@@ -446,7 +448,7 @@ def missing(folder: Path) -> str:
     while not parent.is_dir():
         parent, absent = parent.parent, parent
     siblings = sorted(path.name for path in parent.glob("[!.]*") if path.is_dir())
-    hint = f"{parent} holds {', '.join(siblings[:8]) or 'no folders'}"
+    hint = f"{parent if parent.name else parent.absolute()} holds {', '.join(siblings[:8]) or 'no folders'}"
     for other in get_close_matches(absent.name, siblings, 1):
         hint = f"Nearest: {parent / other}"
     state = "is a file, not a folder" if absent.exists() else "does not exist"

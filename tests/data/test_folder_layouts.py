@@ -347,6 +347,7 @@ def test_nothing_is_suggested_for_a_folder_that_is_like_no_other(
         f"{tmp_path}/nonexist does not exist. {tmp_path} holds ext, images."
     )
     assert f"Nearest: {tmp_path}/images." in missing(tmp_path / "image")
+    assert f"{Path.cwd()} holds " in missing(Path("nonexist"))
 
 
 def test_names_of_pairs_stay_those_of_the_images(tmp_path: Path) -> None:
