@@ -310,7 +310,7 @@ def cvat(source: Path, names: Sequence[str]) -> Export:
         root = ElementTree.parse(path).getroot()
     except (OSError, ElementTree.ParseError) as error:
         raise DataError(
-            f"{path} cannot be read: {error}. Export from CVAT as `CVAT for images 1.1`."
+            f"{path} cannot be read: {error}. Export from CVAT as `CVAT for images 1.1`, and unpack the archive."
         ) from None
 
     if root.find("track") is not None:

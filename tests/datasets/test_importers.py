@@ -389,6 +389,7 @@ FAULTY: dict[str, tuple[str, dict[str, str], str]] = {
         {"annotations.xml": "<annotations><track/></annotations>"},
         "is for a video",
     ),
+    "cvat, packed": ("cvat", {"annotations.xml": "PK"}, "and unpack the archive"),
     "cvat rotated box": (
         "cvat",
         {
