@@ -46,7 +46,7 @@ ORIENTATION_TAG = 0x0112
 TRUNCATED = "is truncated: it ends before the image does. Copy it again."
 WRITE_PNG = "Write it as PNG."
 LOSSY = (
-    "{} is lossy and destroys ids at every edge. Export the masks as PNG "
+    "it holds {}, which is lossy and destroys ids at every edge. Export the masks as PNG "
     "from the tool that made them; see docs/data.md if there is none."
 )
 # Messages of libjpeg about files that it decodes anyway. Extraneous bytes, as cameras write them, do no harm.

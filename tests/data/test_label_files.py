@@ -412,12 +412,12 @@ CASES: dict[str, Case] = {
     "jpeg": (
         lambda: encoded(grey(), "JPEG"),
         IDS,
-        ("cannot be a mask: JPEG", LOSSY, "as PNG"),
+        ("cannot be a mask: it holds JPEG", LOSSY, "as PNG"),
     ),
     "webp": (
         lambda: encoded(rgb(), "WEBP", lossless=True),
         BOTH,
-        ("cannot be a mask: WebP",),
+        ("cannot be a mask: it holds WebP",),
     ),
     "gif": (
         lambda: palette_file("GIF", PAINTED, RAW),

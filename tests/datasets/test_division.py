@@ -442,7 +442,7 @@ def test_masks_that_all_are_jpeg_are_told_with_the_missing_page(
     out = tmp_path / "doctor.html"
     assert segpipe(["doctor", "data=folder", root, f"out={out}"]) == 2
     text = capsys.readouterr().out
-    assert "a_0.jpg cannot be a mask: JPEG is lossy" in text
+    assert "a_0.jpg cannot be a mask: it holds JPEG, which is lossy" in text
     assert f"{out} was not written: it needs classes.yaml." in text
 
 
