@@ -89,9 +89,8 @@ def propose(masks: Sequence[str], progress: Progress = silent) -> str:
     # Id 255 is a class only if 0 is the only other id.
     classes = [value for value in values if value != IGNORE_INDEX or values == BINARY]
     if len(classes) < 2:
-        held = " and ".join(map(str, values))
         raise DataError(
-            f"all {len(found)} masks hold only {held}, but training needs at least "
+            f"all {len(found)} masks hold only {' and '.join(map(str, values))}, but training needs at least "
             "two classes. Check that they were exported with their objects: many tools "
             "write black masks by default. (255 counts as ignored. If it is "
             "a class, write classes.yaml by hand, see docs/data.md.)"
