@@ -23,7 +23,7 @@ TTA = Setting(
 )
 LINES = Setting("lines", 20, "problems to print; 0: all")
 JSON = Setting("json", False, "print one line of JSON")
-DATA = ("data.root", "data.split")
+DATA = ("data.root", "data.images", "data.masks", "data.split")
 ALL = tuple(dict.fromkeys(key.partition(".")[0] for key in SETTINGS))
 EXPORT = tuple(
     key for key in SETTINGS if key.startswith("export.") and key != "export.enabled"

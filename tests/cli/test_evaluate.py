@@ -259,12 +259,16 @@ def test_images_of_another_folder_were_not_seen_for_their_names(
     )
     for path in other.glob("train/*.png"):
         cv2.imwrite(str(path), np.zeros((72, 96, 3), np.uint8))
-    for root, seen in (
-        (moved, {"a": True, "b": False}),
-        (other, {"a": None, "b": None}),
+    for old, new in (("train", "pictures"), ("trainannot", "drawn")):
+        (other / new).mkdir()
+        (other / old).rename(other / new / "train")
+    named = ("data.images=pictures/SPLIT", "data.masks=drawn/SPLIT")
+    for root, folders, seen in (
+        (moved, (), {"a": True, "b": False}),
+        (other, named, {"a": None, "b": None}),
     ):
         arguments = (f"run={held_out}", f"data.root={root}", "data.split=train")
-        found, _ = evaluated(capsys, *arguments)
+        found, _ = evaluated(capsys, *arguments, *folders)
         of_drives = found["sequences"].items()
         assert {name: each["in_training"] for name, each in of_drives} == seen
         assert ("optimistic" in found["note"]) == bool(seen["a"])
