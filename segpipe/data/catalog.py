@@ -82,12 +82,12 @@ class ClassTable:
         """The error for a mask with ids that are not `known`."""
         counts = np.bincount(mask.ravel(), minlength=LARGEST_ID + 1) * ~self.known
         found = np.flatnonzero(counts).tolist()
-        ids = f"id{'s' * (len(found) > 1)} {listed(list(map(str, found)), 8)}"
         row, column = np.argwhere(mask == found[0])[0]
         return DataError(
-            f"{where} has {ids} ({counts.sum()} pixels, the first at row {row}, column {column}); the {self.name} "
-            f"table has {_ranges(sorted(self.train_ids))}. Correct the mask, or extend the table "
-            f"(ids and ignore in classes.yaml, names= of an import), see docs/data.md.{self._hint(found)}",
+            f"{where} has id{'s' * (len(found) > 1)} {listed(list(map(str, found)), 8)} ({counts.sum()} pixels, the "
+            f"first at row {row}, column {column}); the {self.name} table has {_ranges(sorted(self.train_ids))}. "
+            "Correct the mask, or extend the table (ids and ignore in classes.yaml, names= of an import), see "
+            f"docs/data.md.{self._hint(found)}",
             cause=f"unknown {found}",
             where=where,
         )

@@ -173,8 +173,7 @@ def _grouped(errors: Iterable[DataError]) -> Iterator[str]:
     for first, *others in same.values():
         more = ""
         if others:
-            names = listed([error.where for error in others], 3)
-            more = f" The same in {len(others)} more: {names}."
+            more = f" The same in {len(others)} more: {listed([error.where for error in others], 3)}."
         yield f"{first}{more}"
 
 

@@ -517,6 +517,17 @@ def test_a_tiff_of_12_bits_keeps_its_upper_8(tmp_path: Path) -> None:
     assert np.array_equal(read_image(str(path)), np.dstack([GREY] * 3))
 
 
+def test_a_tiff_in_which_0_is_white_is_turned_or_refused(tmp_path: Path) -> None:
+    """Pillow inverts 8 bits, but not 16."""
+    path = tmp_path / "image.tif"
+    tags = [struct.pack("<HHIHH", 262, 3, 1, meaning, 0) for meaning in (1, 0)]
+    path.write_bytes(encoded(GREY, "TIFF").replace(*tags))
+    assert np.array_equal(read_image(str(path)), np.dstack([255 - GREY] * 3))
+    path.write_bytes(encoded(GREY.astype(np.uint16), "TIFF").replace(*tags))
+    with pytest.raises(DataError, match="has inverted gray values of 16 bits"):
+        read_image(str(path))
+
+
 def test_a_jpeg_is_read_whatever_a_camera_appends(tmp_path: Path) -> None:
     """A preview as a second picture (MPO), or a video."""
     path, jpeg, video = tmp_path / "photo.jpg", encoded(PICTURE, "JPEG"), bytes(200_000)
