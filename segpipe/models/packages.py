@@ -241,6 +241,4 @@ def smp(
             f"sets classes, activation and encoder_weights (use model.weights=FILE model.weights_partial=true)."
         ) from error
 
-    net.output_stride = 1  # type: ignore[assignment]
-
     return net

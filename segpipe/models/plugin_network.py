@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ RESERVED = ("total", "dice", "edge", "lovasz", "teacher")
 BOUNDARY = "boundary"
 # Buffers of BatchNorm; a subclass may have more.
 AVERAGED = ("running_mean", "running_var", "num_batches_tracked")
-PROBE_SIZE = 448  # image side for measuring an unknown stride; a multiple of 14 and 64
+PROBE_SIZE = 448  # image side for measuring the stride; a multiple of 14 and 64
 
 
 def check_heads(
@@ -49,7 +50,7 @@ class PluginNetwork(SegmentationNet):
 
     It may return a tensor, a list whose first tensor is the main head, or a mapping with `main` or `out`; all others
     are auxiliary heads, which only the loss uses. In eval mode there may be fewer of them. `net` may have the
-    attributes `align_corners`, how its logits are upsampled (default False), and `output_stride`, their stride.
+    attribute `align_corners`, how its logits are upsampled (default False).
     The state dict has the keys of `net`, prefixed with "net.".
     """
 
@@ -62,23 +63,22 @@ class PluginNetwork(SegmentationNet):
         self.published_keys = ((r"^net\.", ""),)
         # Empty: auxiliary heads are somewhere inside `net`.
         self.train_only = nn.ModuleDict()
-        self._stride: int | None = getattr(net, "output_stride", None)
         self._trained_heads: tuple[str, ...] = ()  # heads of the first training forward
 
-    @property
+    @cached_property
     def output_stride(self) -> int:  # type: ignore[override]
-        """Image rows per row of logits, rounded; measured with an image of zeros if `net` does not state it."""
-        if self._stride is None:
-            device = next((tensor.device for tensor in self.parameters()), None)
-            before = self.training
-            with torch.no_grad():
-                found = self.eval()(
-                    torch.zeros(1, 3, PROBE_SIZE, PROBE_SIZE, device=device)
-                )
+        """Image rows per row of logits, rounded; measured with an image of zeros.
 
-            self.train(before)
-            self._stride = max(1, round(PROBE_SIZE / found.shape[-2]))
-        return self._stride
+        An attribute of `net` with this name is often the stride of an encoder.
+        """
+        device = next((tensor.device for tensor in self.parameters()), None)
+        before = self.training
+        with torch.no_grad():
+            found = self.eval()(
+                torch.zeros(1, 3, PROBE_SIZE, PROBE_SIZE, device=device)
+            )
+        self.train(before)
+        return max(1, round(PROBE_SIZE / found.shape[-2]))
 
     def logits(self, image: Tensor, *, aux: bool) -> dict[str, Tensor]:
         """Logits per head: "main" and, with `aux`, all others. Raises ConfigError for outputs that do not fit."""

@@ -20,7 +20,7 @@ NETS = """
     from torch import nn
 
     class Net(nn.Module):
-        output_stride, align_corners = 4, True
+        output_stride, align_corners = 16, True  # that of an encoder
 
         def __init__(self, num_classes, width=4):
             super().__init__()
