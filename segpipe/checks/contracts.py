@@ -189,8 +189,9 @@ def contents(samples: Samples, indices: list[int]) -> list[str]:
     found = []
     for index in indices:
         image, target = samples.read(index)
-        told = f"{len(samples)} {samples.name(index)} {image.shape} {image.tobytes()!r}"
-        found.append(f"{told} {target.tobytes()!r}")
+        found.append(
+            f"{len(samples)} {samples.name(index)} {image.shape} {image.tobytes()!r} {target.tobytes()!r}"
+        )
     return found
 
 
@@ -392,13 +393,12 @@ class LossContract:
 
     def _weights(self) -> str:
         """Whether class weights change the loss."""
-        if is_path(self.name):
-            taken = inspect.signature(plugins.load(losses.KEY, self.name)).parameters
-            if "class_weights" not in taken:
-                return (
-                    f"{NOTE}it has no class_weights, so loss.class_weights must be none"
-                )
-
+        if (
+            is_path(self.name)
+            and "class_weights"
+            not in inspect.signature(plugins.load(losses.KEY, self.name)).parameters
+        ):
+            return f"{NOTE}it has no class_weights, so loss.class_weights must be none"
         if torch.equal(self.total(torch.arange(1.0, CLASSES + 1)), self.total()):
             return (
                 f"{losses.KEY} = {self.name}: class_weights have no effect. Multiply the loss of a pixel by the weight "
@@ -516,6 +516,11 @@ class NetworkContract:
                 "no parameter requires a gradient, so nothing would be trained. Layers in a list are not found: use "
                 "nn.ModuleList."
             )
+        if any(isinstance(layer, nn.SyncBatchNorm) for layer in self.net.modules()):
+            return (
+                "SyncBatchNorm would wait for other ranks, which may have fewer shards. Use BatchNorm2d, which "
+                "model.norm=sync converts."
+            )
         for name, dtype in trained:
             if dtype != torch.float32:
                 return f"{name} is {dtype}, but float32 was needed."
@@ -582,9 +587,10 @@ class NetworkContract:
         )["total"]
 
         loss.backward()  # type: ignore[no-untyped-call]
-        parameters = dict(self.net.named_parameters())
         grads = {
-            name: own.grad for name, own in parameters.items() if own.requires_grad
+            name: own.grad
+            for name, own in self.net.named_parameters()
+            if own.requires_grad
         }
         self.net.zero_grad(set_to_none=True)
         return heads, grads
@@ -605,6 +611,7 @@ class NetworkContract:
 
     def _training_randomness(self) -> str:
         """Whether training mode repeats its results after other images and with other states of other generators."""
+        self._is_built()
         state = copy.deepcopy(self.net.state_dict())
         guard = ShardGuard(self.config, self.net)
         seed_globals(1)
@@ -614,6 +621,8 @@ class NetworkContract:
             return problem
 
         for name, parameter in self.net.named_parameters():
+            if name not in state:
+                return f"its forward makes {name}, which nothing would train. Make layers in __init__."
             if not _same(parameter, state[name]):
                 # Changed through .data, which does not increase the version counter.
                 return f"its forward or backward changes {name}. Only the optimizer may change parameters."
@@ -685,12 +694,14 @@ class NetworkContract:
 
 
 def _refuse_probabilities(heads: Mapping[str, Tensor]) -> None:
-    """Raise ConfigError for a head whose values add up to 1 at every pixel: the loss has its own softmax."""
+    """Raise ConfigError for a head whose values add up to 1 at every pixel, or come from a sigmoid."""
     for name, logits in heads.items():
-        if logits.min() >= 0 and (logits.float().sum(1) - 1).abs().max() < 0.01:
+        adds_up = logits.min() >= 0 and (logits.float().sum(1) - 1).abs().max() < 0.01
+        # By its name: those of a fresh network with a ReLU at its end lie between 0 and 1, too.
+        if adds_up or "<Sigmoid" in str(logits.grad_fn):
             raise ConfigError(
-                f"head {name} is probabilities, which add up to 1, but logits were needed. Leave out softmax: the loss "
-                "and the exported file have their own."
+                f"head {name} is probabilities, but logits were needed. Leave out softmax or sigmoid: the loss and the "
+                "exported file have their own softmax."
             )
 
 

@@ -62,6 +62,8 @@ NET = """
                 self.layers = [nn.Conv2d(3, 3, 1)]
             if fault == "hook":
                 self.conv.register_forward_hook(lambda *call: setattr(self, "seen", call[2]))
+            if fault == "sync":
+                self.norm = nn.SyncBatchNorm(3)
             if fault == "frozen":
                 self.requires_grad_(False)
             if fault == "double":
@@ -100,6 +102,14 @@ NET = """
             if self.fault == "cache" and not self.training:
                 self.kept = getattr(self, "kept", self.conv.bias.detach().clone())
                 out = out + self.kept[:, None, None]
+            if self.fault == "sigmoid":
+                return out.sigmoid()
+            if self.fault == "relu":  # values from 0 to 1, as those of a sigmoid
+                return 0.1 * out.relu()
+            if self.fault == "late layer" and not hasattr(self, "late"):
+                self.late = nn.Conv2d(3, 3, 1)
+            if self.fault == "late layer":
+                out = self.conv(self.late(x))
             if self.fault == "attribute":
                 x = self.steam(x)
             if self.fault == "view":
@@ -271,6 +281,13 @@ def network(monkeypatch: pytest.MonkeyPatch, **model: Any) -> dict[str, Clause]:
             "logits of every head in training",
             "head main is probabilities.*Leave out softmax",
         ),
+        ("sigmoid", "logits of every head in training", "Leave out softmax"),
+        (
+            "late layer",
+            "randomness only from torch's generator",
+            r"its forward makes net\.late\.weight, .*Make layers in __init__",
+        ),
+        ("sync", "is built", "Use BatchNorm2d, .*model.norm=sync"),
         (
             "channels",
             "logits of every head in training",
@@ -352,7 +369,9 @@ def test_a_network_that_breaks_a_clause_is_told_which(
 def test_a_sound_network_keeps_all_clauses_and_a_slow_op_is_noted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert not broken(network(monkeypatch, name="net:Net").values())
+    for fault in ("", "relu"):
+        clauses = network(monkeypatch, name="net:Net", args={"fault": fault})
+        assert not broken(clauses.values())
     found = network(monkeypatch, name="net:Net", args={"fault": "slow"})
     assert not broken(found.values())
     assert "aten.upsample_bilinear2d_backward" in found["ops that CUDA repeats"].note
@@ -392,6 +411,7 @@ def test_what_wrong_shapes_would_break_too_is_not_checked(
         ("Net", "eval", "Keep all state in parameters and buffers"),
         ("Net", "dropout", "F.dropout training=self.training"),
         ("Net", "channels", "head main is torch.float32"),
+        ("Net", "late layer", "Make layers in __init__"),
         ("Large", "running", "keep nothing from one call to the next"),
     ],
 )
@@ -540,12 +560,10 @@ def test_the_export_is_tried(
     assert "G1 integrity" in clauses["Sorted"].problem
 
 
-@pytest.mark.parametrize("fault", ["softmax", "softmax in eval"])
+@pytest.mark.parametrize("fault", ["softmax", "softmax in eval", "sigmoid"])
 def test_no_training_starts_with_probabilities_for_logits(fault: str) -> None:
     config = from_mapping({"model": {"name": "net:Net", "args": {"fault": fault}}})
-    with pytest.raises(
-        ConfigError, match="head main is probabilities, which add up to 1"
-    ):
+    with pytest.raises(ConfigError, match="head main is probabilities"):
         check_network_of(config, 5)
 
 
