@@ -63,12 +63,13 @@ def read_safetensors(path: Path) -> WeightsSource:
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
-            ours = about.get("format") == FORMAT
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
             return WeightsSource(
                 tensors,
-                class_names=tuple(json.loads(about["classes"])) if ours else (),
+                class_names=tuple(json.loads(about["classes"]))
+                if about.get("format") == FORMAT
+                else (),
                 standardize=json.loads(about.get("standardize", "null")),
             )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -181,10 +182,8 @@ class Fit:
         if self.classes:
             classes = f" ({self.classes[0]} -> {self.classes[1]} classes, initialized)"
 
-        percent = math.floor(1000 * self.share) / 10
-
         return (
-            f"kept {len(self.kept)} tensors, {percent} % of the parameters; "
+            f"kept {len(self.kept)} tensors, {math.floor(1000 * self.share) / 10} % of the parameters; "
             f"adapted {_counted(self.adapted)}{classes}; fresh {_counted(self.fresh)}; "
             f"left over {_counted(self.left_over)}"
         )
@@ -251,6 +250,7 @@ def fit(
                 f"{names[name]} {found[name].dtype} {tuple(found[name].shape)}, needed {own[name].dtype} "
                 f"{tuple(own[name].shape)}"
                 for name in misshapen
+                if not name.endswith("num_batches_tracked")  # in half precision
             ],
         }
         faults = [
