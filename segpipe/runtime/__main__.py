@@ -1,8 +1,10 @@
 """Command line of the runtime.
 
-    python -m segpipe.runtime selftest DIR
-    python -m segpipe.runtime run DIR IMAGE... --out DIR
-    python -m segpipe.runtime bench DIR [--frames N]
+    segpipe-runtime selftest DIR
+    segpipe-runtime run DIR IMAGE... --out DIR
+    segpipe-runtime bench DIR [--frames N]
+
+In a checkout, `python -m segpipe.runtime` is the same command.
 
 Exit codes: 0 ok, 1 a frame without an answer (such as an unreadable image; the next ones still run), 2 usage, 4 answers
 that differ from those of the exporting machine, 7 altered files, 130 Ctrl-C.
@@ -46,8 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    module = f"python -m {__package__}"
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}", description="Use and check an exported folder."
+        prog=module if __name__ == "__main__" else "segpipe-runtime",
+        description="Use and check an exported folder.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -57,8 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("folder", help="the exported folder, with SHA256SUMS")
         command.add_argument("--threads", type=int, default=1)
         command.add_argument("--precision", default="fp32", help="of the ONNX file")
-        engines = " or ".join(ENGINES)
-        command.add_argument("--engine", default="onnxruntime", help=engines)
+        command.add_argument(
+            "--engine", default="onnxruntime", help=" or ".join(ENGINES)
+        )
         devices = "of onnxruntime, or one device of OpenVINO; default: CPU"
         command.add_argument("--providers", nargs="+", help=devices)
         command.add_argument("--deadline-ms", type=float)
@@ -66,8 +71,9 @@ def _parser() -> argparse.ArgumentParser:
 
     add("selftest", _selftest, "compare checksums, then the golden answers")
     run = add("run", _run, "segment images; writes NAME_mask")
-    images = "images; all but .npy need Pillow"
-    run.add_argument("sources", nargs="+", type=Path, help=images)
+    run.add_argument(
+        "sources", nargs="+", type=Path, help="images; all but .npy need Pillow"
+    )
     run.add_argument("--out", type=Path, required=True, help="folder for the masks")
     timed = add("bench", _bench, "latency and its spread")
     timed.add_argument("--frames", type=int, default=300)

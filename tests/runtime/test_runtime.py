@@ -822,6 +822,9 @@ def test_usage_is_no_altered_file(
     write_sums(folder)
     assert main(["selftest", str(folder)]) == 2
     assert "has profile isaac" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["-h"])
+    assert capsys.readouterr().out.startswith("usage: segpipe-runtime ")
     (folder / "SHA256SUMS").unlink()
     assert main(["selftest", str(folder)]) == 7, (
         "the control: an export that lost a file"
