@@ -16,15 +16,17 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import measure as measuring
+from segpipe.settings.compose import compose
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGESTS = ("weights_digest", "ema_digest", "miou")
+PRECISION = "${cpu_precision:}"
 # Real augmentation, BatchNorm, auxiliary and boundary heads, OHEM, class weights, clipping, EMA; see `recipe`, too.
 RECIPE = (
     "model=pidnet_s", "train.steps=3", "compute.samples_per_shard=2",
     "compute.threads=1", "compute.device=cpu", "augment.crop_size=[64,96]", "loss.name=ohem", "loss.class_weights=log",
     "optim.clip_norm=1", "optim.warmup_steps=0", "export.enabled=false", "train.progress=false", "data.num_val=4",
-    "data.num_train=64", "data.size=[96,128]", "train.precision=${cpu_precision:}",
+    "data.num_train=64", "data.size=[96,128]", f"train.precision={PRECISION}",
 )  # fmt: skip
 PROCESSES = (1, 3, 5, 7, 2, 4, 8, 12, 16)  # uneven ones first
 UNEVEN = (1, 3, 4, 5, 6)  # of 6 shards
@@ -129,9 +131,10 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         kind = f"{recipe_of}{row['data']}, {row['shards']} shards"
         kinds.setdefault(kind, []).append(row)
     equal = {kind: _equal(alike) for kind, alike in kinds.items()}
+    recipe = " ".join(RECIPE).replace(PRECISION, compose(RECIPE).train.precision)
     control = _equal([row for row in rows if row["mode"] == "ddp"])
     return {
-        "what": f"{' '.join(RECIPE)}; torchrun --nproc-per-node=processes",
+        "what": f"{recipe}; torchrun --nproc-per-node=processes",
         "machine": measuring.machine(),
         "rows": rows,
         "equal": equal,

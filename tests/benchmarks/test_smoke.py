@@ -98,5 +98,6 @@ def test_every_benchmark_runs(
     found = json.loads(out.read_text())
     assert found["smoke"]
     assert {"what", "machine", "passed"} <= found.keys()
+    assert "${" not in found["what"]
     assert found["passed"] or claim not in PROMISES, found
     assert all(row["passed"] for row in found.get("faults", ())), found  # but for time
