@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
-from benchmarks.desync import FAULTS, MISMATCH_S, TIMEOUT_S, judge
+from benchmarks import desync
+from benchmarks.desync import FAULTS, MISMATCH_S, RANKS, TIMEOUT_S, judge
 
 BOTH = (
     "collective 18 is not the same on all ranks. ranks 0, 1, 2: all_reduce int64 [4] at agreement.py:72 sum; rank 3: "
@@ -62,3 +67,23 @@ def test_the_right_words_in_time_pass_and_nothing_else(name: str) -> None:
     ]
     for words in [*WRONG, *others, SAID[name].replace("ank 3", "ank 1")]:
         assert not judge(name, [(11.0, words)], 10.0, 1)["passed"], words
+
+
+def test_names_choose_the_faults_and_the_rest_are_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def provoked(name: str, ranks: int, settings: Sequence[str]) -> dict[str, Any]:
+        asked.append((name, ranks, *settings))
+        return {"passed": True, "late": False}
+
+    monkeypatch.setattr(desync, "provoke", provoked)
+    monkeypatch.setattr(desync.measuring, "machine", dict)
+    cuda = "compute.device=cuda"
+    chosen = ["stopped", "ranks=2", cuda, "killed"]
+    assert desync.measure(Namespace(settings=chosen))["passed"]
+    assert asked == [("stopped", 2, cuda), ("killed", 2, cuda)]
+    asked.clear()
+    desync.measure(Namespace(settings=[]))
+    assert asked == [(name, RANKS) for name in FAULTS]
