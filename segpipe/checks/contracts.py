@@ -485,6 +485,7 @@ class NetworkContract:
         return refusal(
             self._is_built,  # again, since forward passes changed its statistics
             self._equal_weights,
+            self._training_shapes,
             self._training_randomness,
             self._eval_randomness,
             self._round_trip,
@@ -541,23 +542,30 @@ class NetworkContract:
         images = self.image[:2] if image is None else image
         heads = self.net.train().logits(images, aux=True)
         check_heads(heads, images, self.num_classes, self.config.model.name)
-        _refuse_probabilities(heads)
         return heads
 
     def _logits(self, image: Tensor, net: nn.Module | None = None) -> Tensor:
         """Main logits in eval mode."""
         with torch.no_grad():
             logits: Tensor = (net or self.net).eval()(image)
-        _refuse_probabilities({"main": logits})
         return logits
 
     def _training_shapes(self) -> str:
         """Whether the heads have valid shapes and are logits, in eval mode too; a note with their sizes."""
-        sizes = [
-            f"{name} {tuple(logits.shape[-2:])}"
-            for name, logits in self._heads().items()
-        ]
-        self._logits(self.image)
+        heads = self._heads()
+        main = self._logits(self.image)
+        for name, logits in {**heads, "main (in eval mode)": main}.items():
+            adds_up = (
+                logits.min() >= 0 and (logits.float().sum(1) - 1).abs().max() < 0.01
+            )
+            # By its name: values of a fresh network with a ReLU at its end lie between 0 and 1, too.
+            last = str(logits.grad_fn)
+            if adds_up or last.startswith(("<Sigmoid", "<Softmax")):
+                return (
+                    f"head {name} is probabilities, but logits were needed. Leave out softmax or sigmoid: the loss and "
+                    "the exported file have their own softmax."
+                )
+        sizes = [f"{name} {tuple(own.shape[-2:])}" for name, own in heads.items()]
         return f"{NOTE}{', '.join(sizes)} for images of {self.size}"
 
     def _odd_sizes(self) -> str:
@@ -691,18 +699,6 @@ class NetworkContract:
     def _export(self) -> str:
         """Whether an export of these weights, with images of this size, would be published."""
         return NOTE + self.export(self.config, self.net, self.num_classes, self.size)
-
-
-def _refuse_probabilities(heads: Mapping[str, Tensor]) -> None:
-    """Raise ConfigError for a head whose values add up to 1 at every pixel, or come from a sigmoid."""
-    for name, logits in heads.items():
-        adds_up = logits.min() >= 0 and (logits.float().sum(1) - 1).abs().max() < 0.01
-        # By its name: those of a fresh network with a ReLU at its end lie between 0 and 1, too.
-        if adds_up or "<Sigmoid" in str(logits.grad_fn):
-            raise ConfigError(
-                f"head {name} is probabilities, but logits were needed. Leave out softmax or sigmoid: the loss and the "
-                "exported file have their own softmax."
-            )
 
 
 def _same(one: Tensor, two: Tensor) -> bool:

@@ -104,6 +104,8 @@ NET = """
                 out = out + self.kept[:, None, None]
             if self.fault == "sigmoid":
                 return out.sigmoid()
+            if self.fault == "softmax of columns":
+                return out.softmax(-1)
             if self.fault == "relu":  # values from 0 to 1, as those of a sigmoid
                 return 0.1 * out.relu()
             if self.fault == "late layer" and not hasattr(self, "late"):
@@ -560,10 +562,14 @@ def test_the_export_is_tried(
     assert "G1 integrity" in clauses["Sorted"].problem
 
 
-@pytest.mark.parametrize("fault", ["softmax", "softmax in eval", "sigmoid"])
+@pytest.mark.parametrize(
+    "fault", ["softmax", "softmax in eval", "softmax of columns", "sigmoid"]
+)
 def test_no_training_starts_with_probabilities_for_logits(fault: str) -> None:
     config = from_mapping({"model": {"name": "net:Net", "args": {"fault": fault}}})
-    with pytest.raises(ConfigError, match="head main is probabilities"):
+    with pytest.raises(
+        ConfigError, match=r"model\.name = net:Net: head main.* is probabilities"
+    ):
         check_network_of(config, 5)
 
 
