@@ -439,7 +439,10 @@ class NetworkContract:
         self.export = export
         self.size = tuple(min(length, largest) for length in config.augment.crop_size)
         draws = torch.Generator().manual_seed(0)
-        self.image = torch.randn(3, 3, *self.size, generator=draws)
+        # In the format of training, where a view() that merges channels and pixels fails.
+        self.image = torch.randn(3, 3, *self.size, generator=draws).to(
+            memory_format=torch.channels_last
+        )
         self.target = torch.randint(
             0, num_classes, (2, *self.size), generator=draws, dtype=torch.uint8
         )
@@ -547,8 +550,7 @@ class NetworkContract:
     def _logits(self, image: Tensor, net: nn.Module | None = None) -> Tensor:
         """Main logits in eval mode."""
         with torch.no_grad():
-            logits: Tensor = (net or self.net).eval()(image)
-        return logits
+            return (net or self.net).eval()(image)  # type: ignore[no-any-return]
 
     def _training_shapes(self) -> str:
         """Whether the heads have valid shapes and are logits, in eval mode too; a note with their sizes."""
@@ -559,8 +561,7 @@ class NetworkContract:
                 logits.min() >= 0 and (logits.float().sum(1) - 1).abs().max() < 0.01
             )
             # By its name: values of a fresh network with a ReLU at its end lie between 0 and 1, too.
-            last = str(logits.grad_fn)
-            if adds_up or last.startswith(("<Sigmoid", "<Softmax")):
+            if adds_up or str(logits.grad_fn).startswith(("<Sigmoid", "<Softmax")):
                 return (
                     f"head {name} is probabilities, but logits were needed. Leave out softmax or sigmoid: the loss and "
                     "the exported file have their own softmax."

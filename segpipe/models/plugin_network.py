@@ -189,8 +189,7 @@ def named_heads(output: Any, name: str) -> dict[str, Tensor]:
         heads = {"main": output[main], **others} if main else {}
 
     tensors = all(isinstance(head, Tensor) for head in heads.values())
-    wrong = not tensors or set(RESERVED) & heads.keys()
-    if not heads or wrong:
+    if not (heads and tensors) or set(RESERVED) & heads.keys():
         found = f"a {type(output).__name__}"
         if isinstance(output, Mapping):
             found += f" with {', '.join(f'{key} ({type(head).__name__})' for key, head in output.items())}"

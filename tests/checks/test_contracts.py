@@ -116,6 +116,8 @@ NET = """
                 x = self.steam(x)
             if self.fault == "view":
                 x = x.view(2, 7, -1)
+            if self.fault == "flat":  # as if pixels of a channel lay next to each other
+                out = out * out.view(len(x), -1).mean(1)[:, None, None, None]
             if self.fault == "cuda":
                 raise RuntimeError("no kernel")
             if self.fault == "dropout":
@@ -467,6 +469,7 @@ def test_a_sound_network_computes_the_same_in_another_start(
     [
         ("attribute", "has no attribute 'steam'", True),
         ("view", "is invalid for input of size", False),
+        ("flat", "Use .reshape", False),
     ],
 )
 def test_a_network_that_runs_at_no_size_starts_no_training(
