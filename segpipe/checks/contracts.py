@@ -555,8 +555,10 @@ class NetworkContract:
     def _training_shapes(self) -> str:
         """Whether the heads have valid shapes and are logits, in eval mode too; a note with their sizes."""
         heads = self._heads()
-        main = self._logits(self.image)
-        for name, logits in {**heads, "main (in eval mode)": main}.items():
+        for name, logits in {
+            **heads,
+            "main (in eval mode)": self.net.eval()(self.image),
+        }.items():
             adds_up = (
                 logits.min() >= 0 and (logits.float().sum(1) - 1).abs().max() < 0.01
             )

@@ -102,7 +102,7 @@ NET = """
             if self.fault == "cache" and not self.training:
                 self.kept = getattr(self, "kept", self.conv.bias.detach().clone())
                 out = out + self.kept[:, None, None]
-            if self.fault == "sigmoid":
+            if self.fault == "sigmoid" or (self.fault == "sigmoid in eval" and not self.training):
                 return out.sigmoid()
             if self.fault == "softmax of columns":
                 return out.softmax(-1)
@@ -566,7 +566,14 @@ def test_the_export_is_tried(
 
 
 @pytest.mark.parametrize(
-    "fault", ["softmax", "softmax in eval", "softmax of columns", "sigmoid"]
+    "fault",
+    [
+        "softmax",
+        "softmax in eval",
+        "softmax of columns",
+        "sigmoid",
+        "sigmoid in eval",
+    ],
 )
 def test_no_training_starts_with_probabilities_for_logits(fault: str) -> None:
     config = from_mapping({"model": {"name": "net:Net", "args": {"fault": fault}}})
