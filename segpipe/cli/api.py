@@ -30,13 +30,7 @@ from segpipe.errors import ConfigError, Interrupted, SegpipeError
 from segpipe.files import read_json
 from segpipe.run.launch import alone, check_job, examine, launch, launch_apart
 from segpipe.run.tracking import Failure, failure
-from segpipe.settings.compose import (
-    command_line,
-    complete,
-    composed,
-    quoted,
-    resolve,
-)
+from segpipe.settings.compose import command_line, complete, composed, quoted, resolve
 from segpipe.settings.config import SETTINGS, Config, from_mapping, to_mapping
 from segpipe.settings.setting import simple
 
@@ -92,12 +86,7 @@ def configuration(settings: Settings = ()) -> Config:
 
 
 @alone(reads=True)
-def load(
-    folder: Path | str,
-    *,
-    settings: Replaced = None,
-    **keys: Any,
-) -> Predictor:
+def load(folder: Path | str, *, settings: Replaced = None, **keys: Any) -> Predictor:
     """The network of a run or of an exported folder: `.predict(image)` returns class ids and confidence.
 
     Shapes: image uint8 RGB (H, W, 3) -> uint8 (H, W), float32 (H, W) from 0 to 1. `.names` and `.palette` describe
@@ -115,12 +104,7 @@ def load(
 
 
 @alone(reads=True)
-def evaluate(
-    run: Path | str,
-    *,
-    settings: Replaced = None,
-    **keys: Any,
-) -> Given:
+def evaluate(run: Path | str, *, settings: Replaced = None, **keys: Any) -> Given:
     """Scores of a run on a split, by the names that `segpipe evaluate` prints."""
     from segpipe.cli.evaluate import scored
 
@@ -128,12 +112,7 @@ def evaluate(
 
 
 @alone(reads=True)
-def export(
-    run: Path | str,
-    *,
-    settings: Replaced = None,
-    **keys: Any,
-) -> ExportReport:
+def export(run: Path | str, *, settings: Replaced = None, **keys: Any) -> ExportReport:
     """Export a run; returns the published folder and the result of every gate. Raises ExportMismatch if one fails."""
     from segpipe.cli import export as command
 

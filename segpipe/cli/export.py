@@ -8,12 +8,7 @@ from safetensors.torch import save
 
 from segpipe import __version__
 from segpipe.cli.commands import Given
-from segpipe.errors import (
-    ConfigError,
-    DataError,
-    ExportMismatch,
-    WeightsError,
-)
+from segpipe.errors import ConfigError, DataError, ExportMismatch, WeightsError
 from segpipe.export.artifact.place import sums_line
 from segpipe.export.dataset import gather, training_images, validation_samples
 from segpipe.export.publish import export_checkpoint

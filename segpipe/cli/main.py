@@ -58,10 +58,7 @@ def _run(name: str, rest: list[str]) -> int:
     """Import and run a command's module. Imported only here, since most of them import torch."""
     command = COMMANDS[name]
     given: Any = parse(
-        rest,
-        command.known,
-        command.positional,
-        overrides=bool(command.overrides),
+        rest, command.known, command.positional, overrides=bool(command.overrides)
     )
     plugins.trust(given.get("trust", []))
     # OpenMP reads this once; a training sets its own number of threads later.

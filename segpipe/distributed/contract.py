@@ -124,9 +124,7 @@ def _known(
 
 
 def diagnose(
-    calls: Mapping[int, Mapping[int, str]],
-    counts: Sequence[int],
-    hosts: Sequence[str],
+    calls: Mapping[int, Mapping[int, str]], counts: Sequence[int], hosts: Sequence[str]
 ) -> str:
     """One paragraph that names the first difference between the ranks' calls, with both sides.
 

@@ -136,10 +136,7 @@ def _images_of(manifest: Manifest, check_images: int) -> str:
 
 
 def _model_files(
-    result: ExportReport,
-    model: DeployModel,
-    frames: Sequence[Image],
-    scratch: Path,
+    result: ExportReport, model: DeployModel, frames: Sequence[Image], scratch: Path
 ) -> list[ModelFile]:
     """The files of the folder, each with a probe. Files that differ from what the checkpoint converts to fail G1.
 

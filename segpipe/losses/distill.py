@@ -16,11 +16,7 @@ class TeacherLogits(NamedTuple):
 
 
 def distill_sum(
-    logits: Tensor,
-    teacher: Tensor,
-    target: Tensor,
-    *,
-    temperature: float,
+    logits: Tensor, teacher: Tensor, target: Tensor, *, temperature: float
 ) -> Tensor:
     """KL divergence from the teacher's probabilities, summed over the valid pixels, times the squared temperature.
 

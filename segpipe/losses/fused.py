@@ -233,11 +233,7 @@ def native_pass(head: ClassHead, wanted: Wanted) -> LossPass:
     span = _span(head.columns.host[0], cols_in)
 
     losses, sums, gradient = torch.empty(head.target.shape), None, None
-    held = {
-        "weights": head.class_weights,
-        "losses": losses,
-        "factors": wanted.factors,
-    }
+    held = {"weights": head.class_weights, "losses": losses, "factors": wanted.factors}
     if wanted.slopes:
         held["everywhere"], held["on_target"] = wanted.slopes
     if wanted.sums:

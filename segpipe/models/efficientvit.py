@@ -40,13 +40,7 @@ class EfficientViT(EncoderNet):
     """
 
     def __init__(
-        self,
-        num_classes: int,
-        size: str,
-        *,
-        width: int,
-        depth: int,
-        pretrained: bool,
+        self, num_classes: int, size: str, *, width: int, depth: int, pretrained: bool
     ) -> None:
         super().__init__(f"efficientvit_{size}", pretrained)
 

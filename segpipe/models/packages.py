@@ -208,11 +208,7 @@ class LRASPP(SegmentationNet):
 
 
 def smp(
-    num_classes: int,
-    *,
-    arch: str = "unet",
-    encoder: str = "resnet18",
-    **args: Any,
+    num_classes: int, *, arch: str = "unet", encoder: str = "resnet18", **args: Any
 ) -> nn.Module:
     """The network `arch` on `encoder`, with random weights; `args` go to its class. Logits have the image's size.
 

@@ -76,10 +76,7 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def blend(
-    image: Pixels,
-    ids: Pixels,
-    palette: Palette,
-    opacity: float = 0.65,
+    image: Pixels, ids: Pixels, palette: Palette, opacity: float = 0.65
 ) -> Pixels:
     """`image` blended with the colors of its classes. Ids beyond the palette, such as 255, get a dark diagonal hatch.
 

@@ -220,9 +220,7 @@ def sequence_table(sequences: Mapping[str, Values]) -> Table:
     return made
 
 
-def lowest_first(
-    sequences: Mapping[str, Values],
-) -> list[tuple[str, Values]]:
+def lowest_first(sequences: Mapping[str, Values]) -> list[tuple[str, Values]]:
     """Sequences by rising mIoU; those without labelled pixels come last."""
 
     def place(item: tuple[str, Values]) -> tuple[float, str]:

@@ -35,32 +35,13 @@ import segpipe
 from segpipe import plugins
 from segpipe.determinism import flags
 from segpipe.distributed import environment
-from segpipe.distributed.contract import (
-    exit_code_of,
-    lost_another_rank,
-    lost_rank,
-)
+from segpipe.distributed.contract import exit_code_of, lost_another_rank, lost_rank
 from segpipe.errors import ConfigError, DataError, Interrupted, SegpipeError
 from segpipe.files import ADVICE, not_written, read_json
-from segpipe.run.console import (
-    CONSOLE,
-    ERRORS,
-    TrainView,
-    iou_table,
-    sequence_table,
-)
-from segpipe.run.folder import (
-    claim_folder,
-    clear_folder,
-    owned,
-)
+from segpipe.run.console import CONSOLE, ERRORS, TrainView, iou_table, sequence_table
+from segpipe.run.folder import claim_folder, clear_folder, owned
 from segpipe.run.lock import remove_dead
-from segpipe.run.report import (
-    PAGE,
-    page_data,
-    run_predictor,
-    write_report,
-)
+from segpipe.run.report import PAGE, page_data, run_predictor, write_report
 from segpipe.run.trackers import check_tracking
 from segpipe.run.tracking import (
     FILE_NAME,

@@ -193,23 +193,13 @@ class Picture:
         }
 
 
-def overlay(
-    image: Uint8,
-    target: Uint8,
-    palette: Palette,
-    width: int,
-) -> list[Uint8]:
+def overlay(image: Uint8, target: Uint8, palette: Palette, width: int) -> list[Uint8]:
     """The image, and the image blended with its target, both at most `width` pixels wide."""
     small = shrink(image, width)
     return [small, blend(small, shrink(target, width), palette)]
 
 
-def errors(
-    image: Uint8,
-    target: Uint8,
-    pred: Uint8,
-    palette: Palette,
-) -> Uint8:
+def errors(image: Uint8, target: Uint8, pred: Uint8, palette: Palette) -> Uint8:
     """`image` in pale gray, with wrong pixels in the color of the prediction.
 
     Unlabelled pixels get the hatch of `blend`.

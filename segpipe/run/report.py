@@ -354,10 +354,7 @@ def by_distance(pred: Uint8, target: Uint8, num_classes: int) -> Int64:
 
 
 def examples(
-    samples: Samples,
-    found: Validation,
-    weak: Sequence[str],
-    predict: Predict,
+    samples: Samples, found: Validation, weak: Sequence[str], predict: Predict
 ) -> list[Picture]:
     """For each weak class, the image part with most of its wrong pixels, and its IoU in the whole image."""
     pictures = []

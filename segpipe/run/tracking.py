@@ -38,11 +38,7 @@ from segpipe.run.report import (
     live_pictures,
     write_report,
 )
-from segpipe.run.trackers import (
-    Figures,
-    Tracked,
-    tracker_classes,
-)
+from segpipe.run.trackers import Figures, Tracked, tracker_classes
 from segpipe.settings.config import Config
 from segpipe.settings.setting import Values
 

@@ -93,11 +93,7 @@ def look_at(image: Pixels) -> tuple[dict[str, float], NDArray[np.float64]]:
     red, green, blue = here.astype(np.int16)
     grid = _in_bands(_in_bands((red + 2 * green + blue) / 4).T).T  # (8, 8)
     detail = np.abs(green - beside[1]).mean(1, dtype=np.float64)
-    bands = (
-        grid.mean(1),
-        _in_bands(np.log1p(detail)),
-        _in_bands((blue - red).mean(1)),
-    )
+    bands = (grid.mean(1), _in_bands(np.log1p(detail)), _in_bands((blue - red).mean(1)))
     opposite = [(band - band[::-1])[: BLOCKS // 2] for band in bands]
     found = {
         "mean": here.mean(),

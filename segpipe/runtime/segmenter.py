@@ -15,14 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from .artifact import Artifact, read_artifact
-from .frames import (
-    NO_ANSWER,
-    Pixels,
-    Refused,
-    RepeatCounter,
-    Result,
-    Status,
-)
+from .frames import NO_ANSWER, Pixels, Refused, RepeatCounter, Result, Status
 from .session import Session
 
 _WARMUP = 3  # onnxruntime plans its memory in the first runs

@@ -393,12 +393,7 @@ def explained(added: Sequence[Path]) -> Iterator[None]:
             f"The defaults of a file in {' and '.join(map(str, folders))} include "
             f"the file itself, perhaps indirectly. Remove one of them."
         ) from error
-    except (
-        HydraException,
-        OmegaConfBaseException,
-        YAMLError,
-        OverflowError,
-    ) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, OverflowError) as error:
         raise ConfigError(_explanation(error)) from error
 
 

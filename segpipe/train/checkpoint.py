@@ -19,7 +19,7 @@ from segpipe.determinism import flags
 from segpipe.errors import CheckpointError, ConfigError, WeightsError
 from segpipe.files import write_atomically
 from segpipe.ledger.digest import leaves, state_digest
-from segpipe.losses.total import backend
+from segpipe.losses.total import PIXEL_TERMS, backend
 from segpipe.models import build_model
 from segpipe.models.preprocess import Preprocess
 from segpipe.models.weights import (
@@ -209,14 +209,21 @@ def state_of(
         if found.note and group.is_main:
             print(found.note, file=sys.stderr)  # also without train.progress
     warnings = []
-    if group.device.type == "cuda" and config.train.precision == "fp32":
+    on_cpu, precision = group.device.type == "cpu", config.train.precision
+    if precision == "fp32" and not on_cpu:
         warnings.append(
             "train.precision = fp32 runs without TF32, at an estimated third of the speed of train.precision=bf16. "
             "tf32 lies in between, with equal bits on GPUs of one kind."
         )
-    instructions = fingerprint["instructions"]
-    bf16_on_cpu = group.device.type == "cpu" and config.train.precision == "bf16"
-    if bf16_on_cpu and instructions is not None and "bf16" not in instructions:
+    chosen = config.loss.backend != "auto" or config.loss.name not in PIXEL_TERMS
+    if on_cpu and fingerprint[flags.LOSS] == "plain" and not chosen:
+        warnings.append(
+            "torch computes the loss, which takes more time and memory than compiled code, and has other last bits: "
+            "no C compiler was found, or no folder for what it makes. Install gcc, or set XDG_CACHE_HOME."
+        )
+    instructions = fingerprint["instructions"]  # None: nobody knows
+    known = on_cpu and instructions is not None
+    if known and precision == "bf16" and "bf16" not in instructions:
         warnings.append(
             "train.precision = bf16, but this CPU has no bf16 instructions: an update takes 8 to 16 times as long as "
             "with train.precision=fp32."

@@ -252,9 +252,7 @@ def _data(node: onnx.NodeProto) -> list[str]:
 
 
 def _quantized(
-    model: onnx.ModelProto,
-    nodes: Sequence[str],
-    ranges: dict[str, tuple[float, float]],
+    model: onnx.ModelProto, nodes: Sequence[str], ranges: dict[str, tuple[float, float]]
 ) -> onnx.ModelProto:
     """The model with these nodes in int8, without metadata. Modifies `model`."""
     # Otherwise the quantizer infers types again, through temporary files.
