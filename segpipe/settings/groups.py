@@ -210,7 +210,9 @@ class AugmentConfig:
     )
     flip: float = setting(0.5, "probability of a horizontal flip", high=1)
     brightness: float = setting(0.2, "largest relative change of brightness", high=1)
-    contrast: float = setting(0.2, "largest relative change of contrast", high=1)
+    contrast: float = setting(
+        0.2, "largest relative change of contrast, around ImageNet's mean color", high=1
+    )
     gamma: list[float] = setting(
         [1.0, 1.0],
         "[smallest, largest] gamma exponent, applied before the other color changes; above 1: darker",
@@ -219,7 +221,7 @@ class AugmentConfig:
         high=10,
     )
     saturation: float = setting(0.2, "largest relative change of saturation", high=1)
-    hue: float = setting(0.02, "largest shift of the hue, in turns", high=0.5)
+    hue: float = setting(0.02, "largest shift of the hue (in YIQ), in turns", high=0.5)
     extra: list[str] = setting(
         [],
         "further transforms by name, or package.module:Class of your own",
@@ -276,10 +278,7 @@ class LossConfig:
     )
     aux_weight: float = setting(0.4, "weight of each auxiliary class head")
     stride: int = setting(
-        1,
-        "the main head's loss reads every n-th row and column of the target",
-        low=1,
-        high=8,
+        1, "the main head's loss reads every n-th row and column", low=1, high=8
     )
     aux_stride: int = setting(
         1, "the same for the auxiliary class heads", low=1, high=8
@@ -362,7 +361,9 @@ class OptimConfig:
 @dataclass(slots=True)
 class EmaConfig:
     decay: float = setting(
-        0.99, "decay of the averaged weights; 0: no averaging", high=1
+        0.99,
+        "decay of the averaged weights, at most (1 + n) / (10 + n) after n updates; 0: no averaging",
+        high=1,
     )
 
 
