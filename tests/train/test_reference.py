@@ -189,22 +189,23 @@ def shard_sums(
     return sums
 
 
-def optimizer_of(model: nn.Module, recipe: str) -> torch.optim.Optimizer:
-    """Of the parameters that are trained, each with its decay and its factor of the learning rate."""
+def update(
+    weight: Tensor, rate: float, memory: list[Tensor], step: int, recipe: str
+) -> None:
+    """One step of SGD or AdamW, as published; torch.optim would import the compiler, which takes seconds."""
+    assert weight.grad is not None
+    decay = WEIGHT_DECAY if weight.ndim > 1 else 0.0
     if recipe == "sgd":
-        model.get_parameter("block.bias").requires_grad_(False)
-    groups: list[dict[str, Any]] = [
-        {
-            "params": [p],
-            "weight_decay": WEIGHT_DECAY if p.ndim > 1 else 0.0,
-            "factor": 0.5 if recipe == "sgd" and name == "stem.weight" else 1.0,
-        }
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    ]
-    if recipe == "sgd":
-        return torch.optim.SGD(groups, lr=RATE, momentum=0.9)
-    return torch.optim.AdamW(groups, lr=RATE)
+        memory[0] = 0.9 * memory[0] + weight.grad + decay * weight.data
+        weight.data -= rate * memory[0]
+    else:
+        memory[0] = 0.9 * memory[0] + 0.1 * weight.grad
+        memory[1] = 0.999 * memory[1] + 0.001 * weight.grad**2
+        mean, square = (
+            kept / (1 - beta ** (step + 1))
+            for kept, beta in zip(memory, (0.9, 0.999), strict=True)
+        )
+        weight.data -= rate * (decay * weight.data + mean / (square.sqrt() + 1e-8))
 
 
 def trained(
@@ -213,7 +214,13 @@ def trained(
     """The network after all updates, its average, and what is logged; `faster` multiplies the learning rate."""
     model = model.double().train()
     average, logged = copy.deepcopy(model), []
-    optimizer = optimizer_of(model, recipe)
+    if recipe == "sgd":
+        model.get_parameter("block.bias").requires_grad_(False)
+    memory = {
+        name: [torch.zeros_like(p)] * 2
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
     order = Order(0, IMAGES, SHARDS, BATCH)
     for step in range(STEPS):
         shards = []
@@ -251,17 +258,18 @@ def trained(
             "loss": parts.pop("total"),
         }
         logged.append(figures | {f"loss_{name}": part for name, part in parts.items()})
-        for group in optimizer.param_groups:
-            group["lr"] = faster * group["factor"] * rate(step, recipe)
-        optimizer.step()
-        optimizer.zero_grad()
+        for name, kept in memory.items():
+            half = recipe == "sgd" and name == "stem.weight"
+            speed = faster * rate(step, recipe) * (0.5 if half else 1)
+            update(model.get_parameter(name), speed, kept, step, recipe)
+        model.zero_grad()
         decay = min(DECAY, (1 + step) / (10 + step))
-        for kept, live in (
+        for slow, live in (
             *zip(average.parameters(), model.parameters(), strict=True),
             *zip(average.buffers(), model.buffers(), strict=True),
         ):
             if live.is_floating_point():
-                kept.data.mul_(decay).add_(live.data, alpha=1 - decay)
+                slow.data.mul_(decay).add_(live.data, alpha=1 - decay)
     return model, average, logged
 
 
