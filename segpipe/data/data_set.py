@@ -391,8 +391,7 @@ class PluginSamples(DataSet):
         name = self.source.name(index)
         if not isinstance(name, str) or not name:
             raise DataError(
-                f"{self._where}: name({index}) is {name!r}, but a non-empty "
-                "text was needed."
+                f"{self._where}: name({index}) is {name!r}, but a non-empty text was needed."
             )
         return name
 
@@ -445,17 +444,11 @@ class PluginSamples(DataSet):
                 found = f"{array.dtype} {array.shape}"
             return f"the {what} {found}, but a numpy array {needed} was needed."
         if image.shape != (*target.shape, 3):
-            return (
-                f"an image {image.shape} and a target {target.shape}, but (H, W, 3) "
-                "and (H, W) were needed."
-            )
+            return f"an image {image.shape} and a target {target.shape}, but (H, W, 3) and (H, W) were needed."
         last = self.classes.num_classes - 1
         wrong = target[(target > last) & (target != IGNORE_INDEX)]
         if wrong.size:
-            return (
-                f"class id {wrong.min()}, but the classes end at {last}; "
-                f"{IGNORE_INDEX} means ignored."
-            )
+            return f"class id {wrong.min()}, but the classes end at {last}; {IGNORE_INDEX} means ignored."
         return ""
 
 

@@ -26,6 +26,7 @@ import os
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from itertools import chain, product
 from pathlib import Path
@@ -212,8 +213,8 @@ def _pair_by_name(layout: FolderLayout, found: Scan) -> None:
         raise DataError(
             f"{folders[1]} has no masks for the {len(without_mask)} images: {without_mask[0]} needs a mask of the same "
             f"name{f', but there is {without_image[0]}' if without_image else ''}. If names of masks have an ending, "
-            "set data.masks='FOLDER/*ENDING', or 'FOLDER/SPLIT/*ENDING' with "
-            "a folder per split. For labels in another format, see `segpipe import --help`."
+            "set data.masks='FOLDER/*ENDING.png', or 'FOLDER/SPLIT/*ENDING.png' "
+            "with a folder per split. For labels in another format, see `segpipe import --help`."
         )
     for stem in without_mask:
         found.faults.append(
@@ -241,8 +242,7 @@ def _pictures(folder: Path, inferior: tuple[str, ...], found: Scan) -> Files:
             continue
         if path.encode(errors="replace").decode() != path:
             found.faults.append(
-                f"{folder}/{path[start:]!a} has a name that is not UTF-8. Rename "
-                "it, for example with convmv."
+                f"{folder}/{path[start:]!a} has a name that is not UTF-8. Rename it, for example with convmv."
             )
             continue
         other = pictures.setdefault(_composed(stem), path)
@@ -300,7 +300,7 @@ def _endings(layout: FolderLayout, images: Files, masks: Files) -> tuple[str, st
         fits = [f"*{ending}" for (_, ending), count in counts.items() if count == most]
         raise DataError(
             f"{layout.masks.folder} has the masks {' and '.join(fits)} for the images. Choose with "
-            f"data.masks=FOLDER/SPLIT/{fits[0]}, or FOLDER/{fits[0]} without a folder per split."
+            f"data.masks=FOLDER/SPLIT/{fits[0]}.png, or FOLDER/{fits[0]}.png without a folder per split."
         )
     return best if most else ways[0]
 
@@ -395,8 +395,7 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path} is not UTF-8 text ({error}). Save it as UTF-8 (in PowerShell: "
-            "-Encoding utf8)."
+            f"{path} is not UTF-8 text ({error}). Save it as UTF-8 (in PowerShell: -Encoding utf8)."
         ) from None
 
 
@@ -448,9 +447,10 @@ def _found(root: Path, split: str) -> FolderLayout:
     divided = FolderLayout(Place(images / split), Place(masks / split))
     if (images / split).is_dir():
         return divided
-    outer = _synonyms(root / split)
-    if outer.images.folder.is_dir():
-        return outer
+    with suppress(DataError):  # two folders of one kind
+        outer = _synonyms(root / split)
+        if outer.images.folder.is_dir():
+            return outer
     if table.is_file() and listing.is_file():
         raise DataError(
             f"{table} and {listing} both list split {split}. Remove one of them."
@@ -461,7 +461,7 @@ def _found(root: Path, split: str) -> FolderLayout:
     if listing.is_file() or undivided:
         return whole._replace(listing=listing)
     if not images.is_dir() and _divided(root, split):
-        return outer
+        return _synonyms(root / split)
     return divided
 
 
@@ -519,9 +519,9 @@ def _named(data: DataConfig, behind: str, split: str) -> FolderLayout:
 def _place(root: Path, pattern: str, split: str) -> Place:
     """Folder and stem ending from the value of a setting."""
     folder, star, ending = pattern.replace(SPLIT, split).partition("*")
-    stem, suffix = os.path.splitext(ending)
+    stem, suffix = os.path.splitext(f"*{ending}")
     if suffix in SUFFIXES:
-        ending = stem
+        ending = stem[1:]
     return Place(root / folder, ending if star else None)
 
 
@@ -532,8 +532,8 @@ def _synonyms(root: Path) -> FolderLayout:
         present = [name for name in names if (root / name).is_dir()]
         if present[:1] != [kind] and len(present) > 1:
             raise DataError(
-                f"{root} has {' and '.join(present)}, each of which may hold the {kind}. Set data.{kind}={present[0]} "
-                f"or another, followed by /{SPLIT} if there is a folder per split."
+                f"{root} has {' and '.join(present)}, each of which may hold the {kind}. "
+                "Set both data.images and data.masks, as FOLDER/SPLIT, SPLIT/FOLDER or FOLDER."
             )
         places.append(Place(root / (present or [kind])[0]))
     images, masks = places

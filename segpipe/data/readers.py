@@ -223,8 +223,7 @@ def mask_of(content: bytes, path: str, check: Check = anything) -> RawMask:
         palette = np.frombuffer(colors, np.uint8).reshape(-1, 4)
         if pixels.max(initial=0) >= len(palette):
             raise ValueError(
-                f"is damaged: its palette has {len(palette)} colors, but its pixels use "
-                "more. Write it again."
+                f"is damaged: its palette has {len(palette)} colors, but its pixels use more. Write it again."
             )
         return RawMask(header, pixels, palette)
 
@@ -330,8 +329,7 @@ def _header(image: Image.Image, content: bytes) -> Header:
         )
     if image.format == "BMP" and image.mode == "1":
         raise ValueError(
-            "is a black-and-white BMP, and Pillow reads some of these as 0 everywhere. "
-            f"{WRITE_PNG}"
+            f"is a black-and-white BMP, and Pillow reads some of these as 0 everywhere. {WRITE_PNG}"
         )
 
     bits = 16 if image.mode in WIDE else 8
@@ -446,10 +444,7 @@ def jpeg_damage(path: str) -> str:
     if damage is None:
         return ""
 
-    return (
-        f"{path} is damaged: the decoder reports {damage[0]!r} and fills the rest with "
-        "gray. Copy it again."
-    )
+    return f"{path} is damaged: the decoder reports {damage[0]!r} and fills the rest with gray. Copy it again."
 
 
 def threaded(

@@ -373,8 +373,7 @@ def _slot(block: SharedBlock, number: int, size: int) -> Tensor:
     """The first `size` bytes of a slot. Raises DataError if the slot is smaller."""
     if size > block.slot_bytes:
         raise DataError(
-            f"a sample needs {size} bytes, but a slot of the loader has "
-            f"{block.slot_bytes}. Set data.workers=0."
+            f"a sample needs {size} bytes, but a slot of the loader has {block.slot_bytes}. Set data.workers=0."
         )
     return torch.from_numpy(block.slot(number)[:size])
 

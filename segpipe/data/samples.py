@@ -268,8 +268,7 @@ def _held_out(data: DataConfig, split: str) -> DataSet:
         if not held:
             fault = "no image belongs to that sequence"
         raise DataError(
-            f"data.hold_out = {data.hold_out}, but {fault}. Images by sequence: "
-            f"{', '.join(shown)}."
+            f"data.hold_out = {data.hold_out}, but {fault}. Images by sequence: {', '.join(shown)}."
         )
 
     return replace(

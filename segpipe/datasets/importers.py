@@ -165,10 +165,7 @@ def _read_coco(path: Path, source: Path, export: Export) -> None:
         label = labels.get(category, "")
         shape: Shape | str = partial(_coco_area, each.get("segmentation"))
         if not label:
-            shape = (
-                f"annotation {each.get('id')} of {path} has the category {category}, "
-                "which categories does not list"
-            )
+            shape = f"annotation {each.get('id')} of {path} has the category {category}, which categories does not list"
         shapes.setdefault(int(each["image_id"]), []).append((label, shape))
 
     folders, split = _coco_places(path, source)

@@ -170,8 +170,7 @@ def _resume_faults(rows: Rows, void: Rows) -> list[str]:
         key[1] for key in one if key in two and not np.array_equal(one[key], two[key])
     ]
     return [
-        f"{place}: {', '.join(names)} changed when recomputed after a resume "
-        f"({len(wrong)} of {len(now)} rows)"
+        f"{place}: {', '.join(names)} changed when recomputed after a resume ({len(wrong)} of {len(now)} rows)"
     ]
 
 

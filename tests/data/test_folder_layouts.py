@@ -122,6 +122,8 @@ def test_a_table_of_pairs_is_read_and_hashed(tmp_path: Path) -> None:
         "photos/a.png",
         "mask:drawn/one.png",
         "mask:drawn/two.png",
+        "mask:train/gt/a.png",
+        "mask:train/label/a.png",
     )
     pairs = [
         ("photos/a", "photos/a.png", "drawn/two.png"),
@@ -199,9 +201,11 @@ def test_settings_name_other_folders(tmp_path: Path) -> None:
     )
     data.images, data.masks = "photo/SPLIT", "drawn/SPLIT/*_v2.png"
     assert found(data) == [("a", "photo/train/a.png", "drawn/train/a_v2.png")]
-    data.masks = "drawn/SPLIT/*.jpeg"
     make(tmp_path, "mask:drawn/train/a.jpeg.png")
+    data.masks = "drawn/SPLIT/*.jpeg.png"
     assert found(data) == [("a", "photo/train/a.png", "drawn/train/a.jpeg.png")]
+    data.images, data.masks = "photo/SPLIT/*.png", "masks/SPLIT/*.png"
+    assert found(data) == [("a", "photo/train/a.png", "masks/train/a.png")]
     beside = make(tmp_path / "beside", "train/a.png", "mask:train/a_mask.png")
     beside.images, beside.masks = "train", "train/*_mask"
     assert "nothing defines split train" in scan(beside, "train")[1][0]
@@ -260,7 +264,10 @@ REFUSED = {
     ),
     "two synonyms": (
         ["images/train/a.png", "mask:labels/train/a.png", "mask:gt/train/a.png"],
-        ["labels and gt, each of which may hold the masks. Set data.masks=labels"],
+        [
+            "labels and gt, each of which may hold the masks. Set both data.images and data.masks, "
+            "as FOLDER/SPLIT, SPLIT/FOLDER or FOLDER."
+        ],
     ),
     "two endings": (
         [
@@ -269,7 +276,7 @@ REFUSED = {
             "mask:masks/train/a_mask.png",
         ],
         [
-            "has the masks *_mask and *_gt for the images. Choose with data.masks=FOLDER/SPLIT/*_mask"
+            "has the masks *_mask and *_gt for the images. Choose with data.masks=FOLDER/SPLIT/*_mask.png"
         ],
     ),
     "two lists": (
@@ -291,7 +298,7 @@ REFUSED = {
     ),
     "another ending, listed": (
         ["images/a.png", "mask:masks/a_v2.png", "train.txt=a"],
-        ["If names of masks have an ending, set data.masks='FOLDER/*ENDING'"],
+        ["If names of masks have an ending, set data.masks='FOLDER/*ENDING.png'"],
     ),
     "heic": (
         ["images/train/a.heic", "mask:masks/train/a.png"],
