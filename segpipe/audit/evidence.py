@@ -144,10 +144,7 @@ def check_checkpoints(
             continue
         passed.append(found)
         weights, averaged = (found.digests[part] for part in ("model", "ema"))
-        text = (
-            f"after {found.step} updates; the file is unchanged; weights {weights}, "
-            f"averaged weights {averaged}"
-        )
+        text = f"after {found.step} updates; the file is unchanged; weights {weights}, averaged weights {averaged}"
         lines.append(Line(path.name, PASSED, text))
     return sorted(passed, key=lambda each: (each.step, each.path.name)), lines
 

@@ -57,8 +57,7 @@ def pack(given: Given) -> int:
             use[samples.pack.folder] += samples.pack.use()
     for folder, counts in use.items():
         CONSOLE.print(
-            f"{folder}: {counts['intact']} samples intact, "
-            f"{counts['replaced']} replaced, {counts['added']} added"
+            f"{folder}: {counts['intact']} samples intact, {counts['replaced']} replaced, {counts['added']} added"
         )
     return 0
 

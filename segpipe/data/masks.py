@@ -222,9 +222,8 @@ def check_sizes(pair: Pair, image: Sequence[int], mask: Sequence[int]) -> None:
     """Raise DataError unless image and mask have the same (height, width)."""
     if tuple(image) != tuple(mask):
         raise DataError(
-            f"{pair.image} is {image[0]}x{image[1]}, but its mask {pair.mask} is "
-            f"{mask[0]}x{mask[1]} (height x width). Use the mask of this image; do "
-            "not resize one of them blindly.",
+            f"{pair.image} is {image[0]}x{image[1]}, but its mask {pair.mask} is {mask[0]}x{mask[1]} (height x "
+            "width). Use the mask of this image; do not resize one of them blindly.",
             cause=f"sizes {tuple(image)} and {tuple(mask)}",
             where=pair.mask,
         )

@@ -162,9 +162,8 @@ class Pack:
             if error.errno in GIVE_UP:
                 return False
             raise DataError(
-                f"{self.folder} has no room for {len(pixels) / 2**20:.1f} MiB more: "
-                f"{error.strerror}. Free some space, set data.pack=FOLDER to a larger "
-                "disk, or data.pack=off."
+                f"{self.folder} has no room for {len(pixels) / 2**20:.1f} MiB more: {error.strerror}. Free some space, "
+                "set data.pack=FOLDER to a larger disk, or data.pack=off."
             ) from None
 
         return True

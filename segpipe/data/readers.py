@@ -313,10 +313,9 @@ def _check_checksums(image: Image.Image) -> None:
 
 def _header(image: Image.Image, content: bytes) -> Header:
     """Header of an image file."""
-    orientation = _exif_orientation(
-        # In a PNG it may come after the pixels, where Pillow has not looked yet.
-        image.info.get("exif") or content.partition(b"eXIf")[2]
-    )
+    # In a PNG it may come after the pixels, where Pillow has not looked yet.
+    late = content.partition(b"eXIf")[2] if image.format == "PNG" else b""
+    orientation = _exif_orientation(image.info.get("exif", late))
     layout = LAYOUTS.get(image.mode)
     if image.format in ("JPEG", "MPO"):
         return Header(

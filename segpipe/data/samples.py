@@ -418,7 +418,6 @@ def check_scorable(samples: DataSet, split: str, names: Sequence[str]) -> None:
 def _unlabelled(samples: DataSet, which: str, purpose: str) -> str:
     """Message about images without any labelled pixel."""
     return (
-        f"none of the {len(samples)} {which} has a labelled pixel (the first is "
-        f"{samples.name(0)}): there is nothing to {purpose}. Check the masks, and "
-        "which ids the class table ignores."
+        f"none of the {len(samples)} {which} has a labelled pixel (the first is {samples.name(0)}): there is nothing "
+        f"to {purpose}. Check the masks, and which ids the class table ignores."
     )

@@ -243,7 +243,7 @@ def check_overlap(train: DataSet, val: DataSet, split: str) -> None:
         raise DataError(
             f"{len(found)} of the images of split {split} are training images, byte for byte (the first: "
             f"{' = '.join(found[0])}): the score would be too high. Remove them from one of the two, or set "
-            f"data.allow_overlap=true."
+            "data.allow_overlap=true."
         )
 
 

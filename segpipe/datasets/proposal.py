@@ -80,20 +80,18 @@ def propose(masks: Sequence[str], progress: Progress = silent) -> str:
     values = sorted(tally.pixels)
     if len(values) > MOST_CLASSES:
         raise DataError(
-            f"the masks hold {len(values)} different {tally.kind}, too many for classes: "
-            f"{tally.richest[1]} alone holds {tally.richest[0]}. Masks that were resized "
-            "with interpolation or stored as JPEG have blended values, and instance masks "
-            "number objects instead of classes. Export class masks as PNG."
+            f"the masks hold {len(values)} different {tally.kind}, too many for classes: {tally.richest[1]} alone "
+            f"holds {tally.richest[0]}. Masks that were resized with interpolation or stored as JPEG have blended "
+            "values, and instance masks number objects instead of classes. Export class masks as PNG."
         )
 
     # Id 255 is a class only if 0 is the only other id.
     classes = [value for value in values if value != IGNORE_INDEX or values == BINARY]
     if len(classes) < 2:
         raise DataError(
-            f"all {len(found)} masks hold only {' and '.join(map(str, values))}, but training needs at least "
-            "two classes. Check that they were exported with their objects: many tools "
-            "write black masks by default. (255 counts as ignored. If it is "
-            "a class, write classes.yaml by hand, see docs/data.md.)"
+            f"all {len(found)} masks hold only {' and '.join(map(str, values))}, but training needs at least two "
+            "classes. Check that they were exported with their objects: many tools write black masks by default. (255 "
+            "counts as ignored. If it is a class, write classes.yaml by hand, see docs/data.md.)"
         )
 
     lines = [f"# Proposed from {len(found)} masks. Name the classes."]

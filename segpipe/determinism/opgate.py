@@ -109,8 +109,7 @@ RULES = (
     ),
     Rule(
         # reflection_pad2d_backward is documented to raise; no release since 2.11 does.
-        "reflection_pad2d_backward replication_pad1d_backward replication_pad2d_backward "
-        "replication_pad3d_backward",
+        "reflection_pad2d_backward replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward",
         SLOW,
         _ATOMICS,
         _PADDING,

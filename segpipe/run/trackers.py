@@ -80,9 +80,8 @@ def check_tracking(config: Config) -> None:
         )
     if _mode(config) == "online" and not _has_login():
         raise ConfigError(
-            "track.mode = online, but no wandb login was found. Run `wandb login` "
-            "once, set WANDB_API_KEY, or record without an account with "
-            "track.mode=offline."
+            "track.mode = online, but no wandb login was found. Run `wandb login` once, set WANDB_API_KEY, or record "
+            "without an account with track.mode=offline."
         )
 
 

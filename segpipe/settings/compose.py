@@ -406,10 +406,7 @@ def _explanation(error: Exception) -> str:
     key = str(next(filter(None, keys), ""))
     unresolved = (InterpolationResolutionError, MissingMandatoryValue)
     if any(isinstance(each, unresolved) for each in errors):
-        return (
-            f"{key}: {text}. Give it a value, or refer to an existing setting or "
-            f"variable; \\${{ escapes ${{."
-        )
+        return f"{key}: {text}. Give it a value, or refer to an existing setting or variable; \\${{ escapes ${{."
     if override := getattr(error, "override", ""):
         return f"{override} cannot be parsed: {text}"
     if "find 'hydra/" in text:

@@ -139,20 +139,14 @@ class Setting:
         if isinstance(value, dict):
             items = [] if self.item is None else list(value.values())
         if self.length and len(items) != self.length and (items or not self.auto):
-            return (
-                f"{self.key} = {value}, but {self.length} values were needed, such as "
-                f"{self.default}."
-            )
+            return f"{self.key} = {value}, but {self.length} values were needed, such as {self.default}."
         for item in items:
             if isinstance(item, str):
                 known = not self.choices or item in self.choices
                 known |= self.plugin and ":" in item
                 # The family of a setting without one matches the empty text.
                 if not known and not (item and re.fullmatch(self.family[1], item)):
-                    return (
-                        f"{self.key} = {item!r} is not one of {self._names}."
-                        f"{nearest(item, self.choices)}"
-                    )
+                    return f"{self.key} = {item!r} is not one of {self._names}.{nearest(item, self.choices)}"
             elif self.item != {} and not self.low <= item <= self.high:
                 return f"{self.key} = {brief(value)}, but a value of {self.valid} was needed."
         names = [item for item in items if isinstance(item, str) and not item.isdigit()]

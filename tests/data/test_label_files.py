@@ -634,6 +634,8 @@ def test_an_orientation_may_come_after_the_pixels(tmp_path: Path) -> None:
     assert np.array_equal(
         open_samples(data, "train", 0).read(0)[0], upright(6, PICTURE)
     )
+    photo.write_bytes(encoded(PICTURE, "JPEG", comment=tag))
+    assert read_header(str(photo)).orientation == 1, "it belongs to no picture"
 
 
 @pytest.mark.parametrize(("number", "size"), [(6, (5, 5)), (3, (5, 7)), (2, (5, 7))])
