@@ -94,15 +94,16 @@ def scored(given: Given) -> tuple[Given, list[int]]:
 
 
 def _seen(run: Path, trained: Config, config: Config) -> set[str] | None:
-    """Sequences of the run's training images; None if `data.root` does not hold these images.
+    """Sequences of the run's training images; None if the folders do not hold these images.
 
     Names are not enough in a moved folder: two data sets often share names.
     """
     try:
-        data = replace(trained.data, root=config.data.root)
+        now = config.data
+        data = replace(trained.data, root=now.root, images=now.images, masks=now.masks)
         training = open_samples(data, "train", trained.seed)
     except DataError:
         return None
-    if config.data.root != trained.data.root and not were_read(run, training):
+    if data != trained.data and not were_read(run, training):
         return None
     return set(sequences(training, config.data.sequence))
