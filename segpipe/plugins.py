@@ -56,9 +56,8 @@ def load(key: str, path: str) -> Any:
     top, place = _top(path), _place(key, path)
     if not is_trusted(path) and (fault := _fault_of_place(top, place)):
         raise ConfigError(
-            f"{key} = {path} is named by a run, but {top} {fault}. Code that a run "
-            f"names must be a module or package of the project, here {Path.cwd()}, "
-            f"outside of runs. If you trust it, add trust=[{top}]."
+            f"{key} = {path} is named by a run, but {top} {fault}. Code that a run names must be a module or package "
+            f"of the project, here {Path.cwd()}, outside of runs. If you trust it, add trust=[{top}]."
         )
     try:
         value = getattr(import_module(module), name)
@@ -333,7 +332,6 @@ def check_unchanged(
     changed = [name for name, value in now.items() if recorded.get(name) != value]
     if changed:
         raise CheckpointError(
-            f"{where}: {key} = {path}, but {', '.join(changed[:4])} changed since the "
-            f"training, so it may compute something else. Restore the file, or add "
-            f"trust=[{_top(path)}] to use it as it is now."
+            f"{where}: {key} = {path}, but {', '.join(changed[:4])} changed since the training, so it may compute "
+            f"something else. Restore the file, or add trust=[{_top(path)}] to use it as it is now."
         )

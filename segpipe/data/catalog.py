@@ -371,7 +371,7 @@ def _color(key: str, value: Any) -> Color:
         red, green, blue = bytes(value)
         return red, green, blue
     except (TypeError, ValueError):
-        raise _needed(key, value, "[R, G, B] from 0 to 255") from None
+        raise _needed(key, value, "integers [R, G, B] from 0 to 255") from None
 
 
 def _is_color(value: Any) -> bool:

@@ -241,7 +241,7 @@ def test_two_samples_of_one_name_are_refused() -> None:
         (config("data:NoPalette"), "palette = None, but 2 colors"),
         (
             config("data:Shares"),
-            r"palette = \[0\.5, 0\.0, 0\.0\], but .* from 0 to 255",
+            r"palette = \[0\.5, 0\.0, 0\.0\], but integers .* from 0 to 255",
         ),
         (config("data:Date"), "data has no Date. Did you mean Data"),
     ],
