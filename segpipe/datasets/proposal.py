@@ -133,7 +133,10 @@ def _table(tally: Tally, classes: Sequence[Value]) -> list[str]:
     elif colored:
         ignored += "  # if a color means unlabelled, move it here, as in [255, [0, 0, 0]], and delete its name"
     elif IGNORE_INDEX in tally.pixels:
-        ignored += f"  # {tally.share(IGNORE_INDEX)}. If 255 is a class, add it to names and ids, and write ignore: []"
+        ignored += (
+            f"  # {tally.share(IGNORE_INDEX)}. If 255 is a class: add it to names (and palette), list all ids, as in "
+            "ids: {0: class0, 255: class255}, and write ignore: []"
+        )
     return [*lines, ignored]
 
 

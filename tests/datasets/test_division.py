@@ -169,6 +169,9 @@ def test_a_newcomer_gets_from_masks_to_a_checked_split(
     )
     assert segpipe(["doctor", "data=folder", root]) == 2
     text = capsys.readouterr().out
+    assert (
+        "If 255 is a class: add it to names (and palette), list all ids, as in" in text
+    )
     for part in ("- class5  # id 5: ", "in 10 masks", "9: class9", "write=true"):
         assert part in text
     assert not (tmp_path / "classes.yaml").exists()
