@@ -506,7 +506,10 @@ def split_lists(root: Path) -> list[str]:
 def _divided(folder: Path, split: str) -> bool:
     """Whether a subfolder is named like a split; others, such as a folder per drive, are not splits."""
     names = [path.name.lower() for path in folder.glob("*") if path.is_dir()]
-    return bool({*SPLITS}.intersection(names) or get_close_matches(split, names))
+    # "drawn" is no misspelled "train".
+    return bool(
+        {*SPLITS}.intersection(names) or get_close_matches(split, names, cutoff=0.7)
+    )
 
 
 def _named(data: DataConfig, behind: str, split: str) -> FolderLayout:
@@ -537,7 +540,7 @@ def _synonyms(root: Path) -> FolderLayout:
             )
         places.append(Place(root / (present or [kind])[0]))
     images, masks = places
-    apart = images.folder.is_dir() or masks.folder.is_dir()
+    apart = any(place.folder.is_dir() for place in places)
     if not apart and any(path.suffix.lower() in SUFFIXES for path in root.glob("*")):
         return FolderLayout(Place(root), Place(root))
     return FolderLayout(images, masks)

@@ -332,10 +332,9 @@ class Ring:
         _kill(self._processes)
         return DataError(
             f"loader worker {worker} (process {self._processes[worker].pid}) has sent nothing for "
-            f"{self._how.timeout_s:g} s{self._label(worker)}. The stacks of all workers are on stderr, except "
-            "stopped ones (SIGSTOP, a debugger, a scheduler). The disk may be hanging, or a library may "
-            "not survive a fork: try data.start_method=spawn, or data.workers=0. If it only needs longer, raise "
-            f"data.timeout_s. {CONTINUE}"
+            f"{self._how.timeout_s:g} s{self._label(worker)}. The stacks of all workers are on stderr, except stopped "
+            "ones (SIGSTOP, a debugger, a scheduler). The disk may be hanging, or a library may not survive a fork: "
+            f"try data.start_method=spawn, or data.workers=0. If it only needs longer, raise data.timeout_s. {CONTINUE}"
         )
 
 

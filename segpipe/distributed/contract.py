@@ -137,9 +137,8 @@ def diagnose(
         number, sides = found
         both = [f"{_listed(members)}: {call}" for call, members in sides.items()]
         verdict = (
-            f"collective {number} is not the same on all ranks. {'; '.join(both)}. All ranks must make the same "
-            f"calls in the same order: look for a branch that only some ranks take, or a size that depends on the "
-            f"rank."
+            f"collective {number} is not the same on all ranks. {'; '.join(both)}. All ranks must make the same calls "
+            "in the same order: look for a branch that only some ranks take, or a size that depends on the rank."
         )
     elif not (verdict := _behind(calls, counts)):
         verdict = (

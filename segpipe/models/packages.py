@@ -147,7 +147,7 @@ def create_encoder(name: str, *, pretrained: bool = False) -> Any:
                 f"model.args.pretrained = true, but the weights of {name} are neither in timm's cache nor could they "
                 f"be downloaded ({reason}). Copy them into HF_HOME (~/.cache/huggingface), or download "
                 f"model.safetensors of {name} and set model.args.pretrained=false model.weights=FILE "
-                f"model.weights_partial=true."
+                "model.weights_partial=true."
             )
         raise ConfigError(problem) from error
 

@@ -248,6 +248,10 @@ REFUSED = {
         ["valid/images/a.png", "mask:valid/masks/a.png"],
         ["/train does not exist"],
     ),
+    "folders of other names": (
+        ["photos/a.png", "mask:drawn/a.png"],
+        ["images does not exist.", "holds drawn, photos. Set"],
+    ),
     "two synonyms in a split": (
         ["train/imgs/a.png", "mask:train/labels/a.png", "mask:train/gt/a.png"],
         ["train has labels and gt, each of which may hold the masks."],
