@@ -213,9 +213,10 @@ def test_a_newcomer_gets_from_masks_to_a_checked_split(
     assert "in both training" not in capsys.readouterr().out
     assert segpipe(["split", root]) == 2
     assert "Set replace=true" in capsys.readouterr().err
-    assert segpipe(["split", root, "by=tail", "replace=true"]) == 0
+    assert segpipe(["split", root, "by=tail", "val=0.1", "replace=true"]) == 0
     assert segpipe(["doctor", "data=folder", root]) == 0
     text = capsys.readouterr().out
+    assert "sequences stay whole" not in text
     assert (
         "Warning: 5 sequences in both training and validation: a (3 and 1 images)"
         in text
