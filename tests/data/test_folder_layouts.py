@@ -241,9 +241,10 @@ REFUSED = {
         ["nothing defines split", "`segpipe split data.root="],
     ),
     "other splits": (
-        ["images/val/a.png", "mask:masks/val/a.png"],
+        ["images/val/a.png", "mask:masks/val/a.png", "test/a.png"],
         ["images/train does not exist"],
     ),
+    "no folder of masks": (["images/train/a.png"], ["/masks does not exist. "]),
     "other splits, each with its two folders": (
         ["valid/images/a.png", "mask:valid/masks/a.png"],
         ["/train does not exist"],
