@@ -119,7 +119,7 @@ def split(given: Given) -> int:
     if given["by"] == "sequence" and abs(chosen.mean() - given["val"]) > 0.05:
         CONSOLE.print(
             f"val has {chosen.mean():.0%} of the images, not {given['val']:.0%}: sequences stay whole, and both sides "
-            "should have each class of classes.yaml. To come nearer, repeat with replace=true and by=tail (the last "
+            "should have each class of classes.yaml. To get closer, repeat with replace=true and by=tail (the last "
             "frames of each sequence), by=image (independent photos), or pattern=REGEX for shorter sequences."
         )
     if pixels is None:

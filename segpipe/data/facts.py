@@ -29,7 +29,7 @@ from segpipe.errors import CheckpointError
 from segpipe.files import read_json, sha256_of, write_atomically
 
 CACHE = ".segpipe-cache/facts"  # readers of a data set skip hidden folders
-# Of facts and packs. Raise the number when a reader's result changes; new decoders may change it too.
+# Format of facts and packs. Raise the number when a reader's result changes; new decoders may change it too.
 FORMAT = f"7 {cv2.__version__} {PIL.__version__}"
 # A file that changes twice within a clock tick (4 ms, on some file systems 10) keeps its
 # times, so facts about a file that changed more recently than this are not stored.

@@ -338,7 +338,9 @@ def _header(image: Image.Image, content: bytes) -> Header:
         bits = image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))[0]
         inverted = image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0
         if inverted and bits > 8:  # Pillow inverts others
-            raise ValueError(f"has inverted gray values of {bits} bits. {WRITE_PNG}")
+            raise ValueError(
+                f"has {bits}-bit gray values in which 0 is white. {WRITE_PNG}"
+            )
 
     fault = _mask_fault(image, layout, bits)
     return Header(image.height, image.width, layout, bits, orientation, fault)

@@ -524,7 +524,7 @@ def test_a_tiff_in_which_0_is_white_is_turned_or_refused(tmp_path: Path) -> None
     path.write_bytes(encoded(GREY, "TIFF").replace(*tags))
     assert np.array_equal(read_image(str(path)), np.dstack([255 - GREY] * 3))
     path.write_bytes(encoded(GREY.astype(np.uint16), "TIFF").replace(*tags))
-    with pytest.raises(DataError, match="has inverted gray values of 16 bits"):
+    with pytest.raises(DataError, match="has 16-bit gray values in which 0 is white"):
         read_image(str(path))
 
 
