@@ -65,9 +65,7 @@ COMMANDS = {
             RUN,
             WHICH,
             Setting(
-                "out",
-                "",
-                "HTML file for a report with the worst images; empty: none",
+                "out", "", "HTML file for a report with the worst images; empty: none"
             ),
             TTA,
             TRUST,
@@ -112,9 +110,7 @@ COMMANDS = {
             Setting("alpha", 0.5, "opacity of the class colors in an overlay", high=1),
             Setting("frames", False, "video: write the mask of each frame"),
             Setting(
-                "seconds",
-                0.0,
-                "camera or stream: stop after this time; 0: on Ctrl-C",
+                "seconds", 0.0, "camera or stream: stop after this time; 0: on Ctrl-C"
             ),
             Setting(
                 "exists",

@@ -101,9 +101,12 @@ def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
     if not (names := hashes.keys() | sizes.keys()):
         return ""
     now = inputs_of([open_samples(data, data.split, 0, packed=False)])
-    known = names & now.keys()
     data, trained = main_set(data), main_set(trained)
-    same_set = data.name == trained.name and (known or data.root == trained.root)
+    moved = data.root != trained.root
+    # Another data set may have the same class table or lists.
+    others = (".yaml", ".txt", ".csv") * moved
+    known = {name for name in names & now.keys() if not name.endswith(others)}
+    same_set = data.name == trained.name and (known or not moved)
     if same_set and data.split in ("train", trained.split):
         root = Path(data.root)
         # A folder that does not exist here does not count as a change.
@@ -111,22 +114,19 @@ def changed_since(run: Path, trained: DataConfig, data: DataConfig) -> str:
         known = {*now, *(name for name in there if not (root / name).exists())}
     of_run = {"sizes": _only(sizes, known), "files": _only(hashes, known)}
     changed = changed_inputs(of_run, _only(now, known), {} if data.hash else None)
-    if not changed:
-        return ""
-    return f"the labelled images changed since the run: {listed(changed, 3)}"
+    told = f"the labelled images changed since the run: {listed(changed, 3)}"
+    return told if changed else ""
 
 
 def were_read(run: Path, samples: DataSet) -> bool:
     """Whether the run (a folder, or a checkpoint in it) read files with these names and sizes."""
-    sizes: Sizes = _recorded(run)["sizes"]
-    return sizes_of(samples.inputs()).items() <= sizes.items()
+    return not sizes_of(samples.inputs()).items() - _recorded(run)["sizes"].items()
 
 
 def _recorded(run: Path) -> dict[str, Any]:
     """The data entry of a run's inputs.json; `run` is a folder, or a checkpoint in it."""
     path = (run if run.is_dir() else run.parent) / INPUTS
-    found: dict[str, Any] = {"files": {}, "sizes": {}}
-    return read_inputs(path)["data"] if path.is_file() else found
+    return read_inputs(path)["data"] if path.is_file() else {"files": {}, "sizes": {}}
 
 
 def changed_inputs(

@@ -284,8 +284,7 @@ class LossConfig:
         1, "the same for the auxiliary class heads", low=1, high=8
     )
     dice_weight: float = setting(
-        0.0,
-        "weight of a soft Dice loss on the main head; all classes count equally",
+        0.0, "weight of a soft Dice loss on the main head; all classes count equally"
     )
     lovasz_weight: float = setting(
         0.0,
@@ -297,14 +296,11 @@ class LossConfig:
         free=True,
     )
     teacher_sha256: str = setting(
-        "",
-        "required SHA-256 of the loss.teacher checkpoint; filled in at the start",
+        "", "required SHA-256 of the loss.teacher checkpoint; filled in at the start"
     )
     teacher_weight: float = setting(1.0, "weight of the divergence from the teacher")
     temperature: float = setting(
-        1.0,
-        "divides the logits of network and teacher in that loss",
-        low=0.01,
+        1.0, "divides the logits of network and teacher in that loss", low=0.01
     )
     boundary_weight: float = setting(
         20.0, "weight of the boundary head, if the network has one"
@@ -316,8 +312,7 @@ class LossConfig:
         choices=("band", "detail"),
     )
     focal_gamma: float = setting(
-        2.0,
-        "focal: exponent of (1 - probability of the correct class)",
+        2.0, "focal: exponent of (1 - probability of the correct class)"
     )
     ohem_threshold: float = setting(
         0.7,
@@ -335,10 +330,7 @@ class OptimConfig:
     lr: float = setting(0.05, "learning rate after the warm-up", high=3e38)
     momentum: float = setting(0.9, "sgd: momentum", high=1)
     betas: list[float] = setting(
-        [0.9, 0.999],
-        "adamw: decay rates of the two moments",
-        length=2,
-        high=1 - 1e-9,
+        [0.9, 0.999], "adamw: decay rates of the two moments", length=2, high=1 - 1e-9
     )
     weight_decay: float = setting(5e-4, "weight decay; not applied to norms and biases")
     schedule: str = setting(
@@ -392,8 +384,7 @@ class TrainConfig:
         0, "updates between validations; 0: only at the end", free=True
     )
     patience: int = setting(
-        0,
-        "stop after this many validations in a row without a better mIoU; 0: never",
+        0, "stop after this many validations in a row without a better mIoU; 0: never"
     )
     progress: bool = setting(True, "show progress", free=True)
 
@@ -447,8 +438,7 @@ class CheckpointConfig:
     every: int = setting(100, "updates between writes of last.pt; 0: only at the end")
     every_s: float = setting(30.0, "minimum seconds between these writes on a GPU")
     keep_every: int = setting(
-        0,
-        "updates between checkpoints kept as step_NNNNNN.pt, for audits; 0: none",
+        0, "updates between checkpoints kept as step_NNNNNN.pt, for audits; 0: none"
     )
     keep_last: int = setting(0, "how many of the newest step_NNNNNN.pt to keep; 0: all")
 
@@ -463,8 +453,7 @@ class TrackConfig:
         item="",
     )
     project: str = setting(
-        "",
-        "wandb: project, mlflow: experiment; empty: WANDB_PROJECT, or segpipe",
+        "", "wandb: project, mlflow: experiment; empty: WANDB_PROJECT, or segpipe"
     )
     entity: str = setting("", "wandb: user or team; empty: WANDB_ENTITY")
     mode: str = setting(
@@ -495,9 +484,7 @@ class TrackConfig:
 class ExportConfig:
     enabled: bool = setting(True, "export after training")
     formats: list[str] = setting(
-        ["onnx", "torchscript"],
-        "model files to write",
-        choices=("onnx", "torchscript"),
+        ["onnx", "torchscript"], "model files to write", choices=("onnx", "torchscript")
     )
     profile: str = setting(
         "robot",
@@ -527,20 +514,15 @@ class ExportConfig:
         [], "classes whose IoU an int8 file must not lower by 2 points"
     )
     latency_budget_ms: float = setting(
-        0.0,
-        "maximum time per image on one CPU thread of this machine; 0: no limit",
+        0.0, "maximum time per image on one CPU thread of this machine; 0: no limit"
     )
     allow_unverified: bool = setting(
         False, "export without the data set, marked UNVERIFIED_REAL_DATA"
     )
     height: int = setting(
-        0,
-        "image height without a data set; 0: from the validation images",
-        high=65536,
+        0, "image height without a data set; 0: from the validation images", high=65536
     )
     width: int = setting(
-        0,
-        "image width without a data set; 0: from the validation images",
-        high=65536,
+        0, "image width without a data set; 0: from the validation images", high=65536
     )
     dir: str = setting("", "folder of the exported files; empty: <run folder>/export")

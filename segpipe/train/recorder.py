@@ -19,12 +19,7 @@ from torch.autograd.profiler import record_function
 
 from segpipe.errors import DivergenceError
 from segpipe.ledger.digest import as_tensors, digest_groups, digest_many, float_bits
-from segpipe.ledger.rows import (
-    LedgerWriter,
-    SessionHeader,
-    ledger_path,
-    next_session,
-)
+from segpipe.ledger.rows import LedgerWriter, SessionHeader, ledger_path, next_session
 from segpipe.settings.config import Config, config_hash, recipe
 
 if TYPE_CHECKING:

@@ -239,15 +239,28 @@ def test_what_changed_is_told_of_the_split_that_is_read(
 
 
 def test_another_data_set_has_not_changed(recorded: Path, tmp_path: Path) -> None:
+    """Even if it has the same class table."""
     root, trained = write_camvid(tmp_path / "data"), config_of(recorded).data
     for path in root.glob("*/frame*"):
         path.rename(path.with_name(f"other_{path.name}"))
-    assert (
-        inputs.changed_since(recorded, trained, replace(trained, root=str(root))) == ""
-    )
+    other = replace(trained, root=str(root))
+    assert inputs.changed_since(recorded, trained, other) == ""
     assert inputs.changed_since(tmp_path, trained, trained) == "", (
         "the control: a folder that recorded nothing"
     )
+    config = config_of(
+        Path(shutil.copytree(recorded.parent, tmp_path / "runs")) / "run"
+    )
+    for data in (config.data, other):
+        data.name, data.images, data.masks = "folder", "SPLIT", "SPLITannot"
+        names = ", ".join(f"class{number}" for number in range(12))
+        (Path(data.root) / "classes.yaml").write_text(f"names: [{names}]")
+    (config.run_dir / "inputs.json").unlink()
+    inputs.record(config, open_splits(config))
+    assert inputs.changed_since(config.run_dir, config.data, other) == ""
+    (Path(config.data.root) / "classes.yaml").write_text(f"names: [other, {names[8:]}]")
+    changed = inputs.changed_since(config.run_dir, config.data, config.data)
+    assert "classes.yaml was altered" in changed, "the control"
 
 
 def test_images_of_another_folder_were_not_seen_for_their_names(

@@ -80,11 +80,7 @@ class Limits:
 
 FP32 = Limits()
 _REDUCED = replace(
-    FP32,
-    image_agreement=0.0,
-    class_points=math.inf,
-    both_ways=False,
-    made_images=False,
+    FP32, image_agreement=0.0, class_points=math.inf, both_ways=False, made_images=False
 )
 LIMITS = {
     "fp32": FP32,
