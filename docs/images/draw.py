@@ -105,7 +105,7 @@ def draw_predict(run: Path) -> None:
             np.hstack(
                 [
                     frame
-                    for number, frame in enumerate(read_frames(path))
+                    for number, frame in enumerate(read_frames(str(path)))
                     if number in STILLS
                 ]
             )

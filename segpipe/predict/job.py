@@ -84,8 +84,10 @@ def find(given: str, out: Path) -> tuple[list[Input], str]:
     counts = [f"{times} {suffix}" for suffix, times in others.most_common()]
     note = f"skipped files of other types: {listed(counts)}." if counts else ""
     ordered = sorted(places)
-    named = zip(ordered, names(ordered), strict=True)
-    return [Input(places[place], place, name) for place, name in named], note
+    return [
+        Input(places[place], place, name)
+        for place, name in zip(ordered, names(ordered), strict=True)
+    ], note
 
 
 def _paths(given: str) -> tuple[Path, list[Path]]:
@@ -100,12 +102,11 @@ def _paths(given: str) -> tuple[Path, list[Path]]:
         raise DataError(
             f"source = {given} does not exist. Give a file, a folder, or a pattern in quotes: source='a/*.jpg'."
         )
-    files = [
+    return root, [
         Path(file)
         for each in matches
         for file in (files_below(each) if os.path.isdir(each) else [each])
     ]
-    return root, files
 
 
 def names(places: Sequence[str]) -> list[str]:
@@ -140,11 +141,11 @@ class PredictJob:
         return [sum(each) for each in zip(*counts, strict=True)]
 
     def shares(self, pixels: Sequence[int]) -> dict[str, float]:
-        """Share of the pixels by class."""
+        """Share of the pixels by class; empty without any."""
         total = max(sum(pixels), 1)
         return {
             name: count / total
-            for name, count in zip(self.predictor.names, pixels, strict=True)
+            for name, count in zip(self.predictor.names, pixels, strict=False)
         }
 
     def run(self) -> None:
@@ -191,8 +192,8 @@ class PredictJob:
                 continue
             entry = before.get(source.place, {})
             paths = [entry[key] for key in ("mask", "overlay") if key in entry]
-            is_same = digest and entry.get("source_sha256") == digest
-            if is_same and all((self.out / path).exists() for path in paths):
+            is_whole = all((self.out / path).exists() for path in paths)
+            if digest and entry.get("source_sha256") == digest and is_whole:
                 self.entries[source.place] = entry
                 self.kept += 1
             else:
@@ -219,10 +220,17 @@ class PredictJob:
 
     def _head(self) -> dict[str, Any]:
         """Model, format and settings, as in predictions.json: all that predictions depend on besides the sources."""
-        own = {"frames": self.frames, "overlay": self.overlay, "alpha": self.alpha}
-        settings = {**self.predictor.settings, **own}
-        model = self.predictor.model
-        return dict(plain({"model": model, "format": FORMAT, "settings": settings}))
+        head = {
+            "model": self.predictor.model,
+            "format": FORMAT,
+            "settings": {
+                **self.predictor.settings,
+                "frames": self.frames,
+                "overlay": self.overlay,
+                "alpha": self.alpha,
+            },
+        }
+        return dict(plain(head))
 
     def _written(self, source: Input) -> dict[str, str]:
         """Paths below `out` of the mask of a source (of a video: of the folder of its masks) and of its overlay."""
@@ -280,7 +288,6 @@ class PredictJob:
         fps = frames_per_second(given)
         pixels: Any = 0
         done = 0
-        size: tuple[int, ...] = ()
         end = time.monotonic() + (
             self.seconds if source.live and self.seconds else math.inf
         )
@@ -289,7 +296,6 @@ class PredictJob:
         ) as add:
             try:
                 for image in read_frames(given):
-                    size = image.shape
                     ids = self._ids(source, image)
                     if self.frames:
                         folder = self.out / paths["mask"]
@@ -307,9 +313,13 @@ class PredictJob:
             except KeyboardInterrupt:
                 if not source.live:
                     raise
+            except DataError as error:
+                if not (source.live and done):
+                    raise
+                self.problems.append(str(error))
             if not done:
                 raise DataError(f"{given}: no frame arrived before it was stopped.")
-        self._enter(source, size, pixels, frames=done, fps=fps)
+        self._enter(source, image.shape, pixels, frames=done, fps=fps)
 
     def _enter(
         self, source: Input, size: Sequence[int], counts: Any, **more: Any
@@ -350,57 +360,56 @@ def _read(source: Input) -> Pixels | DataError:
         return error
 
 
-def frames_per_second(path: str | Path) -> float:
+def frames_per_second(path: str) -> float:
     """Frame rate from the header of a video; 25 if that is implausible."""
     with _opened(path) as capture:
-        fps = float(capture.get(cv2.CAP_PROP_FPS))
+        fps = capture.get(cv2.CAP_PROP_FPS)
         return fps if 0 < fps <= 1000 else FALLBACK_FPS
 
 
-def read_frames(path: str | Path) -> Iterator[Pixels]:
+def read_frames(path: str) -> Iterator[Pixels]:
     """RGB frames uint8 (H, W, 3), upright, from a file, a camera number or a stream URL.
 
-    Raises DataError for a video that cannot be opened, changes its size, or is truncated."""
+    Raises DataError for a video that cannot be opened or is truncated, and when a camera or live stream ends."""
     with _opened(path) as capture:
-        promised = float(capture.get(cv2.CAP_PROP_FRAME_COUNT))
-        size: tuple[int, ...] = ()
+        promised = capture.get(cv2.CAP_PROP_FRAME_COUNT)
         number = 0
         while True:
             done, frame = capture.read()
             if not done:
                 break
-            if frame.shape != (size or frame.shape):
-                raise DataError(
-                    f"{path} changes its size from {size[:2]} to {frame.shape[:2]} (height, width)."
-                )
-            size = frame.shape
             number += 1
             yield np.ascontiguousarray(frame[..., ::-1], np.uint8)
-    allowed = max(MISSING_FRAMES, promised * MISSING_SHARE)
-    if not number or (math.isfinite(promised) and promised - number > allowed):
-        raise DataError(
-            f"{path} is truncated: {number} of {promised:.0f} frames could be decoded. Copy or convert it again."
-        )
+    is_endless = promised <= 0 and _is_live(path)
+    is_cut = promised - number > max(MISSING_FRAMES, promised * MISSING_SHARE)
+    if not number or is_endless or is_cut:
+        whole = f" of {promised:.0f}" if promised > 0 else ""
+        raise DataError(f"{path} ended after {number}{whole} frames. {_advice(path)}")
 
 
 @contextmanager
-def _opened(path: str | Path) -> Iterator[cv2.VideoCapture]:
-    given = str(path)
-    is_camera = given.isdigit()
+def _opened(path: str) -> Iterator[cv2.VideoCapture]:
     capture = (
-        cv2.VideoCapture(int(given))
-        if is_camera
-        else cv2.VideoCapture(given, cv2.CAP_FFMPEG)
+        cv2.VideoCapture(int(path))
+        if path.isdigit()
+        else cv2.VideoCapture(path, cv2.CAP_FFMPEG)
     )
     try:
         if not capture.isOpened():
-            why = "It is truncated, or not a video. Copy it again."
-            if is_camera or "://" in given:
-                why = "Check that it is connected, and that no other program uses it."
-            raise DataError(f"{path} cannot be opened as a video. {why}")
+            raise DataError(f"{path} cannot be opened as a video. {_advice(path)}")
         yield capture
     finally:
         capture.release()
+
+
+def _is_live(path: str) -> bool:
+    return path.isdigit() or "://" in path
+
+
+def _advice(path: str) -> str:
+    if _is_live(path):
+        return "Check that it is connected, and that no other program uses it."
+    return "It is truncated, or not a video. Copy or convert it again."
 
 
 @contextmanager
@@ -421,8 +430,9 @@ def film(path: Path, fps: float) -> Iterator[Callable[[Pixels], None]]:
         margins = ((0, height % 2), (0, width % 2), (0, 0))
         padded = np.pad(frame[..., ::-1], margins, mode="edge")
         if not frames:
-            code = cv2.VideoWriter.fourcc(*CODEC)
-            writer.open(str(aside), code, fps, padded.shape[1::-1])
+            writer.open(
+                str(aside), cv2.VideoWriter.fourcc(*CODEC), fps, padded.shape[1::-1]
+            )
         writer.write(np.ascontiguousarray(padded))
         frames += 1
 
@@ -434,7 +444,7 @@ def film(path: Path, fps: float) -> Iterator[Callable[[Pixels], None]]:
     try:
         yield add
         writer.release()
-        with suppress(DataError), _opened(aside) as capture:
+        with suppress(DataError), _opened(str(aside)) as capture:
             written = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
         # Ctrl-C during a write may leave one frame more than was counted.
         if written < frames:

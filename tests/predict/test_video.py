@@ -67,10 +67,10 @@ def test_a_video_becomes_a_video_of_the_same_size_and_speed_and_a_mask_per_frame
 ) -> None:
     assert run(clip, tmp_path / "out") == []
     overlay = tmp_path / "out" / "overlays" / "a drive.mp4"
-    assert frames_per_second(overlay) == FPS
+    assert frames_per_second(str(overlay)) == FPS
     pixels = np.zeros(2, int)
     for number, (image, shown) in enumerate(
-        zip(read_frames(clip), read_frames(overlay), strict=True)
+        zip(read_frames(str(clip)), read_frames(str(overlay)), strict=True)
     ):
         ids = np.asarray(
             Image.open(tmp_path / "out" / "masks" / "a drive.mp4" / f"{number:06}.png")
@@ -121,9 +121,9 @@ def test_a_few_frames_may_be_missing_from_the_end(
     monkeypatch.setattr(job_module, "_opened", promising)
     if named:
         with pytest.raises(DataError, match="10 of 13 frames"):
-            list(read_frames(clip))
+            list(read_frames(str(clip)))
     else:
-        assert len(list(read_frames(clip))) == FRAMES
+        assert len(list(read_frames(str(clip)))) == FRAMES
 
 
 def test_a_colon_in_a_name_is_no_protocol(
@@ -145,7 +145,7 @@ def test_a_video_that_breaks_off_is_named(tmp_path: Path) -> None:
     (problem,) = run(path, tmp_path / "out")
     whole = len(list((tmp_path / "out" / "masks" / "cut.avi").iterdir()))
     assert 0 < whole < FRAMES - 2
-    assert f"is truncated: {whole} of {FRAMES} frames could be decoded" in problem
+    assert f"cut.avi ended after {whole} of {FRAMES} frames. It is trunc" in problem
     assert list((tmp_path / "out" / "overlays").iterdir()) == []
     assert (
         json.loads((tmp_path / "out" / "predictions.json").read_text())["predictions"]
@@ -168,7 +168,7 @@ def test_a_file_cut_short_is_a_problem_beside_the_others(
 def test_an_interrupted_video_leaves_no_part_of_a_film(
     clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    frames = list(read_frames(clip))
+    frames = list(read_frames(str(clip)))
 
     def interrupted(_: Path) -> object:
         yield from frames[:5]
@@ -189,8 +189,8 @@ def test_a_stream_is_read_to_its_end_its_time_or_ctrl_c(
 ) -> None:
     url = f"file://{clip}"  # FFmpeg opens it as it opens rtsp://
     assert run_url(url, tmp_path / "whole") == FRAMES
-    assert frames_per_second(tmp_path / "whole" / "overlays" / "stream.mp4") == FPS
-    frames = list(read_frames(clip))
+    assert frames_per_second(str(tmp_path / "whole" / "overlays" / "stream.mp4")) == FPS
+    frames = list(read_frames(str(clip)))
 
     def interrupted(_: str) -> object:
         yield from frames[:5]
@@ -199,7 +199,7 @@ def test_a_stream_is_read_to_its_end_its_time_or_ctrl_c(
     monkeypatch.setattr(job_module, "read_frames", interrupted)
     out = tmp_path / "stopped"
     assert run_url(url, out) == 5
-    assert len(list(read_frames(out / "overlays" / "stream.mp4"))) == 5
+    assert len(list(read_frames(str(out / "overlays" / "stream.mp4")))) == 5
     assert run_url(url, out, seconds=1e-9) == 1
     assert len(list((out / "masks" / "stream.mp4").iterdir())) == 1, "not of both"
     (camera,), _ = find("0", tmp_path)
@@ -208,6 +208,56 @@ def test_a_stream_is_read_to_its_end_its_time_or_ctrl_c(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="no images or videos"):  # a folder, then
         find("0", tmp_path / "out")
+
+
+@pytest.mark.parametrize(("url", "frames"), [("0", 0), ("0", 4), ("rtsp://here", 4)])
+def test_a_live_source_that_ends_is_a_problem_and_keeps_its_frames(
+    url: str,
+    frames: int,
+    clip: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    images = list(read_frames(str(clip)))[:frames]
+    opened = cv2.VideoCapture
+
+    class Unplugged:
+        def __init__(self, *given: object) -> None:
+            self.left = iter(images)
+
+        def isOpened(self) -> bool:  # noqa: N802
+            return True
+
+        def get(self, _: int) -> float:
+            return -1.0
+
+        def read(self) -> tuple[bool, Pixels | None]:
+            image = next(self.left, None)
+            return image is not None, image
+
+        def release(self) -> None:
+            pass
+
+    monkeypatch.setattr(
+        cv2,
+        "VideoCapture",
+        lambda given, *how: Unplugged() if str(given) == url else opened(given, *how),
+    )
+    made = job(tmp_path / "out", url)
+    made.run()
+    ended = f"{url} ended after {frames} frames. Check that it is connected"
+    assert [ended in problem for problem in made.problems] == [True]
+    assert [entry["frames"] for entry in made.entries.values()] == [4] * bool(frames)
+    films = list((tmp_path / "out" / "overlays").iterdir())
+    assert len(films) == bool(frames)
+
+
+def test_a_video_keeps_the_size_of_its_first_frame(tmp_path: Path) -> None:
+    path = tmp_path / "grows.mjpeg"
+    sizes = [SIZE] * 4 + [(96, 80)] * 4
+    pictures = [cv2.imencode(".jpg", np.zeros((*size, 3), np.uint8)) for size in sizes]
+    path.write_bytes(b"".join(content.tobytes() for _, content in pictures))
+    assert [frame.shape for frame in read_frames(str(path))] == [(*SIZE, 3)] * 8
 
 
 def run_url(url: str, out: Path, seconds: float = 0.0) -> int:
@@ -224,7 +274,7 @@ def test_odd_sizes_grow_by_a_pixel_instead_of_losing_one(tmp_path: Path) -> None
     with film(path, 5.0) as add:
         add(image)
         add(image)
-    first = next(read_frames(path))
+    first = next(read_frames(str(path)))
     assert first.shape == (34, 48, 3)
     assert np.abs(first.astype(int) - image[0, 0]).max() < 25
 
