@@ -195,7 +195,7 @@ def read_sums(folder: Path) -> dict[str, str]:
     path = folder / SUMS
     try:
         lines = _content(path).decode().splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         inside = next(folder.glob(f"*/{SUMS}"), None)
         right = inside.parent if inside else "the folder that segpipe export wrote"
         # With a manifest, it was an exported folder.

@@ -806,6 +806,8 @@ def test_usage_is_no_altered_file(
 ) -> None:
     assert main(["selftest", str(folder), "--precision", "int8"]) == 2
     assert "no ONNX file of precision int8" in capsys.readouterr().err
+    assert main(["selftest", str(folder / "model.onnx")]) == 2
+    assert "model.onnx is not an exported folder" in capsys.readouterr().err
     assert (
         main(
             [
