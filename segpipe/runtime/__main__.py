@@ -138,10 +138,14 @@ def _answer(segmenter: Segmenter, path: Path, mask: Path) -> bool:
         result = segmenter.refuse(Status.ERROR)
         why = str(error)
     print(f"{path} {result.status} {result.latency_ms:.1f} ms")
-    if mask.suffix == ARRAY:
-        np.save(mask, result.mask)
-    else:
-        Image.fromarray(result.mask).save(mask)
+    try:
+        if mask.suffix == ARRAY:
+            np.save(mask, result.mask)
+        else:
+            Image.fromarray(result.mask).save(mask)
+    except OSError as error:
+        mask.unlink(missing_ok=True)
+        raise OSError(f"{mask} cannot be written ({error}).") from None
     if result.status is not Status.OK:
         print(why, file=sys.stderr)
     return result.status is Status.OK

@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+import resource
 import shutil
 import struct
 import subprocess
@@ -1196,6 +1197,29 @@ def test_run(
     assert f"small.npy: (8, 9, 3), but {(*SIZE, 3)} was needed" in told.err
     assert started("missing", "missing.npy") == 1
     assert "missing.npy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".png"])
+def test_a_mask_that_cannot_be_written_is_named_and_leaves_no_part(
+    suffix: str,
+    shared_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    np.save(tmp_path / "good.npy", frame(3))
+    if suffix == ".npy":
+        monkeypatch.setattr("segpipe.runtime.__main__.Image", None)
+    given = ["run", str(shared_folder), str(tmp_path / "good.npy")]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))  # as on a full disk
+    try:
+        code = main([*given, "--out", str(tmp_path / "out")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2
+    assert f"good_mask{suffix} cannot be written" in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_an_image_is_read_as_it_is_stored(tmp_path: Path) -> None:
