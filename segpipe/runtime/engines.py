@@ -134,7 +134,7 @@ class OpenVino:
             import openvino
         except ImportError as error:
             raise EngineError(
-                f"engine = openvino, but it is not installed ({error}). pip install segpipe-runtime[openvino]."
+                f"engine = openvino, but it is not installed ({error}). pip install openvino."
             ) from None
         self.described = f"openvino {openvino.__version__}"
         core = openvino.Core()
