@@ -1321,6 +1321,17 @@ def test_bench(shared_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(shared_folder), *late]) == 1
 
 
+def test_bench_times_answers_where_the_limits_refuse_the_golden_frames(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in an export of a size that no image has: its golden frames are noise."""
+    limits = json.loads((folder / "manifest.json").read_text())["frame_limits"]
+    change_manifest(folder, frame_limits={**limits, "mean": [0, 1]})
+    write_sums(folder)
+    assert main(["bench", str(folder), "--frames", "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["statuses"] == {"OK": 13}
+
+
 def resident_mib() -> float:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
