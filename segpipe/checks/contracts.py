@@ -7,6 +7,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -498,9 +499,12 @@ class NetworkContract:
     def passed(self) -> list[Tensor]:
         """Logits of all heads and gradients of all parameters from one forward and backward pass in training mode."""
         heads, grads = self._backward()
-        found = (*heads.values(), *grads.values())
         # In float32, since numpy has no bfloat16.
-        return [value.detach().float() for value in found if value is not None]
+        return [
+            value.detach().float()
+            for value in (*heads.values(), *grads.values())
+            if value is not None
+        ]
 
     def _build(self, seed: int = 0) -> SegmentationNet:
         """The network with its initial weights."""
@@ -555,10 +559,11 @@ class NetworkContract:
     def _training_shapes(self) -> str:
         """Whether the heads have valid shapes and are logits, in eval mode too; a note with their sizes."""
         heads = self._heads()
-        for name, logits in {
-            **heads,
-            "main (in eval mode)": self.net.eval()(self.image),
-        }.items():
+        sizes = [f"{name} {tuple(own.shape[-2:])}" for name, own in heads.items()]
+        # With gradients, which tell a sigmoid; some code, such as numpy() or out=, runs only without them.
+        with suppress(RuntimeError):
+            heads["main (in eval mode)"] = self.net.eval()(self.image)
+        for name, logits in heads.items():
             adds_up = (
                 logits.min() >= 0 and (logits.float().sum(1) - 1).abs().max() < 0.01
             )
@@ -568,7 +573,6 @@ class NetworkContract:
                     f"head {name} is probabilities, but logits were needed. Leave out softmax or sigmoid: the loss and "
                     "the exported file have their own softmax."
                 )
-        sizes = [f"{name} {tuple(own.shape[-2:])}" for name, own in heads.items()]
         return f"{NOTE}{', '.join(sizes)} for images of {self.size}"
 
     def _odd_sizes(self) -> str:
@@ -653,9 +657,14 @@ class NetworkContract:
 
     def _afresh(self) -> list[NDArray[Any]]:
         """The result of `passed` in another start of the program."""
-        mode = torch.get_deterministic_debug_mode()
-        given = self.config, self.num_classes, self.largest, mode
-        return elsewhere("spawn", passed_afresh, *given)  # type: ignore[no-any-return]
+        return elsewhere(  # type: ignore[no-any-return]
+            "spawn",
+            passed_afresh,
+            self.config,
+            self.num_classes,
+            self.largest,
+            torch.get_deterministic_debug_mode(),
+        )
 
     def _another_start(self) -> str:
         """Whether another start of the program, as rank 1 of 2, gives the same results."""

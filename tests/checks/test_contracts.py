@@ -106,6 +106,8 @@ NET = """
                 return out.sigmoid()
             if self.fault == "softmax of columns":
                 return out.softmax(-1)
+            if self.fault == "no gradient in eval" and not self.training:
+                return torch.mul(out, 2, out=torch.empty_like(out))
             if self.fault == "relu":  # values from 0 to 1, as those of a sigmoid
                 return 0.1 * out.relu()
             if self.fault == "late layer" and not hasattr(self, "late"):
@@ -373,7 +375,7 @@ def test_a_network_that_breaks_a_clause_is_told_which(
 def test_a_sound_network_keeps_all_clauses_and_a_slow_op_is_noted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for fault in ("", "relu"):
+    for fault in ("", "relu", "no gradient in eval"):
         clauses = network(monkeypatch, name="net:Net", args={"fault": fault})
         assert not broken(clauses.values())
     found = network(monkeypatch, name="net:Net", args={"fault": "slow"})
