@@ -411,6 +411,7 @@ def test_the_summary_survives_a_deleted_record(tmp_path: Path) -> None:
         ("bf16", None, "native", ""),  # nobody knows
         ("fp32", "", "native", ""),
         ("fp32", "", "plain", "no C compiler"),
+        ("fp32", "", "plain", ""),  # as loss.backend wants
     ],
 )
 def test_what_makes_a_cpu_slow_is_told(
@@ -422,6 +423,7 @@ def test_what_makes_a_cpu_slow_is_told(
 ) -> None:
     config = Config()
     config.model.name, config.train.precision = "fast_scnn", precision
+    config.loss.backend = loss if not told else "auto"
     monkeypatch.setattr(
         checkpoint,
         "common_fingerprint",
