@@ -61,8 +61,7 @@ def _load(run: Path, which: str, verdict: str) -> TrainedNetwork:
 
 def verify_main(given: Given) -> int:
     """Exit code of `segpipe verify`."""
-    report = verify(given)
-    _print(report, "ARTIFACT", [])
+    _print(verify(given), "ARTIFACT", [])
     return 0
 
 

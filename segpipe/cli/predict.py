@@ -98,6 +98,7 @@ def predictor(given: Given) -> Predictor:
 
 def summary(done: PredictJob) -> dict[str, Any]:
     """Content of the JSON line that the command prints."""
+    shares = done.shares(done.pixels) if done.entries else {}
     return {
         "out": str(done.out),
         "predicted": len(done.entries) - done.kept,
@@ -105,8 +106,6 @@ def summary(done: PredictJob) -> dict[str, Any]:
         "problems": len(done.problems),
         "images": done.answered,
         "images_per_second": round(done.answered / max(done.took, 1e-9), 2),
-        "share": {
-            name: round(share, 4) for name, share in done.shares(done.pixels).items()
-        },
+        "share": {name: round(share, 4) for name, share in shares.items()},
         **done.predictor.model,
     }

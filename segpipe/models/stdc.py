@@ -164,8 +164,7 @@ class Fusion(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x)
-        weighted = x * self.weight(x)
-        return weighted + x
+        return x * self.weight(x) + x
 
 
 def seg_head(num_in: int, planes: int, num_out: int) -> nn.Sequential:

@@ -141,11 +141,11 @@ class PredictJob:
         return [sum(each) for each in zip(*counts, strict=True)]
 
     def shares(self, pixels: Sequence[int]) -> dict[str, float]:
-        """Share of the pixels by class; empty without any."""
+        """Share of the pixels by class."""
         total = max(sum(pixels), 1)
         return {
             name: count / total
-            for name, count in zip(self.predictor.names, pixels, strict=False)
+            for name, count in zip(self.predictor.names, pixels, strict=True)
         }
 
     def run(self) -> None:
@@ -383,7 +383,7 @@ def read_frames(path: str) -> Iterator[Pixels]:
     is_endless = promised <= 0 and _is_live(path)
     is_cut = promised - number > max(MISSING_FRAMES, promised * MISSING_SHARE)
     if not number or is_endless or is_cut:
-        whole = f" of {promised:.0f}" if promised > 0 else ""
+        whole = f" of {promised:.0f}" * (promised > 0)
         raise DataError(f"{path} ended after {number}{whole} frames. {_advice(path)}")
 
 

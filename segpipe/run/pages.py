@@ -152,8 +152,7 @@ def chart(
         axes.locator_params(axis="x", integer=True, nbins=6)
         axes.grid(alpha=0.3)
         # A date would make every file different.
-        facts = {"Date": None}
-        figure.savefig(content, format="svg", transparent=True, metadata=facts)
+        figure.savefig(content, format="svg", transparent=True, metadata={"Date": None})
     return _data_url(
         "svg+xml",
         content.getvalue().replace(b"</style>", f"{DARK}</style>".encode(), 1),

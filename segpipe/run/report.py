@@ -129,8 +129,7 @@ def run_predictor(run: Run, precision: str = "fp32") -> Predict:
 def live_pictures(run: Run, found: Validation) -> list[Picture]:
     """The first image of the split and the three worst ones, predicted again."""
     predict = run_predictor(run, run.config.train.precision)
-    shown = [0, *worst_images(found, 3)]
-    return _pictures(shown, run.val_cache, found, predict)
+    return _pictures([0, *worst_images(found, 3)], run.val_cache, found, predict)
 
 
 def worst_images(found: Validation, count: int = 4) -> list[int]:
